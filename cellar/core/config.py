@@ -1,0 +1,146 @@
+"""Options of an engine: a few small frozen dataclasses, named as vLLM names them.
+
+Command-line options are generated from these fields; `metadata["help"]` is their help text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from cellar.core.dtypes import dtype_name
+from cellar.core.errors import ConfigError
+
+CHUNK_SIZES = (16, 32, 64)
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model, and in what numeric form. `model` None is the model that ships with Cellar."""
+
+    model: str | None = _option(None, "Directory in Hugging Face's layout, or a hub name; default: the demo model.")
+    tokenizer: str | None = _option(None, "Directory of the tokenizer; default: the model's.")
+    dtype: str = _option("auto", "auto, float32, bfloat16 or float16.")
+    max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; default: the model's.")
+    load_format: Literal["auto", "dummy"] = _option("auto", "auto reads weights; dummy makes random ones.")
+    skip_tokenizer_init: bool = _option(False, "Token ids in and out only.")
+    seed: int = _option(0, "Seed of requests that bring none, and of dummy weights.")
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto":
+            object.__setattr__(self, "dtype", dtype_name(self.dtype))
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 1.")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format {self.load_format!r} is not known; use auto or dummy.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """How much memory the KV cache gets and how it is cut."""
+
+    gpu_memory_utilization: float = _option(0.9, "Share of device memory that weights, KV and buffers may take.")
+    kv_cache_memory_bytes: int | None = _option(None, "Bytes of KV cache; overrides gpu_memory_utilization.")
+    block_size: int = _option(32, "Tokens per chunk: 16, 32 or 64.")
+    enable_prefix_caching: bool = _option(True, "Share the KV of equal prefixes and keep it for later requests.")
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
+        if self.block_size not in CHUNK_SIZES:
+            raise ConfigError(f"block_size is {self.block_size}; it must be one of 16, 32, 64.")
+        if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
+            raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """How requests are batched (Pensieve §3.4.2, §3.4.3.5)."""
+
+    max_num_seqs: int = _option(256, "Most requests that run at once.")
+    max_num_batched_tokens: int = _option(8192, "Most tokens computed in one step.")
+    scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
+    decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
+    run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1.")
+        if self.max_num_batched_tokens < 1:
+            raise ConfigError(f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least 1.")
+        if self.scheduling_policy not in ("fcfs", "priority"):
+            raise ConfigError(f"scheduling_policy {self.scheduling_policy!r} is not known; use fcfs or priority.")
+        if not 0 <= self.decode_reserve < 1:
+            raise ConfigError(f"decode_reserve is {self.decode_reserve}; it must be in [0, 1).")
+        if self.run_ahead < 1:
+            raise ConfigError(f"run_ahead is {self.run_ahead}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceConfig:
+    """Where the model runs."""
+
+    device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
+    num_threads: int | None = _option(None, "Threads of the CPU runtime; default: all cores.")
+
+    def __post_init__(self) -> None:
+        kind, _, index = self.device.partition(":")
+        if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
+            raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N.")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"num_threads is {self.num_threads}; it must be at least 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """All options of one engine."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    @classmethod
+    def of(cls, **options: Any) -> EngineConfig:
+        """Sort flat options (`dtype=..., max_num_seqs=...`) into their parts.
+
+        Raises ConfigError, naming the nearest known option, for a name that no part has.
+        """
+        parts = {name: dict[str, Any]() for name in _PARTS}
+        for name, value in options.items():
+            for part, kind in _PARTS.items():
+                if name in kind.__dataclass_fields__:
+                    parts[part][name] = value
+                    break
+            else:
+                raise ConfigError(_unknown(name))
+        return cls(**{part: kind(**parts[part]) for part, kind in _PARTS.items()})
+
+    def resolve(self, *, dtype: str, max_model_len: int, device: str) -> EngineConfig:
+        """A copy in which everything that said `auto` or None is decided."""
+        return replace(
+            self,
+            model=replace(self.model, dtype=dtype, max_model_len=max_model_len),
+            device=replace(self.device, device=device),
+        )
+
+
+_PARTS: dict[str, Any] = {
+    "model": ModelConfig,
+    "cache": CacheConfig,
+    "schedule": ScheduleConfig,
+    "device": DeviceConfig,
+}
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    known = [option for kind in _PARTS.values() for option in kind.__dataclass_fields__]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}."
+    return f"option {name!r} is not known; {hint}"

@@ -1,0 +1,42 @@
+"""The errors that Cellar raises on purpose.
+
+Every message is one sentence that says what was wrong, what is allowed and what to change. Code at the
+edge (command line, server) shows the message as it is; anything that is not a `CellarError` is a defect.
+"""
+
+from __future__ import annotations
+
+
+class CellarError(Exception):
+    """Base of all errors that a user can cause and can mend."""
+
+
+class ConfigError(CellarError, ValueError):
+    """An option or a combination of options is not allowed."""
+
+
+class RequestError(CellarError, ValueError):
+    """One request asks for something that this engine cannot do; no other request is disturbed.
+
+    `parameter` names the offending field, so that a server can report it.
+    """
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class CheckpointError(CellarError):
+    """A checkpoint is missing, incomplete, damaged or of an unknown architecture."""
+
+
+class CapacityError(CellarError):
+    """Memory, rows or chunks do not suffice for even one request."""
+
+
+class DeviceError(CellarError):
+    """A device is not there, or an operation on it failed."""
+
+
+class IntegrityError(CellarError):
+    """An invariant of the engine's own bookkeeping does not hold: a defect, never a user's mistake."""

@@ -1,0 +1,289 @@
+"""What crosses between deciding, doing and composing: frozen dataclasses over NumPy arrays.
+
+Index letters used throughout: token i, layer j, batch k, row r, span s. All ranges are half-open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.core.sampling import SamplingParams
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+class Source(IntEnum):
+    """Where a span's tokens come from: `StepPlan.tokens`, or the row's last sampled token on the device."""
+
+    HOST = 0
+    DEVICE = 1
+
+
+class Emit(IntEnum):
+    """What a span hands to the head.
+
+    NONE: nothing (holes, inner prompt chunks). LAST: its last position is sampled.
+    ALL: every position gets log-probabilities against `StepPlan.targets`; a last target of -1 is sampled.
+    HIDDEN: the final hidden states are returned.
+    """
+
+    NONE = 0
+    LAST = 1
+    ALL = 2
+    HIDDEN = 3
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the values are OpenAI's and vLLM's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class Flag(IntEnum):
+    """State of one result. NAN: the logits were not finite. FELL_BACK: a safe but slower kernel was used."""
+
+    OK = 0
+    NAN = 1
+    VOID = 2
+    FELL_BACK = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to be continued. `params.seed` is set; n > 1 is several requests by now.
+
+    `stop_ids` are the end symbols and stop ids that end it; `max_tokens` is at least 1 and fits the
+    context. Equal prefixes are shared between requests of equal `salt` only.
+    """
+
+    id: str
+    prompt: IntArray
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    max_tokens: int
+    priority: int = 0
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Positions [start, stop) of a row that a step computes, as a struct of arrays, each of length S.
+
+    Spans of one row stand together and ascend. For device-sourced spans start and stop are upper bounds.
+    """
+
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+    source: IntArray
+    emit: IntArray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return int((self.stop - self.start).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class RowOpen:
+    """A row is given to a request: how it samples, and how many output tokens it already has.
+
+    `prompt` and `output` are sent only if penalties need them. `stop_ids` are forbidden until
+    `params.min_tokens` output tokens exist. The row's slot table is all -1 after this.
+    """
+
+    row: int
+    params: SamplingParams
+    num_output: int = 0
+    stop_ids: tuple[int, ...] = ()
+    prompt: IntArray | None = None
+    output: IntArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TableUpdate:
+    """table[row[i], column[i]] = slot[i]: chunk number `column` of the row's sequence lies in `slot`."""
+
+    row: IntArray
+    column: IntArray
+    slot: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class CopyJob:
+    """One chunk to be copied between tiers. Ordered after step `after_step`, before step `needed_by_step`."""
+
+    job: int
+    source_tier: str
+    source_slot: int
+    target_tier: str
+    target_slot: int
+    after_step: int = -1
+    needed_by_step: int = -1
+    layerwise: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One transformer step: deltas of the rows, and the spans to compute.
+
+    `tokens` are the ids of the host-sourced spans, one after another. `targets` are, for spans that emit
+    ALL, the ids that follow each position (-1: none). Order: opens, table, copies in, compute, closes.
+    """
+
+    step: int
+    spans: Spans
+    tokens: IntArray
+    table: TableUpdate
+    opens: tuple[RowOpen, ...] = ()
+    closes: tuple[int, ...] = ()
+    targets: IntArray | None = None
+    copies_in: tuple[CopyJob, ...] = ()
+    copies_out: tuple[CopyJob, ...] = ()
+    masked_rows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of m positions: the chosen token's, its rank (0 is best), and the n best.
+
+    `index` [m] says which result (or prompt position) each belongs to. Arrays: [m], [m], [m, n], [m, n].
+    Of the n best, entries beyond what the request asked for are to be ignored.
+    """
+
+    index: IntArray
+    logprob: FloatArray
+    rank: IntArray
+    top_ids: IntArray
+    top_logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens of the spans that sampled, in span order: tokens[r, k], of which num_tokens[r] are valid.
+
+    `logprobs.index` counts results; `prompt_logprobs` maps a row to the log-probabilities of the
+    *targets* of its ALL spans, `index` being the target's position in the sequence.
+    `error` is set, and all else empty, if the step failed as a whole.
+    """
+
+    step: int
+    tokens: IntArray
+    num_tokens: IntArray
+    flags: IntArray
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    hidden: Mapping[int, FloatArray] = field(default_factory=dict)
+    seconds: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """Outcome of one CopyJob. A failed load is a hole."""
+
+    job: int
+    ok: bool
+    nbytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one commit delivers: ids[k] got tokens[k]; `finished` says which ended, why, and on which token.
+
+    A request may appear in `finished` without a token (an error). `logprobs[k]` and
+    `prompt_logprobs[id]` are there if asked for.
+    """
+
+    ids: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    finished: dict[str, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, Logprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """A snapshot for metrics and progress bars; totals count since the engine started."""
+
+    running: int
+    waiting: int
+    total_chunks: int
+    free_chunks: int
+    cached_chunks: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    prompt_tokens: int
+    generation_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Rows [start, stop) of dimension 0 of one tensor lie on `device` in `format`."""
+
+    tensor: str
+    device: str
+    start: int
+    stop: int
+    format: str
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which bytes live where; the runtime executes exactly this."""
+
+    weights: tuple[Placed, ...]
+    kv_device: str
+    activation_device: str
+    kind: Literal["resident"] = "resident"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One entry of a log-probability table, as vLLM returns it."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n continuations."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, TokenLogprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request with its continuations so far; `finished` once all have ended."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: Sequence[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,128 @@
+"""SamplingParams: how the tokens of one request are chosen, and when they end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cellar.core.errors import RequestError
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request, in vLLM's words; validated when made.
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep all tokens. `seed` makes a request's
+    tokens a function of the request alone, whoever else is in the batch; None draws one.
+    `logprobs` = n returns the chosen token's log-probability and the n best; `prompt_logprobs` likewise
+    for each prompt token. `max_tokens` None means up to the model's context.
+    Raises RequestError (with the field's name) for a value out of range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: Sequence[str] | str | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        _check("n", self.n, isinstance(self.n, int) and self.n >= 1, "an integer of at least 1")
+        _number("temperature", self.temperature, 0.0, math.inf)
+        _check("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
+        _check("top_k", self.top_k, _integer(self.top_k) and self.top_k >= -1, "0 or -1 (all), or a positive integer")
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _check(
+            "repetition_penalty",
+            self.repetition_penalty,
+            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "greater than 0",
+        )
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check(
+            "seed",
+            self.seed,
+            self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63),
+            "None or a 64-bit integer",
+        )
+        _check(
+            "max_tokens",
+            self.max_tokens,
+            self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
+            "None or an integer of at least 1",
+        )
+        _check("min_tokens", self.min_tokens, _integer(self.min_tokens) and self.min_tokens >= 0, "0 or more")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; lower it to at most that.",
+                "min_tokens",
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _check(
+                name,
+                value,
+                value is None or (_integer(value) and 0 <= value <= MAX_LOGPROBS),
+                f"None or from 0 to {MAX_LOGPROBS}",
+            )
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        _check("stop", self.stop, all(isinstance(s, str) and s for s in strings), "non-empty strings")
+        if strings and not self.detokenize:
+            raise RequestError("stop strings need text, but detokenize is False; set it to True.", "detokenize")
+        object.__setattr__(self, "stop_strings", strings)
+        ids = tuple(self.stop_token_ids or ())
+        _check("stop_token_ids", self.stop_token_ids, all(_integer(t) and t >= 0 for t in ids), "token ids, 0 or more")
+        for token, bias in (self.logit_bias or {}).items():
+            _check("logit_bias", token, _integer(token) and token >= 0, "token ids, 0 or more")
+            _check("logit_bias", bias, _finite(bias) and -100 <= bias <= 100, "from -100 to 100")
+
+    @property
+    def greedy(self) -> bool:
+        """True if no randomness is used."""
+        return self.temperature == 0
+
+    @property
+    def penalized(self) -> bool:
+        """True if the choice depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
+
+    def clone(self, **changes: object) -> SamplingParams:
+        """A copy with some fields changed, validated again."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check(name: str, value: object, ok: bool, allowed: str) -> None:
+    if not ok:
+        raise RequestError(f"{name} is {value!r}, but must be {allowed}.", name)
+
+
+def _number(name: str, value: object, low: float, high: float) -> None:
+    ok = _finite(value) and low <= value <= high  # type: ignore[operator]
+    _check(name, value, ok, f"from {low:g} to {high:g}" if math.isfinite(high) else f"{low:g} or more")

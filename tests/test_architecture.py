@@ -1,0 +1,141 @@
+"""The import table of the architecture, checked by reading every import: the one gate on shape."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cellar"
+
+# Root files that compose are a package of their own here; leaf files anyone may read stand with core.
+COMPOSING = {"engine", "llm", "stream", "outputs", "simulate"}
+LEAVES = {"version", "py", "__init__", "__main__"}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "text": {"core"},
+    "kv": {"core"},
+    "planner": {"core"},
+    "conversations": {"core"},
+    "schedule": {"core", "kv"},
+    "ops": {"core"},
+    "quant": {"core", "ops"},
+    "models": {"core", "ops", "quant"},
+    "runtime": {"core", "ops", "quant", "models"},
+    "cells": {"core", "ops", "models"},
+    "demo": set(),
+    "engine": {"core", "text", "kv", "schedule", "planner", "models", "cells", "runtime", "demo"},
+    "server": {"core", "text", "conversations", "engine"},
+    "bench": {
+        "core",
+        "text",
+        "kv",
+        "planner",
+        "conversations",
+        "schedule",
+        "ops",
+        "quant",
+        "models",
+        "runtime",
+        "cells",
+        "engine",
+        "demo",
+    },
+    "cli": {"core", "planner", "engine", "server", "bench", "cells", "demo"},
+}
+
+# Third-party modules that a package must not touch.
+MUST_NOT_IMPORT: dict[str, set[str]] = {
+    "core": {"torch", "triton", "time"},
+    "text": {"torch", "time"},
+    "kv": {"torch", "time"},
+    "planner": {"torch", "time"},
+    "schedule": {"torch", "time"},
+    "conversations": {"torch"},
+}
+EDGE_ONLY = {"fastapi", "uvicorn", "pydantic", "typer", "matplotlib", "rich"}
+EDGE = {"server", "bench", "cli"}
+
+
+def _part(module: str) -> str:
+    """`cellar.kv.store` -> `kv`; `cellar.llm` -> `engine` (the composing root files)."""
+    names = module.split(".")
+    name = names[1] if len(names) > 1 else "__init__"
+    return "engine" if name in COMPOSING else name
+
+
+def _imports(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module
+            if node.module == "cellar":
+                yield from (f"cellar.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def _module(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def breaches(part: str, imported: str) -> str | None:
+    """Why `part` may not import the module `imported`, or None."""
+    top = imported.split(".")[0]
+    if top == "cellar":
+        target = _part(imported)
+        if target == part or target in LEAVES:
+            return None
+        return None if target in MAY_IMPORT[part] else f"{part} must not import {target}"
+    if top in MUST_NOT_IMPORT.get(part, set()):
+        return f"{part} must not import {top}"
+    if top in EDGE_ONLY and part not in EDGE:
+        return f"{top} is for {', '.join(sorted(EDGE))} only"
+    return None
+
+
+@pytest.mark.parametrize("path", FILES, ids=_module)
+def test_imports_follow_the_table(path: Path) -> None:
+    part = _part(_module(path))
+    if part in LEAVES:
+        part = "engine"
+    assert part in MAY_IMPORT, f"{path}: a new package needs a row in the import table"
+    found = [reason for name in _imports(path) if (reason := breaches(part, name))]
+    assert not found, f"{path}: {'; '.join(found)}"
+
+
+def test_the_gate_can_close() -> None:
+    assert breaches("schedule", "cellar.runtime.local")
+    assert breaches("kv", "torch.nn")
+    assert breaches("engine", "typer")
+    assert breaches("server", "cellar.schedule.steps")
+    assert not breaches("server", "cellar.llm")
+
+
+def test_cuda_is_named_only_where_devices_are() -> None:
+    """Decisions and models know no vendor; options may name the device."""
+    allowed = {"runtime", "ops", "bench", "core"}
+    for path in FILES:
+        if _part(_module(path)) in allowed:
+            continue
+        names = [
+            node.value
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.Constant) and node.value == "cuda"
+        ]
+        assert not names, f'{path} says "cuda"'
+
+
+def test_no_ambient_state() -> None:
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), f"{path} uses global"
