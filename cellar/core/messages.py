@@ -102,7 +102,8 @@ class RowOpen:
     """A row is given to a request: how it samples, and how many output tokens it already has.
 
     `prompt` and `output` are sent only if penalties need them. `stop_ids` are forbidden until
-    `params.min_tokens` output tokens exist. The row's slot table is all -1 after this.
+    `params.min_tokens` output tokens exist. The row's slot table is all -1 after this, whatever the row held
+    before: an open may come without a close.
     """
 
     row: int
@@ -206,8 +207,9 @@ class CopyResult:
 class StepOutput:
     """What one commit delivers: ids[k] got tokens[k]; `finished` says which ended, why, and on which token.
 
-    A request may appear in `finished` without a token (an error). `logprobs[k]` and
-    `prompt_logprobs[id]` are there if asked for.
+    A request may appear in `finished` without a token (an error). `logprobs[id]` and
+    `prompt_logprobs[id]` are there if asked for; `num_cached_tokens[id]` comes with a request's first token:
+    how many tokens of its prompt were found in the cache.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -215,6 +217,7 @@ class StepOutput:
     finished: dict[str, tuple[FinishReason, int | str | None]] = field(default_factory=dict)
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    num_cached_tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,9 @@ from typing import Literal
 
 from cellar.core.dtypes import DTYPE_BYTES
 
+# First axis of tensors of which a step reads a few rows only; all other matrices are multiplied by.
+_TABLES = ("vocab", "position")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -20,7 +23,8 @@ class TensorSpec:
     `name` is the key under which a layer's forward finds it (`qkv`). `axes` names each dimension
     (`("heads", "embed")`). `stored` are the names in the checkpoint, concatenated along dimension 0 in
     this order; empty means that the tensor is made (a tied head has its source's name here).
-    `transposed` says that the stored matrix is [in, out] and is to be turned to [out, in].
+    `parts` are the rows that each of them has; empty means equal shares. `transposed` says that the stored
+    matrix is [in, out] and is to be turned to [out, in].
     """
 
     name: str
@@ -29,6 +33,7 @@ class TensorSpec:
     axes: tuple[str, ...]
     stored: tuple[str, ...] = ()
     transposed: bool = False
+    parts: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -152,10 +157,11 @@ class ModelSpec:
     def flops(self, num_tokens: int, context: int, num_sampled: int) -> int:
         """FLOPs of a step of `num_tokens` tokens with `context` tokens behind each, `num_sampled` of them sampled."""
         head = 2 * sum(t.size for t in self.head if len(t.shape) == 2)
-        return sum(layer.flops(num_tokens, context) for layer in self.layers) + num_sampled * head
+        entry = 2 * sum(t.size for t in self.embedding if len(t.shape) == 2 and t.axes[0] not in _TABLES)
+        layers = sum(layer.flops(num_tokens, context) for layer in self.layers)
+        return layers + num_tokens * entry + num_sampled * head
 
     def step_nbytes(self, contexts: int) -> int:
-        """Fewest bytes that a decode step reads: all weights but the embedding table, and `contexts` tokens of KV."""
-        table = sum(t.nbytes for t in self.embedding if len(t.shape) == 2)
-        weights = self.nbytes() if self.tied_head else self.nbytes() - table
+        """Fewest bytes that a decode step reads: all weights but the embedding tables, and `contexts` tokens of KV."""
+        weights = sum(t.nbytes for t in self.tensors() if t not in self.embedding or t.axes[0] not in _TABLES)
         return weights + contexts * self.kv.nbytes_per_token()

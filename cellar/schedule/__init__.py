@@ -1,0 +1,1 @@
+"""Who runs next. Plain Python and NumPy: no torch, no clock."""

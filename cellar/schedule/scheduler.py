@@ -33,3 +33,6 @@ class Scheduler(Protocol[PlanT_co, ResultT_contra]):
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queues and cache."""
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the bookkeeping is sound; called when work has ended, and by tests."""

@@ -1,0 +1,135 @@
+"""Reading config.json: each field with its type and default, and the refusal of what would change the function.
+
+The function of a checkpoint is what `transformers` computes for its model_type. Fields that it does not read
+for that type are ignored here too, with one exception: a field that is known to change the function of some
+other implementation is refused unless it has its neutral value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cellar.core.errors import CheckpointError
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+# Field -> values at which it changes nothing; None (null) always changes nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "compression_config": (),
+    "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
+    "query_pre_attn_scalar": (),
+    "attention_multiplier": (),
+    "attention_chunk_size": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "partial_rotary_factor": (1,),
+    "no_rope_layers": ([],),
+    "rope_interleave": (False,),
+    "rope_interleaved": (False,),
+    "use_qk_norm": (False,),
+    "qk_layernorm": (False,),
+    "alibi": (False,),
+    "parallel_attn": (False,),
+    "use_parallel_residual": (False,),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "cross_attention_layers": ([],),
+    "add_cross_attention": (False,),
+    "is_encoder_decoder": (False,),
+    "is_causal": (True,),
+    "use_bidirectional_attention": (False,),
+}
+
+
+class Fields:
+    """config.json of one model. A field that is missing or null has its default; every refusal names the field.
+
+    Raises CheckpointError if the architecture is not the one expected, or a field that changes the function
+    in a way that Cellar does not compute is set.
+    """
+
+    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+        self._config = config
+        named = config.get("architectures") or [architecture]
+        if architecture not in named:
+            raise CheckpointError(
+                f"architecture {', '.join(map(str, named))} is not supported for model_type "
+                f"{config.get('model_type')!r}; {architecture} is: use a checkpoint of the language model."
+            )
+        for name, neutral in _NEUTRAL.items():
+            value = config.get(name)
+            if value is not None and value not in neutral:
+                raise self.refusal(name, "this is not implemented; use a checkpoint without it")
+        if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+            raise self.refusal("auto_map", "code from checkpoints is not run; use a checkpoint without it")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._config
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands, None if missing."""
+        return self._config.get(name)
+
+    def refusal(self, name: str, remedy: str) -> CheckpointError:
+        """The error for a field that cannot be obeyed."""
+        value = repr(self._config.get(name))
+        value = value if len(value) <= 120 else value[:117] + "..."
+        return CheckpointError(f"{name} in config.json is {value}; {remedy}.")
+
+    def integer(self, name: str, default: int, least: int = 1) -> int:
+        """A whole number of at least `least`."""
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.refusal(name, f"it must be a whole number of at least {least}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self._given(name, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+            raise self.refusal(name, "it must be a positive number")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value = self._given(name, default)
+        if not isinstance(value, bool):
+            raise self.refusal(name, "it must be true or false")
+        return value
+
+    def activation(self, name: str, default: str) -> str:
+        """The kind of an activation function as `ops` names it: silu, gelu, gelu_tanh or relu."""
+        value = self._given(name, default)
+        if value not in ACTIVATIONS:
+            raise self.refusal(name, f"supported are {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[value]
+
+    def token_ids(self, name: str, default: int | None) -> tuple[int, ...]:
+        """One id, a list of ids, or none (null)."""
+        value = self._config.get(name, default)
+        ids: Sequence[Any] = () if value is None else value if isinstance(value, list) else (value,)
+        if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise self.refusal(name, "it must be a token id or a list of them")
+        return tuple(i for i in ids if i >= 0)
+
+    def first_token_id(self, name: str, default: int | None) -> int | None:
+        """The first of `token_ids`, or None."""
+        return next(iter(self.token_ids(name, default)), None)
+
+    def _given(self, name: str, default: Any) -> Any:
+        value = self._config.get(name)
+        return default if value is None else value

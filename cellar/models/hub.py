@@ -1,0 +1,60 @@
+"""From the name of a model to a directory: one that exists, or a snapshot of a repository of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cellar.core.errors import CheckpointError
+
+# What a run needs; `original/` and `consolidated` hold the same weights a second time.
+WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt")
+UNWANTED = ("original/*", "consolidated*", "*.onnx*", "*/*")
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def resolve(model: str | Path, revision: str | None = None) -> Path:
+    """The directory of a model: `model` itself if it is one, else the hub's repository of that name, downloaded.
+
+    What is in the hub's cache already is used without a network. Raises CheckpointError if `model` is neither
+    a directory nor a hub name, or cannot be downloaded.
+    """
+    path = Path(model).expanduser()
+    if str(model) and path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"model {model} is a file; give the directory that it lies in.")
+    if not isinstance(model, str) or not _HUB_NAME.fullmatch(model):
+        raise CheckpointError(
+            f"model {str(model)!r} is neither a directory nor a hub name like organization/name; check the path."
+        )
+    return _snapshot(model, revision)
+
+
+def _snapshot(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
+        )
+    except GatedRepoError as error:
+        raise CheckpointError(
+            f"model {name} asks for consent on the hub; give it there, then log in with `hf auth login`."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"model {name} is neither a directory nor a repository of the hub; check the name."
+        ) from error
+    except (LocalEntryNotFoundError, OSError) as error:
+        raise CheckpointError(
+            f"model {name} is no directory here, and the hub is out of reach; give a directory or connect to a network."
+        ) from error
+    except Exception as error:
+        # The client's other errors have no common base class; none of them is a defect of ours.
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"model {name} could not be downloaded from the hub ({reason}); give a directory."
+        ) from error

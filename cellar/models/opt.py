@@ -1,0 +1,183 @@
+"""OPT (model_type opt), all sizes: LayerNorm, learned positions, full attention, a plain feed-forward with biases.
+
+Two things that only the 350M has: its words are narrower than its hidden states (`word_embed_proj_dim`, with a
+projection after the embedding and one before the head), and its norms stand after each block instead of before.
+
+What it costs, with E = hidden_size, F = ffn_dim, W = word_embed_proj_dim, L layers, V words, P positions, t new tokens
+with c tokens of context each, b bytes per element:
+
+    parameters of a layer   4 E^2 + 2 E F + 9 E + F      (q, k, v, out; two matrices; 5 E + F biases, 4 E in the norms)
+    parameters              L (layer) + V W + (P + 2) E, + 2 E for a last norm (not in the 350M), + 2 E W if W is not E
+    KV bytes per token      2 L E b
+    FLOPs of a step         t L (8 E^2 + 4 E F + 4 E c) + 2 V W per sampled token; 2 E W more of each if W is not E
+
+OPT-175B has E 12288, F 49152, L 96, V 50272, P 2048: 1.746e11 parameters, 4.7 MB of KV per token in two bytes an
+element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from cellar.core.errors import CheckpointError
+from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
+from cellar.models.decoder import kv_spec
+from cellar.models.fields import Fields
+from cellar.models.model import Hidden, LayerContext, Weights
+from cellar.models.rope import context_length
+from cellar.ops.activation import activate
+from cellar.ops.embedding import embedding
+from cellar.ops.linear import linear
+from cellar.ops.norm import add_layer_norm
+
+ARCHITECTURE = "OPTForCausalLM"
+
+# Row 0 of the position table is never used, row 1 is the padding's: positions count from row 2.
+POSITION_OFFSET = 2
+NORM_EPS = 1e-5
+
+
+def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: int | None) -> ModelSpec:
+    """Everything static about the model that a config.json defines."""
+    fields = Fields(config, ARCHITECTURE)
+    e, f = fields.integer("hidden_size", 768), fields.integer("ffn_dim", 3072)
+    heads, num_layers = fields.integer("num_attention_heads", 12), fields.integer("num_hidden_layers", 12)
+    words, vocab = fields.integer("word_embed_proj_dim", e), fields.integer("vocab_size", 50272)
+    positions = fields.integer("max_position_embeddings", 2048)
+    if e % heads:
+        raise CheckpointError(f"hidden_size {e} in config.json is no multiple of num_attention_heads {heads}.")
+    if not fields.flag("layer_norm_elementwise_affine", True):
+        raise fields.refusal("layer_norm_elementwise_affine", "only norms with weights are supported")
+    bias, tied = fields.flag("enable_bias", True), fields.flag("tie_word_embeddings", True)
+    norm_first = fields.flag("do_layer_norm_before", True)
+    norm_last = norm_first and not fields.flag("_remove_final_layer_norm", False)
+
+    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...], stored: str) -> TensorSpec:
+        return TensorSpec(name, shape, dtype, axes, ("model.decoder." + stored,))
+
+    embed = tensor("embed", (vocab, words), ("vocab", "embed"), "embed_tokens.weight")
+    table = (positions + POSITION_OFFSET, e)
+    embeddings = [embed, tensor("positions", table, ("position", "embed"), "embed_positions.weight")]
+    head = []
+    if norm_last:
+        head.append(tensor("norm", (e,), ("embed",), "final_layer_norm.weight"))
+        head.append(tensor("norm_bias", (e,), ("embed",), "final_layer_norm.bias"))
+    if words != e:
+        embeddings.append(tensor("project_in", (e, words), ("embed", "words"), "project_in.weight"))
+        head.append(tensor("project_out", (words, e), ("words", "embed"), "project_out.weight"))
+    source = embed.stored if tied else ("lm_head.weight",)
+    head.append(TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), source))
+    kv = kv_spec((None,) * num_layers, heads, e // heads, dtype, chunk_size)
+    return ModelSpec(
+        model_type="opt",
+        dtype=dtype,
+        hidden_size=e,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=e // heads,
+        intermediate_size=f,
+        vocab_size=vocab,
+        max_position=context_length(positions, positions, max_model_len),
+        embedding=tuple(embeddings),
+        layers=tuple(
+            LayerSpec(j, _layer_tensors(e, f, bias, dtype, f"model.decoder.layers.{j}."), heads, heads, e // heads)
+            for j in range(num_layers)
+        ),
+        head=tuple(head),
+        kv=kv,
+        eos_token_ids=fields.token_ids("eos_token_id", 2),
+        bos_token_id=fields.first_token_id("bos_token_id", 2),
+        tied_head=tied,
+        options={"activation": fields.activation("activation_function", "relu"), "norm_first": norm_first},
+    )
+
+
+def model(spec: ModelSpec) -> OPT:
+    """The forward of a spec that this file made."""
+    return OPT(spec)
+
+
+def _layer_tensors(e: int, f: int, bias: bool, dtype: str, prefix: str) -> tuple[TensorSpec, ...]:
+    """The tensors of one layer in the order of use; `prefix` is that of their names in the checkpoint."""
+    norms, qkv = {"input": "self_attn_layer_norm", "post": "final_layer_norm"}, ("q_proj", "k_proj", "v_proj")
+    tensors: list[TensorSpec] = []
+
+    def add(name: str, shape: tuple[int, ...], axes: tuple[str, ...], *stored: str) -> None:
+        tensors.append(TensorSpec(name, shape, dtype, axes, tuple(prefix + s for s in stored)))
+
+    def add_norm(name: str) -> None:
+        add(name + "_norm", (e,), ("embed",), norms[name] + ".weight")
+        add(name + "_norm_bias", (e,), ("embed",), norms[name] + ".bias")
+
+    def add_linear(name: str, rows: int, columns: int, axes: tuple[str, str], *stored: str) -> None:
+        add(name, (rows, columns), axes, *(s + ".weight" for s in stored))
+        if bias:
+            add(name + "_bias", (rows,), axes[:1], *(s + ".bias" for s in stored))
+
+    add_norm("input")
+    add_linear("qkv", 3 * e, e, ("qkv", "embed"), *("self_attn." + name for name in qkv))
+    add_linear("out", e, e, ("embed", "heads"), "self_attn.out_proj")
+    add_norm("post")
+    add_linear("up", f, e, ("mlp", "embed"), "fc1")
+    add_linear("down", e, f, ("embed", "mlp"), "fc2")
+    return tuple(tensors)
+
+
+class OPT:
+    """The forward. With norms first the last add of a layer is put off; with norms last there is nothing to put off."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.spec = spec
+        self._activation = str(spec.options["activation"])
+        self._norm_first = bool(spec.options["norm_first"])
+
+    def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
+        """tokens: int64 [tokens] -> hidden: the words (projected if narrower) plus the positions."""
+        words = embedding(tokens, weights["embed"])
+        if "project_in" in weights:
+            words = linear(words, weights["project_in"], None)
+        return Hidden(words, embedding(ctx.positions + POSITION_OFFSET, weights["positions"]))
+
+    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
+        """Norms first: x += attention(norm(x)), then likewise mlp. Norms last: x = norm(x + attention(x)), likewise."""
+        if self._norm_first:
+            x, residual = _norm(h.residual, h.delta, weights, "input_norm")
+            x, residual = _norm(residual, self._attention(j, weights, x, ctx), weights, "post_norm")
+            return Hidden(residual, self._mlp(weights, x))
+        x = _sum(h)
+        x, _ = _norm(x, self._attention(j, weights, x, ctx), weights, "input_norm")
+        x, _ = _norm(x, self._mlp(weights, x), weights, "post_norm")
+        return Hidden(x)
+
+    def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
+        """Hidden rows after the last norm, before any projection to the words' width: [n, hidden]."""
+        return _norm(h.residual, h.delta, weights, "norm")[0] if "norm" in weights else _sum(h)
+
+    def head(self, weights: Weights, h: Hidden) -> Tensor:
+        """Hidden rows [n, hidden] -> logits [n, vocab]."""
+        x = self.final_hidden(weights, h)
+        if "project_out" in weights:
+            x = linear(x, weights["project_out"], None)
+        return linear(x, weights["lm_head"], None)
+
+    def _attention(self, j: int, weights: Weights, x: Tensor, ctx: LayerContext) -> Tensor:
+        qkv = linear(x, weights["qkv"], weights.get("qkv_bias"))
+        q, k, v = qkv.view(-1, 3, self.spec.num_heads, self.spec.head_dim).unbind(1)
+        return linear(ctx.attend(j, q, k, v).flatten(1), weights["out"], weights.get("out_bias"))
+
+    def _mlp(self, weights: Weights, x: Tensor) -> Tensor:
+        up = activate(linear(x, weights["up"], weights.get("up_bias")), self._activation)
+        return linear(up, weights["down"], weights.get("down_bias"))
+
+
+def _norm(residual: Tensor, delta: Tensor | None, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
+    """(norm(residual + delta), residual + delta)."""
+    return add_layer_norm(residual, delta, weights[name], weights[name + "_bias"], NORM_EPS)
+
+
+def _sum(h: Hidden) -> Tensor:
+    return h.residual if h.delta is None else h.residual + h.delta

@@ -1,0 +1,123 @@
+"""From a config.json to a model: which file knows which model_type, and which configs ship with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from cellar.core.dtypes import dtype_name
+from cellar.core.errors import CheckpointError
+from cellar.core.specs import ModelSpec
+from cellar.models import llama, mistral, opt, qwen2, qwen3
+from cellar.models.model import Model
+
+Config = Mapping[str, Any]
+
+
+class ModelModule(Protocol):
+    """What a model file exports."""
+
+    ARCHITECTURE: str
+
+    def spec(self, config: Config, dtype: str, chunk_size: int, max_model_len: int | None) -> ModelSpec:
+        """Everything static about the model that a config.json defines."""
+
+    def model(self, spec: ModelSpec) -> Model:
+        """The forward of a spec that this file made."""
+
+
+MODELS: dict[str, ModelModule] = {
+    "llama": llama,
+    "mistral": mistral,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+    "opt": opt,
+}
+
+
+def open_model(config: Config, dtype: str, chunk_size: int = 32, max_model_len: int | None = None) -> Model:
+    """The model that a config.json defines, to run in `dtype` with at most `max_model_len` tokens (default: its own).
+
+    Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow.
+    """
+    kind = config.get("model_type")
+    if kind not in MODELS:
+        names = ", ".join(config.get("architectures") or ())
+        of = f" ({names})" if names else ""
+        raise CheckpointError(f"model_type {kind!r}{of} is not supported; supported are {', '.join(MODELS)}.")
+    module = MODELS[kind]
+    return module.model(module.spec(config, dtype_name(dtype), chunk_size, max_model_len))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json of a directory (or that file). End symbols that only generation_config.json names are added.
+
+    Raises CheckpointError if there is none, or it is no JSON object.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    config = _read_json(file)
+    generation = file.with_name("generation_config.json")
+    if generation.is_file():
+        # Instruct checkpoints name the end of a turn there only; an answer would run on past it.
+        ends = _listed(config.get("eos_token_id")) + _listed(_read_json(generation).get("eos_token_id"))
+        if ends:
+            config["eos_token_id"] = list(dict.fromkeys(ends))
+    return config
+
+
+def shipped_names() -> tuple[str, ...]:
+    """Names of the models whose dimensions ship with the package."""
+    folder = resources.files("cellar.models") / "configs"
+    return tuple(sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json")))
+
+
+def shipped_config(name: str) -> dict[str, Any] | None:
+    """The config.json of a well-known model, e.g. `llama-3-8b` in any case; None if there is none of that name."""
+    if name.lower() not in shipped_names():
+        return None
+    text = (resources.files("cellar.models") / "configs" / f"{name.lower()}.json").read_text(encoding="utf-8")
+    config: dict[str, Any] = json.loads(text)
+    return config
+
+
+def auto_dtype(config: Config, device_kind: str, fast_bfloat16: bool | None = None) -> str:
+    """The dtype of a run that says `auto`.
+
+    On an accelerator it is the checkpoint's. On the CPU float16 becomes float32, and so does bfloat16 unless the
+    processor multiplies it in hardware (AVX-512 BF16 or AMX), given by `fast_bfloat16` or asked of it; packed linear
+    weights keep two bytes an element all the same. A config that names no dtype means float32.
+    """
+    stored = dtype_name(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    if device_kind != "cpu" or stored == "float32":
+        return stored
+    if stored == "bfloat16" and (cpu_has_fast_bfloat16() if fast_bfloat16 is None else fast_bfloat16):
+        return "bfloat16"
+    return "float32"
+
+
+def cpu_has_fast_bfloat16() -> bool:
+    """True if this processor has instructions for products of bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def _listed(ids: Any) -> list[Any]:
+    return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be read ({error.strerror}); give a directory in Hugging Face's layout."
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON ({error}); get it again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} holds no JSON object; get it again.")
+    return value

@@ -1,0 +1,216 @@
+"""Tokenizer of a checkpoint in Hugging Face's layout: text to ids and back, special tokens, end symbols."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+
+from cellar.core.errors import CheckpointError
+from cellar.text.decoding import DecoderKind, Decoding
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Wraps a `tokenizers.Tokenizer` with what a checkpoint's other files say about its special tokens.
+
+    `special_tokens` maps a role (`bos_token`) to its string; `eos_token_ids` are all ids that end an answer.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        known = [AddedToken(s, special=True, normalized=False) for s in self.special_tokens.values()]
+        # A role's token that the vocabulary lacks would get an id that the model has no row for.
+        backend.add_special_tokens([token for token in known if backend.token_to_id(token.content) is not None])
+        backend.no_truncation()
+        backend.no_padding()
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._role_id("bos_token")
+        self.pad_token_id = self._role_id("pad_token")
+        eos = self._role_id("eos_token")
+        self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
+        self._texts: dict[int, str] = {}
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        decoder = None if backend.decoder is None else backend.decoder.__getstate__().decode()
+        self.decoding = Decoding(decoder, backend.id_to_token, self.special_ids)
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Tokenizer:
+        """Read tokenizer.json, or vocab.json with merges.txt as GPT-2 and OPT have it, and the files beside it.
+
+        Raises CheckpointError if they are missing or damaged.
+        """
+        path = Path(directory)
+        if not path.is_dir():
+            raise CheckpointError(f"there is no tokenizer directory {str(path)!r}; give one that holds tokenizer.json.")
+        config = read_json(path / "tokenizer_config.json")
+        model_config = read_json(path / "config.json")
+        named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
+        if (path / "tokenizer.json").exists():
+            backend = _from_json(path / "tokenizer.json")
+        elif (path / "vocab.json").exists() and (path / "merges.txt").exists():
+            opt = model_config.get("model_type") == "opt"
+            end = "</s>" if opt else "<|endoftext|>"
+            named = {"bos_token": end, "eos_token": end, "unk_token": end, **named}
+            backend = _from_vocab(path, config, named, add_bos_token=bool(config.get("add_bos_token", opt)))
+        else:
+            raise CheckpointError(
+                f"{str(path)!r} has no tokenizer.json, nor vocab.json with merges.txt; add one of them"
+                " (transformers makes tokenizer.json from a tokenizer.model)."
+            )
+        _add_listed(backend, config.get("added_tokens_decoder", {}), path)
+        eos = _ids(read_json(path / "generation_config.json").get("eos_token_id"))
+        if not eos and "eos_token" not in named:
+            eos = _ids(model_config.get("eos_token_id"))
+        return cls(backend, named, eos)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; with `add_special_tokens` as the model expects a prompt to begin (and end)."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Ids of many texts, on all cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; ids outside the vocabulary have none."""
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def id_to_piece(self, token: int) -> str | None:
+        """The vocabulary's own string of an id (`Ġthe`, `▁the`, `<0x0A>`); None if it has none."""
+        piece: str | None = self._backend.id_to_token(token)
+        return piece
+
+    def piece_to_id(self, piece: str) -> int | None:
+        """The id of a vocabulary string, special tokens included; None if it has none."""
+        token: int | None = self._backend.token_to_id(piece)
+        return token
+
+    def id_to_bytes(self, token: int) -> bytes:
+        """UTF-8 of what one token contributes inside a text, its leading space included; may be part of a character."""
+        piece = self.decoding.pieces[token]
+        if piece is None:
+            return b""
+        if self.decoding.kind is DecoderKind.WINDOW:
+            return self._text_after_itself(token).encode()
+        if isinstance(piece, int):
+            return bytes((piece,))
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def id_to_text(self, token: int) -> str:
+        """`id_to_bytes` as text; U+FFFD stands for what is no whole character."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.id_to_bytes(token).decode(errors="replace")
+        return text
+
+    def _text_after_itself(self, token: int) -> str:
+        # As the first token of a text it might lose its space, so it is decoded as the second.
+        once = self.decode([token], skip_special_tokens=False)
+        return self.decode([token, token], skip_special_tokens=False)[len(once) :]
+
+    def _role_id(self, role: str) -> int | None:
+        content = self.special_tokens.get(role)
+        return None if content is None else self.piece_to_id(content)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} if there is no such file. Raises CheckpointError if it is damaged."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not readable JSON ({error}); fetch the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(value).__name__}; fetch it again.")
+    return value
+
+
+def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Role -> string of the special tokens; each is given as a string or as a dict with `content`."""
+    found = {role: _content(config.get(role)) for role in _ROLES}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    pairs = extra.items() if isinstance(extra, dict) else ((f"extra_{i}", token) for i, token in enumerate(extra))
+    found.update({name: _content(token) for name, token in pairs})
+    return {role: content for role, content in found.items() if content}
+
+
+def _content(token: Any) -> str | None:
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _ids(value: Any) -> list[int]:
+    values = value if isinstance(value, list) else [value]
+    return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
+
+
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(f"{str(path)!r} is damaged or of an unknown kind ({error}); fetch it again.") from error
+
+
+def _from_vocab(
+    path: Path, config: Mapping[str, Any], named: Mapping[str, str], add_bos_token: bool
+) -> tokenizers.Tokenizer:
+    """GPT-2's byte-level BPE from vocab.json and merges.txt; OPT's puts its first token before every text."""
+    try:
+        model = models.BPE.from_file(str(path / "vocab.json"), str(path / "merges.txt"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise CheckpointError(
+            f"vocab.json or merges.txt in {str(path)!r} is damaged ({error}); fetch them again."
+        ) from error
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space", False)))
+    backend.decoder = decoders.ByteLevel()
+    first = [named["bos_token"]] if add_bos_token else []
+    last = [named["eos_token"]] if config.get("add_eos_token", False) else []
+    ids = {content: backend.token_to_id(content) for content in first + last}
+    for content in (content for content, token in ids.items() if token is None):
+        raise CheckpointError(
+            f"tokenizer_config.json in {str(path)!r} puts {content!r} around texts, but vocab.json lacks it."
+        )
+    if ids:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[*first, "$A", *last], pair=[*first, "$A", "$B", *last], special_tokens=list(ids.items())
+        )
+    return backend
+
+
+def _add_listed(backend: tokenizers.Tokenizer, listed: Any, path: Path) -> None:
+    """Add tokenizer_config.json's `added_tokens_decoder` (id -> token) where the other files lack them."""
+    if not isinstance(listed, dict) or not all(key.isdigit() and _content(token) for key, token in listed.items()):
+        raise CheckpointError(
+            f"added_tokens_decoder in {str(path)!r} must map ids to tokens with their content; fetch the files again."
+        )
+    known = backend.get_added_tokens_decoder()
+    for key, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if int(key) in known:
+            continue
+        flags = {k: v for k, v in token.items() if k in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        backend.add_tokens([AddedToken(token["content"], **flags)])
+        found = backend.token_to_id(token["content"])
+        if found != int(key):
+            raise CheckpointError(
+                f"token {token['content']!r} has id {key} in tokenizer_config.json of {str(path)!r}, but {found} in the"
+                " vocabulary; fetch the files again."
+            )
