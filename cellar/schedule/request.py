@@ -1,0 +1,68 @@
+"""RequestState: one request on its way through the scheduler.
+
+    waiting --admit--> running --end---------------------------> ended
+       ^                  |                                        ^
+       |               suspend                                     |
+       +--in_flight == 0--+ suspending --end while in flight-------+
+
+A suspending request is in no later plan, but what its plans in flight bring still counts. Abort and finish
+lead to `ended` from anywhere. Memory and row are given back when no plan in flight names the row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cellar.core.messages import IntArray, Request
+from cellar.kv.hashing import Chain
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SUSPENDING = "suspending"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """`key` orders requests: (priority, arrival). It never changes, so the suspended return to their place.
+
+    `known` are the prompt and the output so far, as of the last time it was queued: what a row is to be
+    opened with. `limit` is the longest that prompt and output may become. `todo` are the ranges of `known`
+    not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
+    before it. `num_scored` counts the prompt positions whose log-probability was delivered.
+    """
+
+    request: Request
+    key: tuple[int, int]
+    limit: int
+    chain: Chain
+    known: IntArray
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    todo: deque[tuple[int, int]] = field(default_factory=deque)
+    num_cached: int = -1
+    num_scored: int = 1
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens of `known`."""
+        return len(self.known) - self.num_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of the prompt are asked for and not all delivered.
+
+        They are complete with the first output token, since both come from the last prompt chunk.
+        """
+        return self.request.params.prompt_logprobs is not None and self.num_output == 0

@@ -1,0 +1,28 @@
+"""The scheduler's benchmark runs and reports; its limits are checked loosely, for this machine may be busy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cellar.bench import schedule
+
+
+def test_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+    schedule.main(["--requests", "1", "3", "--steps", "40"])
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [t["requests"] for t in report["timings"]] == [1, 3]
+    assert all(0 < t["best"] <= t["median"] <= t["p99"] for t in report["timings"])
+    assert report["timings"][1]["limit"] is None
+
+
+@pytest.mark.parametrize("requests", [1, 16, 1000])
+def test_best_step_is_within_the_limit(requests: int) -> None:
+    timing = schedule.measure(requests, steps=60 if requests == 1000 else 300)
+    assert timing.limit is not None
+    assert timing.best < timing.limit
+
+
+def test_chunk_borders_of_all_requests_at_once() -> None:
+    assert schedule.measure(50, steps=70, aligned=True).steps == 70
