@@ -1,0 +1,81 @@
+"""Measuring this machine and showing what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from cellar.core.hardware import Measure, Profile
+from cellar.runtime.device import resolve_device
+from cellar.runtime.probes.context import ProbeContext
+from cellar.runtime.probes.registry import machine_name, measure
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
+
+
+def default_path(machine: str) -> Path:
+    """Where the profile of a machine lies unless the user says otherwise."""
+    return Path.home() / ".cache" / "cellar" / f"profile-{machine}.json"
+
+
+def measure_machine(
+    device: str, threads: int | None, output: Path | None, report: Callable[[str], None]
+) -> tuple[Profile, Path]:
+    """Measure and save. The disk measured is the one that the profile is written to.
+
+    Raises DeviceError for a device that is not there.
+    """
+    resolved = resolve_device(device)
+    accelerator = None if resolved.type == "cpu" else resolved
+    path = output or default_path(machine_name(accelerator))
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        profile = measure(ProbeContext(accelerator, path.parent), report)
+    finally:
+        torch.set_num_threads(before)
+    profile.save(path)
+    return profile, path
+
+
+def human(measure: Measure) -> str:
+    """`55.3 GB/s`: the value with a prefix that leaves one to three digits before the point."""
+    if measure.unit == "1" or measure.value == 0:
+        return f"{measure.value:.3g}"
+    size, prefix = next(((s, p) for s, p in _PREFIXES if abs(measure.value) >= s), _PREFIXES[-1])
+    unit = "B" + measure.unit.removeprefix("bytes") if measure.unit.startswith("bytes") else measure.unit
+    return f"{measure.value / size:.3g} {prefix}{unit}"
+
+
+def rows(profile: Profile) -> list[tuple[str, str, str]]:
+    """What, value with unit, and where from: a line for each number of devices and links."""
+    found: list[tuple[str, Measure]] = []
+    for device in profile.devices:
+        found += [(f"{device.name}: capacity", device.capacity), (f"{device.name}: read bandwidth", device.bandwidth)]
+        found += [(f"{device.name}: {dtype} matrix products", rate) for dtype, rate in device.flops.items()]
+        if device.launch is not None:
+            found.append((f"{device.name}: launch of one operation", device.launch))
+    for link in profile.links:
+        way = f"{link.source} -> {link.target}"
+        found.append((f"{way}: bandwidth", link.bandwidth))
+        if link.latency is not None:
+            found.append((f"{way}: latency", link.latency))
+        if link.duplex is not None:
+            found.append((f"{way}: share kept when both ways are busy", link.duplex))
+    return [(what, human(value), value.source) for what, value in found]
+
+
+def print_profile(profile: Profile, console: Console | None = None) -> None:
+    """A table of the profile."""
+    table = Table(title=profile.machine, title_justify="left")
+    table.add_column("what")
+    table.add_column("value", justify="right")
+    table.add_column("where from")
+    for row in rows(profile):
+        table.add_row(*row)
+    (console or Console()).print(table)

@@ -1,0 +1,130 @@
+"""The KV arena: all slots of a model's cache in one allocation per layer group, and how many of them there are.
+
+On an accelerator a slot is contiguous, so that a chunk with all its layers is one copy to another tier:
+
+    [slot][layer][K/V][KV head][token of the chunk][head_dim]
+
+On the CPU a layer is contiguous, so that the keys of one layer lie close together and are read in one sweep:
+
+    [layer][K/V][slot][KV head][token of the chunk][head_dim]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cellar.core.config import CacheConfig
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.specs import KVGroup, KVSpec
+from cellar.runtime.memory import GIB, device_total, human
+
+CPU_CACHE_LIMIT = 4 * GIB
+CPU_CACHE_SHARE = 0.25
+
+
+class Arena:
+    """`k[j]` and `v[j]`: layer j's cache, [num_slots, kv_heads, chunk_size, head_dim], strided views of one buffer.
+
+    Slot n of every group belongs to chunk n: a chunk has the same number in all groups. All zero at first, so
+    that whatever a kernel reads beyond a context is finite.
+    """
+
+    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+        unknown = sorted({group.kind for group in spec.groups} - {"full", "window"})
+        if unknown:
+            raise ConfigError(f"layer groups of kind {', '.join(unknown)} have no arena; full and window have one.")
+        num_layers = 1 + max(j for group in spec.groups for j in group.layers)
+        self.num_slots = num_slots
+        self.chunk_size = spec.chunk_size
+        self.buffers: list[Tensor] = []
+        k: list[Tensor | None] = [None] * num_layers
+        v: list[Tensor | None] = [None] * num_layers
+        for group in spec.groups:
+            buffer = _buffer(group, spec.chunk_size, num_slots, device)
+            self.buffers.append(buffer)
+            for n, j in enumerate(group.layers):
+                k[j], v[j] = buffer[n] if device.type == "cpu" else buffer[:, n].unbind(1)
+        self.k: Sequence[Tensor] = [x for x in k if x is not None]
+        self.v: Sequence[Tensor] = [x for x in v if x is not None]
+        if len(self.k) != num_layers:
+            raise ConfigError("a layer belongs to no group of the KV cache; each must belong to exactly one.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+
+def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.device) -> Tensor:
+    inner = (group.num_kv_heads, chunk_size, group.head_dim)
+    dtype: torch.dtype = getattr(torch, group.dtype)
+    if device.type != "cpu":
+        return torch.zeros((num_slots, len(group.layers), 2, *inner), dtype=dtype, device=device)
+    # Zero pages that the system hands out when they are first touched: a large arena costs nothing before it is used.
+    shape = (len(group.layers), 2, num_slots, *inner)
+    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def cpu_cache_nbytes(cache: CacheConfig, available: int) -> int:
+    """Bytes of KV cache on a host with `available` bytes left: as asked for, or min(4 GiB, a quarter of them).
+
+    Raises CapacityError if more is asked for than there is.
+    """
+    wanted = cache.kv_cache_memory_bytes
+    if wanted is None:
+        return int(min(CPU_CACHE_LIMIT, CPU_CACHE_SHARE * available))
+    if wanted > available:
+        raise CapacityError(
+            f"kv_cache_memory_bytes is {wanted} ({human(wanted)}), but only {human(available)} of memory are free; "
+            "lower it."
+        )
+    return wanted
+
+
+def device_cache_nbytes(cache: CacheConfig, used: int, device: torch.device) -> int:
+    """Bytes of KV cache on an accelerator on which `used` bytes are taken: weights, a step's buffers, other processes.
+
+    Raises CapacityError if more is asked for than there is, or nothing is left.
+    """
+    total = device_total(device)
+    wanted = cache.kv_cache_memory_bytes
+    if wanted is not None:
+        if wanted > total - used:
+            raise CapacityError(
+                f"kv_cache_memory_bytes is {wanted} ({human(wanted)}), but of the {human(total)} of {device} only "
+                f"{human(total - used)} are free beside weights and buffers; lower it."
+            )
+        return wanted
+    left = int(total * cache.gpu_memory_utilization) - used
+    if left <= 0:
+        raise CapacityError(
+            f"weights, buffers and other processes take {human(used)} of {device}, but gpu_memory_utilization "
+            f"{cache.gpu_memory_utilization:g} allows {human(total * cache.gpu_memory_utilization)} with the KV cache; "
+            "raise it, lower max_num_batched_tokens, or take a smaller model."
+        )
+    return left
+
+
+def num_slots(spec: KVSpec, nbytes: int, max_model_len: int) -> int:
+    """How many slots fit into `nbytes`.
+
+    Raises CapacityError if one request of `max_model_len` tokens would not fit, saying which length would.
+    """
+    slots = nbytes // spec.chunk_nbytes()
+    needed = -(-max_model_len // spec.chunk_size)
+    if slots >= needed:
+        return slots
+    needs = f"one request of max_model_len {max_model_len} needs {human(needed * spec.chunk_nbytes())} of KV cache"
+    if slots == 0:
+        raise CapacityError(
+            f"{needs} and one chunk {human(spec.chunk_nbytes())}, but there are {human(nbytes)}; "
+            "raise kv_cache_memory_bytes or gpu_memory_utilization."
+        )
+    raise CapacityError(
+        f"{needs}, but there are {human(nbytes)}; lower max_model_len to at most {slots * spec.chunk_size}, "
+        "or raise kv_cache_memory_bytes or gpu_memory_utilization."
+    )

@@ -1,0 +1,106 @@
+"""The loop over layers: one step's tokens through the model, with K and V of every layer written to the arena."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cellar.core.specs import ModelSpec
+from cellar.models.loader import LoadedWeights
+from cellar.models.model import Hidden, Model
+from cellar.ops.attention import attention
+from cellar.ops.attention_plan import AttentionWork, plan_attention
+from cellar.ops.kv import write_kv
+from cellar.ops.rotary import rope_table
+from cellar.runtime.arena import Arena
+from cellar.runtime.step_inputs import StepInputs
+
+
+class StepContext:
+    """What the layers of one step share (the LayerContext of `models/model.py`).
+
+    positions: int64 [tokens]. slot_mapping: int64 [tokens]. table: int32 [rows, columns]. works: per layer.
+    """
+
+    __slots__ = ("_k", "_scale", "_slot_mapping", "_table", "_v", "_works", "cos_sin", "positions")
+
+    def __init__(
+        self,
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        arena: Arena,
+        slot_mapping: Tensor,
+        table: Tensor,
+        works: list[AttentionWork],
+        scale: float,
+    ) -> None:
+        self.positions = positions
+        self.cos_sin = cos_sin
+        self._k = arena.k
+        self._v = arena.v
+        self._slot_mapping = slot_mapping
+        self._table = table
+        self._works = works
+        self._scale = scale
+
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write k, v of all spans, then attend: a span may see what another of its row writes in this step."""
+        k_cache, v_cache = self._k[j], self._v[j]
+        write_kv(k, v, k_cache, v_cache, self._slot_mapping)
+        return attention(q, k_cache, v_cache, self._table, self._works[j], self._scale)
+
+
+class Forward:
+    """A model with its weights and its arena, ready to compute steps."""
+
+    def __init__(self, model: Model, weights: LoadedWeights, arena: Arena, device: torch.device) -> None:
+        self.model = model
+        self.weights = weights
+        self.arena = arena
+        spec: ModelSpec = model.spec
+        self._cos_sin = None if spec.rope is None else rope_table(spec.rope, device)
+        self._scale = spec.head_dim**-0.5
+        self._device = device
+        # Layers of equal shape and window share one plan of attention work.
+        kinds = [(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window) for layer in spec.layers]
+        self._kinds = list(dict.fromkeys(kinds))
+        self._kind_of_layer = [self._kinds.index(kind) for kind in kinds]
+
+    def run(self, inputs: StepInputs, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, table: Tensor) -> Hidden:
+        """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]."""
+        planned = [
+            plan_attention(
+                inputs.row,
+                inputs.start,
+                inputs.stop,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_dim=head_dim,
+                chunk_size=self.arena.chunk_size,
+                window=window,
+                device=self._device,
+            )
+            for heads, kv_heads, head_dim, window in self._kinds
+        ]
+        works = [planned[kind] for kind in self._kind_of_layer]
+        context = StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale)
+        model, weights = self.model, self.weights
+        h = model.embed(weights.embedding, tokens, context)
+        layer = model.layer
+        for j, layer_weights in enumerate(weights.layers):
+            h = layer(j, layer_weights, h, context)
+        return h
+
+    def logits(self, h: Hidden) -> Tensor:
+        """[n, vocab] of hidden rows."""
+        return self.model.head(self.weights.head, h)
+
+    def final_hidden(self, h: Hidden) -> Tensor:
+        """[n, hidden] after the last norm."""
+        return self.model.final_hidden(self.weights.head, h)
+
+
+def select(h: Hidden, index: Tensor) -> Hidden:
+    """Some rows of a hidden state. index: int64 [n]."""
+    delta = None if h.delta is None else h.delta.index_select(0, index)
+    return Hidden(h.residual.index_select(0, index), delta)

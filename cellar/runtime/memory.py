@@ -1,0 +1,70 @@
+"""How much memory there is: of this process's host, and of a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+GIB = 2**30
+
+_LIMITS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def host_available(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that this process may still take without swapping: the system's, or less if its control group says so."""
+    available = _meminfo(meminfo, "MemAvailable")
+    for limit, used in _LIMITS:
+        try:
+            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):
+            continue  # no such control group, or no limit ("max")
+        available = min(available, max(room, 0))
+    return available
+
+
+def host_total(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes of the host's memory."""
+    return _meminfo(meminfo, "MemTotal")
+
+
+def device_used(device: torch.device) -> int:
+    """Bytes of an accelerator's memory that anyone uses now, this process's allocator cache included."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
+
+
+def device_total(device: torch.device) -> int:
+    """Bytes of a device's memory."""
+    if device.type == "cpu":
+        return host_total()
+    return int(torch.cuda.mem_get_info(device)[1])
+
+
+def device_free(device: torch.device) -> int:
+    """Bytes that may still be allocated on a device."""
+    return host_available() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
+
+
+def human(nbytes: float) -> str:
+    """`1.5 GiB`, `20 MiB`, `512 B`: for messages."""
+    for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _meminfo(file: Path, name: str) -> int:
+    """A field of /proc/meminfo in bytes; where there is none (macOS), what sysconf says of the whole memory."""
+    try:
+        for line in file.read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import os
+
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
