@@ -22,8 +22,8 @@ from cellar.core.specs import KVGroup, KVSpec, LayerSpec, ModelSpec, TensorSpec
 from cellar.models.fields import Fields
 from cellar.models.model import Hidden, LayerContext, Weights
 from cellar.models.rope import rope_spec
-from cellar.ops.activation import gated
 from cellar.ops.embedding import embedding
+from cellar.ops.fused import norm_gated_linear, norm_linear
 from cellar.ops.linear import linear
 from cellar.ops.norm import add_rms_norm, rms_norm
 from cellar.ops.rotary import rotary
@@ -207,8 +207,10 @@ class Decoder:
     def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
         """x += out(attention(norm(x))); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
         spec = self.spec
-        x, residual = add_rms_norm(h.residual, h.delta, weights["input_norm"], self._eps)
-        qkv = linear(x, weights["qkv"], weights.get("qkv_bias"))
+        get = weights.get
+        qkv, residual = norm_linear(
+            h.residual, h.delta, weights["input_norm"], self._eps, weights["qkv"], get("qkv_bias")
+        )
         q, k, v = qkv.split_with_sizes(self._split, dim=-1)
         q = q.view(-1, spec.num_heads, spec.head_dim)
         k = k.view(-1, spec.num_kv_heads, spec.head_dim)
@@ -219,10 +221,11 @@ class Decoder:
         assert ctx.cos_sin is not None
         q, k = rotary(q, k, ctx.positions, ctx.cos_sin)
         attended = ctx.attend(j, q, k, v)
-        delta = linear(attended.flatten(1), weights["out"], weights.get("out_bias"))
-        x, residual = add_rms_norm(residual, delta, weights["post_norm"], self._eps)
-        x = gated(linear(x, weights["gate_up"], weights.get("gate_up_bias")), self._activation)
-        return Hidden(residual, linear(x, weights["down"], weights.get("down_bias")))
+        delta = linear(attended.flatten(1), weights["out"], get("out_bias"))
+        x, residual = norm_gated_linear(
+            residual, delta, weights["post_norm"], self._eps, weights["gate_up"], get("gate_up_bias"), self._activation
+        )
+        return Hidden(residual, linear(x, weights["down"], get("down_bias")))
 
     def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
         """Hidden rows after the last norm: [n, hidden]."""

@@ -63,7 +63,8 @@ def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.devic
     inner = (group.num_kv_heads, chunk_size, group.head_dim)
     dtype: torch.dtype = getattr(torch, group.dtype)
     if device.type != "cpu":
-        return torch.zeros((num_slots, len(group.layers), 2, *inner), dtype=dtype, device=device)
+        # One slot more than there are: what pads a captured step is written there.
+        return torch.zeros((num_slots + 1, len(group.layers), 2, *inner), dtype=dtype, device=device)
     # Zero pages that the system hands out when they are first touched: a large arena costs nothing before it is used.
     shape = (len(group.layers), 2, num_slots, *inner)
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

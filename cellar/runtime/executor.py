@@ -27,6 +27,7 @@ from cellar.ops.penalties import Masks
 from cellar.ops.sampling import Sampled, SamplingRows, sample
 from cellar.runtime.arena import Arena
 from cellar.runtime.forward import Forward, select
+from cellar.runtime.graphs import DecodeGraphs
 from cellar.runtime.masks import MaskBox
 from cellar.runtime.rows import Drawing, Rows
 from cellar.runtime.step_inputs import LongArray, StepInputs, step_inputs
@@ -90,6 +91,7 @@ class StepExecutor:
         self.arena = Arena(spec.kv, num_slots, device)
         self.forward = Forward(model, weights, self.arena, device)
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
+        self._graphs: DecodeGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
 
     def launch(self, plan: StepPlan, masks: MaskBox) -> Callable[[], StepResult]:
@@ -114,6 +116,8 @@ class StepExecutor:
             raise IntegrityError(f"step {plan.step} has a token that is not in [0, {self._vocab_size}).")
         inputs = step_inputs(plan, self.rows.table_host, self._chunk_size)
         groups = self._groups(plan, inputs)
+        if self._graphs is not None and self._graphs.serves(inputs) and groups[0].index is None:
+            return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping])
         given_tokens = arrays.add([inputs.tokens] if len(given) else [])
@@ -131,7 +135,8 @@ class StepExecutor:
             return _Finish(plan.step, [], {}, {}, clock())
         positions, slot_mapping = tensors[core]
         tokens = self._tokens(tensors[given_tokens], tensors[fed])
-        h = self.forward.run(inputs, tokens, positions, slot_mapping, self.rows.table)
+        planned = self.forward.plan(inputs)
+        h = self.forward.run(planned, tokens, positions, slot_mapping, self.rows.table)
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
@@ -141,6 +146,36 @@ class StepExecutor:
             for group, place in zip(groups, drawn, strict=True):
                 outcomes.append(self._sample(plan.step, logits, group, tensors[place], masks))
         return _Finish(plan.step, outcomes, prompt_scores, states, clock())
+
+    def _replay(
+        self,
+        step: int,
+        graphs: DecodeGraphs,
+        inputs: StepInputs,
+        group: _Group,
+        delta: list[NDArray[Any]],
+        masks: MaskBox,
+        clock: Callable[[], Callable[[], float]],
+    ) -> Callable[[], StepResult]:
+        """A step of decodes alone, from its graph. What a graph does not do is done before and after it."""
+        plain = not group.drawing.wants
+        arrays = [*delta, *([] if plain else group.arrays())]
+        tensors = self._upload(arrays) if arrays else []
+        if delta:
+            self.rows.mirror(*tensors[: len(delta)])
+        logits = graphs.logits(inputs)
+        if plain:
+            chosen = graphs.best(inputs.num_tokens)
+            outcome = _Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None)
+        else:
+            outcome = self._sample(step, logits, group, tensors[len(delta) :], masks)
+        return _Finish(step, [outcome], {}, {}, clock())
+
+    def capture(self, most: int) -> None:
+        """Capture the decode steps of up to `most` rows, if device and model allow it."""
+        if self._device.type == "cuda" and DecodeGraphs.possible(self.forward):
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                self._graphs = DecodeGraphs(self.forward, self.rows, most, self._device)
 
     def _groups(self, plan: StepPlan, inputs: StepInputs) -> list[_Group]:
         """Unmasked rows before masked ones: they do not wait."""

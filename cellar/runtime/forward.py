@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Hidden, Model
 from cellar.ops.attention import attention
-from cellar.ops.attention_plan import AttentionWork, plan_attention
+from cellar.ops.attention_plan import AttentionBuffers, AttentionShape, AttentionWork, plan_attention
 from cellar.ops.kv import write_kv
 from cellar.ops.rotary import rope_table
 from cellar.runtime.arena import Arena
@@ -62,27 +64,41 @@ class Forward:
         self._scale = spec.head_dim**-0.5
         self._device = device
         # Layers of equal shape and window share one plan of attention work.
-        kinds = [(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window) for layer in spec.layers]
-        self._kinds = list(dict.fromkeys(kinds))
-        self._kind_of_layer = [self._kinds.index(kind) for kind in kinds]
+        shapes = [
+            AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, arena.chunk_size, layer.window)
+            for layer in spec.layers
+        ]
+        self.shapes = list(dict.fromkeys(shapes))
+        self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
 
-    def run(self, inputs: StepInputs, tokens: Tensor, positions: Tensor, slot_mapping: Tensor, table: Tensor) -> Hidden:
-        """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]."""
-        planned = [
+    def plan(self, inputs: StepInputs, buffers: Sequence[AttentionBuffers] | None = None) -> list[AttentionWork]:
+        """The attention work of a step, one for each of `shapes`; on a device in `buffers`, also one for each."""
+        return [
             plan_attention(
                 inputs.row,
                 inputs.start,
                 inputs.stop,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_dim=head_dim,
-                chunk_size=self.arena.chunk_size,
-                window=window,
+                heads=shape.heads,
+                kv_heads=shape.kv_heads,
+                head_dim=shape.head_dim,
+                chunk_size=shape.chunk_size,
+                window=shape.window,
                 device=self._device,
+                buffers=None if buffers is None else buffers[n],
             )
-            for heads, kv_heads, head_dim, window in self._kinds
+            for n, shape in enumerate(self.shapes)
         ]
-        works = [planned[kind] for kind in self._kind_of_layer]
+
+    def run(
+        self,
+        planned: Sequence[AttentionWork],
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Tensor,
+    ) -> Hidden:
+        """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]. `planned` by `plan`."""
+        works = [planned[shape] for shape in self._shape_of_layer]
         context = StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale)
         model, weights = self.model, self.weights
         h = model.embed(weights.embedding, tokens, context)

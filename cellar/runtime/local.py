@@ -20,6 +20,7 @@ from cellar.models import hub, loader, registry
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.ops.linear import pack
+from cellar.ops.linear_cuda import prepare
 from cellar.runtime.capacity import plan_slots
 from cellar.runtime.device import resolve_device
 from cellar.runtime.executor import StepExecutor
@@ -33,7 +34,7 @@ class LocalRuntime:
     """Implements `Runtime`: one worker, one device. `poll` belongs to the thread that submits; `wake` to any.
 
     `weights` lie on `device` in the form that its operations want (`open_local` packs them for the CPU).
-    `num_threads` is the worker's number of CPU threads; None leaves torch's.
+    `num_threads` is the worker's number of CPU threads; None leaves torch's. `enforce_eager`: capture no graphs.
     Raises ConfigError for a placement that puts anything elsewhere.
     """
 
@@ -46,6 +47,7 @@ class LocalRuntime:
         num_rows: int,
         device: torch.device,
         num_threads: int | None = None,
+        enforce_eager: bool = False,
         placement: Placement | None = None,
     ) -> None:
         if placement is not None:
@@ -59,6 +61,8 @@ class LocalRuntime:
         self.executor: StepExecutor | None = StepExecutor(
             model, weights, num_slots=num_slots, num_rows=num_rows, device=device
         )
+        if not enforce_eager:
+            self.executor.capture(num_rows)
         if device.type != "cpu":
             # Weights and arena were filled by this thread; the worker's first step must find them.
             torch.cuda.synchronize(device)
@@ -147,7 +151,7 @@ def open_local(config: EngineConfig, directory: Path | None = None) -> OpenedMod
     spec = model.spec
     _check_fits(spec, device)
     start = time.perf_counter()
-    change = _pack_linear if device.type == "cpu" else None
+    change = _pack_linear if device.type == "cpu" else _prepare_linear
     if model_config.load_format == "dummy":
         weights = loader.dummy(spec, device, model_config.seed, change)
     else:
@@ -161,6 +165,7 @@ def open_local(config: EngineConfig, directory: Path | None = None) -> OpenedMod
         num_rows=config.schedule.max_num_seqs,
         device=device,
         num_threads=config.device.num_threads,
+        enforce_eager=config.device.enforce_eager,
     )
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     return OpenedModel(runtime, spec, resolved, directory, seconds)
@@ -168,6 +173,10 @@ def open_local(config: EngineConfig, directory: Path | None = None) -> OpenedMod
 
 def _pack_linear(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
     return pack(tensor) if loader.is_linear(spec) else tensor
+
+
+def _prepare_linear(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+    return prepare(tensor) if loader.is_linear(spec) else tensor
 
 
 def _check_fits(spec: ModelSpec, device: torch.device) -> None:

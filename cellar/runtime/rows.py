@@ -81,7 +81,9 @@ class Rows:
         self._mirrored = device.type != "cpu" if mirrored is None else mirrored
         host = torch.from_numpy(self.table_host)
         self.table = host.to(device, copy=True) if self._mirrored else host
-        self.last = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        # One more than there are rows: what pads a captured step reads and writes the spare one.
+        self.last = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
+        self.spare = num_rows
         self._device = device
         self._upload = upload
         self._vocab_size = vocab_size
@@ -211,7 +213,7 @@ class Rows:
         """The drawing's arrays, once they are on the device, as `sample` wants them."""
         count, wants = len(drawing.rows), drawing.wants
         if not wants:
-            return self._plain_rows(count)
+            return self.plain(count)
         rest = iter(tensors)
         temperature, top_p, min_p = next(rest)
         seed, output_index, top_k = next(rest)
@@ -247,7 +249,7 @@ class Rows:
         if how.penalties is not None:
             self._counts.add(how.penalties.slots, tokens.index_select(0, how.penalties.rows))
 
-    def _plain_rows(self, count: int) -> SamplingRows:
+    def plain(self, count: int) -> SamplingRows:
         """Rows that all take the best token: nothing is looked at, so one object per count serves for ever."""
         if count not in self._plain:
             zero = torch.zeros(count, dtype=torch.float32, device=self._device)

@@ -1,0 +1,323 @@
+"""The plan of one step's attention: a work list that is made once on the host and used by every layer.
+
+A *packed row* is one query of one head: a span of n tokens has n * group rows per KV head (group = heads / kv_heads),
+row r being token r // group and head r % group of the KV head's group. A work item is a tile of packed rows against
+a range of KV positions, for each KV head. Two classes of tiles: NARROW (all rows of the span fit one tile of 16:
+decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where whole tiles would not
+fill the device; its partial results are summed up by whichever program arrives last.
+
+    meta    [ 0: narrow items | 1: wide items | unused ... | item | item | ... ]      int32, narrow items first
+    item    ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER (ITEM_FIELDS each)
+
+Within a class the costly items stand first: cost = 2 * tile + KV length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cellar.core.errors import CapacityError, ConfigError
+
+IntArray = NDArray[np.int32]
+
+HEADER = 16
+ITEM_FIELDS = 16
+ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER = range(11)
+
+NARROW_TILE = 16
+MAX_PARTS = 64
+PIECE = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all steps of a model have in common. `window` W: a query at position p sees (p - W, p]; None: [0, p]."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    chunk_size: int
+    window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The host's work list. `table` is int32 [items, ITEM_FIELDS], the `narrow` first ones of class NARROW.
+
+    An item covers packed rows [FIRST, LAST) of the span whose tokens begin at TOKEN of the step and at position START
+    of table row ROW, against positions [KV_FIRST, KV_LAST). If PARTS > 1 it is the PART-th of that many: it leaves
+    its partial result in rows PARTIAL + PART * tile of the scratch and counts at COUNTER.
+    """
+
+    table: IntArray
+    narrow: int
+    wide_tile: int
+    partial_rows: int
+    counters: int
+
+
+class AttentionBuffers:
+    """Device memory at fixed addresses for the work lists of successive steps, so that a captured graph can read them.
+
+    `meta` is filled by one copy from pinned memory; a ring of `depth` host buffers lets as many steps be in flight.
+    `partial` float32 [rows, kv_heads, head_dim]: sums of P V. `extents` float32 [rows, kv_heads, 2]: their maximum
+    score and sum of P. `counters` int32 [counters * kv_heads]: all zero between launches.
+    """
+
+    def __init__(
+        self, items: int, partial_rows: int, counters: int, shape: AttentionShape, device: torch.device, depth: int = 3
+    ) -> None:
+        self.device = device
+        self.capacity = (items, partial_rows, counters)
+        size = HEADER + items * ITEM_FIELDS
+        self.meta = torch.zeros(size, dtype=torch.int32, device=device)
+        scratch = (max(partial_rows, 1), shape.kv_heads)
+        self.partial = torch.empty((*scratch, shape.head_dim), dtype=torch.float32, device=device)
+        self.extents = torch.empty((*scratch, 2), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max(counters, 1) * shape.kv_heads, dtype=torch.int32, device=device)
+        self._pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(depth)]
+        event: Any = torch.cuda.Event
+        self._copied = [event() if self._pinned else None for _ in range(depth)]
+        self._next = 0
+
+    @classmethod
+    def for_limits(
+        cls, shape: AttentionShape, max_tokens: int, max_spans: int, programs: int, device: torch.device, depth: int = 3
+    ) -> AttentionBuffers:
+        """Buffers that hold every plan of at most so many tokens and spans that is split by load (no `split`)."""
+        tiles = max_spans + -(-max_tokens * shape.group // 64)
+        pieces = 2 * -(-2 * programs // shape.kv_heads)
+        return cls(tiles + pieces, pieces * 128, pieces, shape, device, depth)
+
+    def fill(self, items: Items) -> None:
+        """Copy a work list to the device, in stream order. Raises CapacityError if it is larger than the buffers."""
+        needed = (len(items.table), items.partial_rows, items.counters)
+        if any(n > c for n, c in zip(needed, self.capacity, strict=True)):
+            raise CapacityError(
+                f"the step needs {needed} attention items, partial rows and counters, but {self.capacity} are "
+                "reserved; lower max_num_batched_tokens or reserve more."
+            )
+        host, copied = self._hosts[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % len(self._hosts)
+        if copied is not None:
+            copied.synchronize()
+        size = HEADER + items.table.size
+        words = host.numpy()
+        words[0] = items.narrow
+        words[1] = len(items.table) - items.narrow
+        words[HEADER:size] = items.table.reshape(-1)
+        self.meta[:size].copy_(host[:size], non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+
+@dataclass
+class AttentionWork:
+    """One step's plan, shared by all layers of one shape. Span s owns tokens [offset[s], offset[s + 1]) of the step.
+
+    `prepared` is where a path keeps what it derives from plan and slot table in the first layer and uses again in the
+    others; therefore all calls with one work must pass the same, unchanged table, and not at the same time.
+    """
+
+    shape: AttentionShape
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+    offset: IntArray
+    device: torch.device
+    programs: int
+    split: int | None = None
+    buffers: AttentionBuffers | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
+    is_captured: bool = False
+
+    @classmethod
+    def captured(cls, shape: AttentionShape, buffers: AttentionBuffers) -> AttentionWork:
+        """Work for a graph of decodes: the list is what `buffers` hold when the graph is replayed.
+
+        The group must fit the narrow tile.
+        """
+        none = np.zeros(0, np.int32)
+        device = buffers.device
+        programs = default_programs(device)
+        offset = np.zeros(1, np.int32)
+        return cls(shape, none, none, none, offset, device, programs, buffers=buffers, is_captured=True)
+
+    @property
+    def launches(self) -> list[tuple[bool, int, int]]:
+        """One launch per class of tiles that the list has: (wide, rows of a tile, programs)."""
+        if self.is_captured:
+            return [(False, NARROW_TILE, self.programs)]
+        items = self.items
+        counts = (items.narrow, len(items.table) - items.narrow)
+        classes = zip((False, True), (NARROW_TILE, items.wide_tile), counts, strict=True)
+        return [(wide, tile, min(n * self.shape.kv_heads, self.programs)) for wide, tile, n in classes if n]
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return int(self.offset[-1])
+
+    @cached_property
+    def items(self) -> Items:
+        """The work list on the host."""
+        return work_items(self.shape, self.row, self.start, self.stop, self.offset, self.programs, self.split)
+
+    @cached_property
+    def resident(self) -> AttentionBuffers:
+        """The work list on the device."""
+        buffers = self.buffers
+        if self.is_captured:
+            assert buffers is not None
+            return buffers
+        items = self.items
+        if buffers is None:
+            sizes = (len(items.table), items.partial_rows, items.counters)
+            buffers = AttentionBuffers(*sizes, self.shape, self.device, depth=1)
+        buffers.fill(items)
+        return buffers
+
+
+def plan_attention(
+    row: Sequence[int] | IntArray,
+    start: Sequence[int] | IntArray,
+    stop: Sequence[int] | IntArray,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    chunk_size: int,
+    window: int | None = None,
+    device: torch.device | str = "cpu",
+    programs: int | None = None,
+    split: int | None = None,
+    buffers: AttentionBuffers | None = None,
+) -> AttentionWork:
+    """Plan the attention of one step; span s computes positions [start[s], stop[s]) of table row row[s].
+
+    `programs`: how many the device runs at once (default: two per multiprocessor). `split`: cut KV every so many
+    positions whatever the batch is, so that a request's result does not depend on its company; None: by load.
+    `buffers`: where on the device the list is put; None allocates. Raises ConfigError for impossible shapes.
+    """
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"{heads} heads over {kv_heads} KV heads; the first must be a multiple of the second.")
+    if window is not None and window < 1:
+        raise ConfigError(f"the attention window is {window}; it must be at least 1, or None.")
+    if split is not None and split < 1:
+        raise ConfigError(f"split is {split}; it must be at least 1, or None.")
+    device = torch.device(device)
+    starts, stops = np.asarray(start, np.int32), np.asarray(stop, np.int32)
+    offset = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(stops - starts, out=offset[1:])
+    work = AttentionWork(
+        AttentionShape(heads, kv_heads, head_dim, chunk_size, window),
+        np.asarray(row, np.int32),
+        starts,
+        stops,
+        offset,
+        device,
+        default_programs(device) if programs is None else programs,
+        split,
+        buffers,
+    )
+    if device.type == "cuda":
+        work.resident  # noqa: B018  the copy starts now, not in the first layer
+    return work
+
+
+def default_programs(device: torch.device) -> int:
+    """Programs that a device runs at once: two per multiprocessor."""
+    if device.type != "cuda":
+        return 8
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def work_items(
+    shape: AttentionShape,
+    row: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    offset: IntArray,
+    programs: int,
+    split: int | None = None,
+) -> Items:
+    """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class."""
+    rows = (stop - start) * shape.group
+    narrow = rows <= NARROW_TILE
+    wide_rows = int(rows[~narrow].sum())
+    fills = wide_rows * shape.kv_heads >= 128 * programs
+    wide_tile = 128 if fills and split is None and shape.head_dim <= 128 else 64
+
+    tiles = np.where(narrow, 1, -(-rows // wide_tile))
+    if len(rows) == int(tiles.sum()):
+        span, first = np.arange(len(rows)), np.zeros(len(rows), np.int32)
+    else:
+        span = np.repeat(np.arange(len(rows)), tiles)
+        first = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * wide_tile
+    narrow, start, rows = narrow[span], start[span], rows[span]
+    last = np.minimum(first + wide_tile, rows)
+    kv_last = start + (last - 1) // shape.group + 1
+    kv_first = np.zeros_like(kv_last)
+    if shape.window is not None:
+        kv_first = np.maximum(start + first // shape.group - shape.window + 1, 0)
+
+    piece = _pieces(kv_last - kv_first, narrow, shape.kv_heads, programs, split)
+    parts = -(-(kv_last - kv_first) // piece)
+    tile = np.where(narrow, NARROW_TILE, wide_tile)
+    is_split = parts > 1
+    scratch = np.where(is_split, parts * tile, 0)
+    partial = np.cumsum(scratch) - scratch
+    counter = np.cumsum(is_split) - is_split
+
+    if is_split.any():
+        of = np.repeat(np.arange(len(span)), parts)
+        part = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+        begin = kv_first[of] + part * piece[of]
+        end = np.minimum(begin + piece[of], kv_last[of])
+    else:
+        of, part, begin, end = np.arange(len(span)), 0, kv_first, kv_last
+    # Narrow items first, then by falling cost; stable, so that equal plans give equal lists.
+    cost = np.where(narrow, 1 << 30, 0)[of] + 2 * tile[of] + (end - begin)
+    order = np.argsort(-cost, kind="stable")
+    of = of[order]
+    table = np.zeros((len(of), ITEM_FIELDS), np.int32)
+    table[:, ROW] = row[span[of]]
+    table[:, TOKEN] = offset[span[of]]
+    table[:, FIRST] = first[of]
+    table[:, LAST] = last[of]
+    table[:, START] = start[of]
+    table[:, KV_FIRST] = begin[order]
+    table[:, KV_LAST] = end[order]
+    table[:, PARTIAL] = partial[of]
+    table[:, PART] = part if isinstance(part, int) else part[order]
+    table[:, PARTS] = parts[of]
+    table[:, COUNTER] = counter[of]
+    return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()))
+
+
+def _pieces(length: IntArray, narrow: NDArray[np.bool_], kv_heads: int, programs: int, split: int | None) -> IntArray:
+    """KV positions per item: `split`, or even parts of about what is each program's equal share.
+
+    A part has at least about PIECE positions, a tile at most MAX_PARTS parts.
+    """
+    if split is not None:
+        return np.full(len(length), split, np.int32)
+    share = np.empty(len(length), np.int32)
+    for of_class in (narrow, ~narrow):
+        share[of_class] = max(PIECE, int(length[of_class].sum()) * kv_heads // programs)
+    # Rounded, not up: a tile little longer than its share is left whole, for two halves would take two turns.
+    parts = np.clip((length + share // 2) // share, 1, MAX_PARTS)
+    even: IntArray = -(-length // (16 * parts)) * 16
+    return even

@@ -1,0 +1,371 @@
+"""Linear layers of few tokens on a GPU, where reading the weights is all that takes time (FlashDecoding++ §4, §5).
+
+    m = 1         GEMV on the CUDA cores (ImplA): a program owns some rows of the matrix and reads all of them
+    m = 2 .. 64   flat product (ImplB): the weights are the tall operand, the tokens are padded to 8, 16, 32 or 64
+    beyond        the library's GEMM (ImplC)
+
+A program starts its weight loads before it waits for the kernel in front of it (programmatic dependent launch), because
+weights depend on nothing. What is small and needed by everyone - the residual add, the norm - each program of a GEMV
+computes for itself, so that a layer of one token has few launches. Figures: docs/log/linear-kernels.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cellar.ops.triton_support import interpreted, kernel
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+MAX_FLAT_TOKENS = 64
+
+# The widest row that the fused GEMV holds in registers at once.
+MAX_FUSED_COLUMNS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """Sizes of the GEMV: rows per program, columns per turn, turns requested before the wait, warps."""
+
+    rows: int
+    block: int
+    ahead: int
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Sizes of the flat product: rows and columns per turn, stages in flight, programs that share a row block."""
+
+    rows: int
+    depth: int
+    stages: int
+    splits: int
+
+
+def choose_gemv(n: int, k: int) -> Gemv:
+    """The GEMV that was fastest on an H200 for weights of about this shape."""
+    widest = _power_of_2(k)
+    if k > 8192:
+        return Gemv(1, 2048, 4, 4)
+    if n <= 8192:
+        return Gemv(2, min(2048, widest), 1, 4)
+    return Gemv(1, min(2048, widest), 0, 8 if widest >= 2048 else 4)
+
+
+def choose_flat(m: int, n: int, k: int) -> Flat | None:
+    """The flat product that was fastest on an H200 for about this shape; None where the library is faster."""
+    if m <= 8:
+        if n <= 5000:
+            return Flat(64, 128, 5, 2) if k > 8192 else Flat(32, 256, 4, 1)
+        if n <= 8192:
+            return Flat(64, 128, 5, 1)
+        return Flat(64, 128, 4, 1) if n <= 20000 else Flat(128, 128, 3, 1)
+    if m > MAX_FLAT_TOKENS:
+        return None
+    if n <= 5000:
+        return Flat(64, 128, 5 if k > 8192 else 4, 2)
+    if n <= 8192:
+        return Flat(64, 128, 5, 1)
+    return None if n <= 20000 else Flat(128, 64, 4, 1)
+
+
+def linear_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` for 1 to 64 tokens. x: [m, k], weight: [n, k], bias: [n] or None -> [m, n]; all of one dtype.
+
+    Falls back to the library's product where that is faster.
+    """
+    m, k = x.shape
+    n = weight.shape[0]
+    if m == 1:
+        return _gemv(x.contiguous(), weight, bias, choose_gemv(n, k))
+    flat = choose_flat(m, n, k) if m else None
+    if flat is None:
+        return torch.nn.functional.linear(x, weight, bias)
+    return _flat(x.contiguous(), weight, bias, flat)
+
+
+def prepare(weight: Tensor) -> Tensor:
+    """Give a matrix on a GPU the counters that split products want zero, and leave zero: one clearing less per call."""
+    weight.arrivals = torch.zeros(-(-weight.shape[0] // 32), dtype=torch.int32, device=weight.device)  # type: ignore[attr-defined]
+    return weight
+
+
+def _arrivals(weight: Tensor, blocks: int) -> Tensor:
+    prepared: Tensor | None = getattr(weight, "arrivals", None)
+    return torch.zeros(blocks, dtype=torch.int32, device=weight.device) if prepared is None else prepared
+
+
+def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Gemv) -> Tensor:
+    n, k = weight.shape
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
+    turns = -(-k // sizes.block)
+    _gemv_kernel[(-(-n // sizes.rows),)](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        n,
+        k=k,
+        ROWS=sizes.rows,
+        BLOCK=sizes.block,
+        AHEAD=min(sizes.ahead, turns),
+        HAS_BIAS=bias is not None,
+        **_launch(x, sizes.warps),
+    )
+    return out
+
+
+def _flat(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Flat) -> Tensor:
+    m, k = x.shape
+    n = weight.shape[0]
+    padded = max(8, _power_of_2(m))
+    blocks = -(-n // sizes.rows)
+    splits = sizes.splits
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    counters = _arrivals(weight, blocks) if splits > 1 else out
+    partial = torch.empty(splits * blocks * sizes.rows * padded if splits > 1 else 1, device=x.device)
+    _flat_kernel[blocks, splits](
+        x,
+        weight,
+        x if bias is None else bias,
+        out,
+        partial,
+        counters,
+        m,
+        n,
+        k=k,
+        BN=sizes.rows,
+        BK=sizes.depth,
+        MP=padded,
+        SPLITS=splits,
+        STAGES=sizes.stages,
+        HAS_BIAS=bias is not None,
+        UPCAST=interpreted(x),
+        **_launch(x, 4),
+    )
+    return out
+
+
+def norm_gemv(
+    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    gate: bool,
+) -> tuple[Tensor, Tensor]:
+    """One token through residual add, RMSNorm and a matrix (and SiLU gate): -> (product, residual + delta).
+
+    residual, delta: [1, k]; norm: [k]; weight: [n, k], or [2 n, k] with the gate's rows above the others'.
+    """
+    k = residual.shape[1]
+    n = weight.shape[0] // 2 if gate else weight.shape[0]
+    out = torch.empty((1, n), dtype=residual.dtype, device=residual.device)
+    total = residual if delta is None else torch.empty_like(residual)
+    _norm_gemv_kernel[(-(-n // 2),)](
+        residual,
+        residual if delta is None else delta,
+        norm,
+        weight,
+        residual if bias is None else bias,
+        out,
+        total,
+        n,
+        eps,
+        k=k,
+        ROWS=2,
+        BLOCK=_power_of_2(k),
+        HAS_DELTA=delta is not None,
+        HAS_BIAS=bias is not None,
+        GATED=gate,
+        **_launch(residual, 4 if k <= 4096 else 8),
+    )
+    return out, total
+
+
+def _launch(x: Tensor, warps: int) -> dict[str, Any]:
+    """Launch options: programmatic dependent launch where there is hardware for it."""
+    dependent = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    options: dict[str, Any] = {"PDL": dependent, "num_warps": warps}
+    if dependent:
+        options["launch_pdl"] = True
+    return options
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+@kernel
+def _gemv_kernel(  # type: ignore[no-untyped-def]
+    x,  # [k]
+    w,  # [n, k]
+    bias,  # [n]
+    out,  # [n]
+    n,
+    k: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[i] = sum_k w[i, k] x[k] + bias[i]; the first AHEAD blocks of the rows are requested before the wait."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    columns = tl.arange(0, BLOCK)
+    base = w + rows[:, None].to(tl.int64) * k
+    BLOCKS: tl.constexpr = (k + BLOCK - 1) // BLOCK
+    ahead = ()
+    for b in tl.static_range(AHEAD):
+        here = columns + b * BLOCK
+        mask = inside[:, None] & (here < k)[None, :]
+        ahead = ahead + (  # type: ignore[assignment]  # noqa: RUF005
+            tl.load(base + here[None, :], mask=mask, other=0.0, eviction_policy="evict_first"),
+        )
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for b in tl.static_range(AHEAD):
+        here = columns + b * BLOCK
+        xs = tl.load(x + here, mask=here < k, other=0.0).to(tl.float32)
+        acc += ahead[b].to(tl.float32) * xs[None, :]
+    for b in range(AHEAD, BLOCKS):
+        here = columns + b * BLOCK
+        mask = inside[:, None] & (here < k)[None, :]
+        ws = tl.load(base + here[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+        xs = tl.load(x + here, mask=here < k, other=0.0).to(tl.float32)
+        acc += ws.to(tl.float32) * xs[None, :]
+    y = tl.sum(acc, 1)
+    if HAS_BIAS:
+        y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _norm_gemv_kernel(  # type: ignore[no-untyped-def]
+    residual,  # [k]
+    delta,  # [k]
+    norm,  # [k]
+    w,  # [n, k], or [2 n, k] if GATED
+    bias,  # [n] or [2 n]
+    out,  # [n]
+    summed,  # [k]: residual + delta
+    n,
+    eps,
+    k: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """h = residual + delta; out = w (h / rms(h) * norm) + bias, or silu of the upper rows' times the lower rows'."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < n
+    columns = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (columns < k)[None, :]
+    where = rows[:, None].to(tl.int64) * k + columns[None, :]
+    ws = tl.load(w + where, mask=mask, other=0.0, eviction_policy="evict_first")
+    if GATED:
+        ups = tl.load(w + n * k + where, mask=mask, other=0.0, eviction_policy="evict_first")
+    gain = tl.load(norm + columns, mask=columns < k, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    h = tl.load(residual + columns, mask=columns < k, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        h += tl.load(delta + columns, mask=columns < k, other=0.0).to(tl.float32)
+        h = h.to(summed.dtype.element_ty).to(tl.float32)
+        if tl.program_id(0) == 0:
+            tl.store(summed + columns, h.to(summed.dtype.element_ty), mask=columns < k)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(h * h, 0) / k + eps)
+    xs = ((h * scale).to(norm.dtype.element_ty) * gain).to(tl.float32)
+    y = tl.sum(ws.to(tl.float32) * xs[None, :], 1)
+    if HAS_BIAS:
+        y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(ups.to(tl.float32) * xs[None, :], 1)
+        if HAS_BIAS:
+            up += tl.load(bias + n + rows, mask=inside, other=0.0).to(tl.float32)
+        y = y / (1.0 + tl.exp(-y)) * up
+    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _flat_kernel(  # type: ignore[no-untyped-def]
+    x,  # [m, k]
+    w,  # [n, k]
+    bias,  # [n]
+    out,  # [m, n]
+    partial,  # [splits, blocks * BN, MP] float32
+    counter,  # [blocks] int32, all zero between launches
+    m,
+    n,
+    k: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    MP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = x w^T + bias with the weights as the tall operand, m padded to MP; the last of SPLITS programs adds up."""
+    block = tl.program_id(0)
+    part = tl.program_id(1)
+    rows = block * BN + tl.arange(0, BN)
+    tokens = tl.arange(0, MP)
+    depth = tl.arange(0, BK)
+    STEPS: tl.constexpr = (k + BK * SPLITS - 1) // (BK * SPLITS)
+    start = part * STEPS * BK
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BN, MP], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        here = start + step * BK + depth
+        a = tl.load(
+            w + rows[:, None].to(tl.int64) * k + here[None, :],
+            mask=(rows < n)[:, None] & (here < k)[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        b = tl.load(
+            x + tokens[None, :] * k + here[:, None], mask=(tokens < m)[None, :] & (here < k)[:, None], other=0.0
+        )
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    good = (rows < n)[:, None] & (tokens < m)[None, :]
+    if SPLITS > 1:
+        at = block * BN * MP + tl.arange(0, BN)[:, None] * MP + tokens[None, :]
+        size = tl.num_programs(0) * BN * MP
+        tl.store(partial + part * size + at, acc)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counter + block, 1, sem="acq_rel")
+        if arrived == SPLITS - 1:
+            acc = tl.zeros([BN, MP], tl.float32)
+            for other in tl.static_range(SPLITS):
+                acc += tl.load(partial + other * size + at, cache_modifier=".cg")
+            if HAS_BIAS:
+                acc += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+            tl.store(out + tokens[None, :] * n + rows[:, None], acc.to(out.dtype.element_ty), mask=good)
+            tl.store(counter + block, 0)
+    else:
+        if HAS_BIAS:
+            acc += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[:, None]
+        tl.store(out + tokens[None, :] * n + rows[:, None], acc.to(out.dtype.element_ty), mask=good)

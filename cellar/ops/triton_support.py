@@ -1,0 +1,131 @@
+"""Triton, imported when the first kernel runs and never before: the CPU path works where it is not installed.
+
+A kernel is a function under `@kernel`, in a module that says
+
+    if TYPE_CHECKING:
+        import triton.language as tl
+
+and is launched as `my_kernel[grid](...)`. CUDA tensors run it compiled, CPU tensors in Triton's interpreter (tests).
+Traps of the interpreter: bf16 arithmetic is garbage, so load and convert to float32, and pass `tl.dot` upcast
+operands where `interpreted(x)` is true; mask with a large negative number, not -inf; no waiting for other programs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import types
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from cellar.core.errors import DeviceError
+
+
+def triton_available() -> bool:
+    """True if Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted(x: Tensor) -> bool:
+    """True if a kernel that is given `x` runs in the interpreter."""
+    return not x.is_cuda
+
+
+class Kernel:
+    """A Triton kernel that is not turned into one before its first launch."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.__doc__ = fn.__doc__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            first = next(a for a in args if isinstance(a, Tensor))
+            if not interpreted(first):
+                return self.compiled[grid](*args, **kwargs)
+            with _library_interpreted():
+                return self._interpreted[grid](*args, **kwargs)
+
+        return launch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Only kernels call a kernel as a function, and Triton reads that from their source."""
+        raise TypeError(f"kernel {self.__name__} is launched as {self.__name__}[grid](...), not called.")
+
+    @cached_property
+    def compiled(self) -> Any:
+        """The kernel as a `triton.JITFunction`."""
+        import triton
+
+        return triton.jit(self._bound())
+
+    @cached_property
+    def _interpreted(self) -> Any:
+        from triton.runtime.interpreter import InterpretedFunction
+
+        return InterpretedFunction(self._bound())
+
+    def _bound(self) -> types.FunctionType:
+        """The function over globals in which `tl` is Triton's language and other kernels are Triton's own."""
+        if not triton_available():
+            raise DeviceError("Triton is not installed, but GPU kernels need it; install triton or run on the CPU.")
+        import triton.language as tl
+
+        assert isinstance(self.fn, types.FunctionType)
+        scope = dict(self.fn.__globals__, tl=tl)
+        for name in self.fn.__code__.co_names:
+            if isinstance(scope.get(name), Kernel):
+                scope[name] = scope[name].compiled
+        bound = types.FunctionType(self.fn.__code__, scope, self.fn.__name__, self.fn.__defaults__)
+        bound.__annotations__ = self.fn.__annotations__
+        bound.__module__ = self.fn.__module__
+        bound.__qualname__ = self.fn.__qualname__
+        return bound
+
+    def compile_for(
+        self,
+        capability: int,
+        signature: Mapping[str, str],
+        constexprs: Mapping[str, Any],
+        aligned: Container[str] = (),
+        **options: Any,
+    ) -> Any:
+        """Compile for NVIDIA's sm_`capability` on a machine without one; for tests of registers and shared memory.
+
+        `aligned` names the pointers and integers that are multiples of 16, as a launch would find out by itself.
+        """
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        types_ = {**signature, **dict.fromkeys(constexprs, "constexpr")}
+        places = [i for i, name in enumerate(self.compiled.arg_names) if name in aligned]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in places}
+        source = ASTSource(self.compiled, types_, constexprs=dict(constexprs), attrs=attributes)
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def kernel(fn: Callable[..., Any]) -> Kernel:
+    """Declare a Triton kernel, or a function that kernels call."""
+    return Kernel(fn)
+
+
+@contextmanager
+def _library_interpreted() -> Iterator[None]:
+    """Let interpreted kernels call `tl.sum` and its like, and our own helpers: compiled functions outside a launch."""
+    from triton.language import standard
+    from triton.runtime.interpreter import _patch_lang
+    from triton.runtime.jit import JITFunction
+
+    original = JITFunction.__call__
+    language = _patch_lang(standard.sum.fn)
+    JITFunction.__call__ = lambda self, *args, **kwargs: self.fn(*args, **kwargs)
+    try:
+        yield
+    finally:
+        JITFunction.__call__ = original
+        language.restore()

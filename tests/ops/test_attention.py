@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.ops import attention_plan
+from cellar.ops.attention import (
+    AttentionBuffers,
+    AttentionShape,
+    _attention_kernel,
+    attention,
+    attention_definition,
+    attention_kernel,
+    launch_settings,
+    plan_attention,
+)
+from cellar.ops.attention_plan import (
+    COUNTER,
+    FIRST,
+    KV_FIRST,
+    KV_LAST,
+    LAST,
+    NARROW_TILE,
+    PARTIAL,
+    PARTS,
+    PIECE,
+    ROW,
+    START,
+    TOKEN,
+    work_items,
+)
+from tests.ops.attention_example import Example, Span, example
+
+# Of Triton's interpreter, with this NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+
+FLOAT32_LIMIT = 5e-6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@st.composite
+def span_lists(draw: st.DrawFn, rows: int = 4, longest: int = 150) -> list[Span]:
+    """Rows with 1 to 3 ascending spans each: holes and a tail, or a decode."""
+    spans: list[Span] = []
+    for row in draw(st.lists(st.integers(0, rows), min_size=1, max_size=rows, unique=True)):
+        if draw(st.booleans()):
+            position = draw(st.integers(0, longest))
+            spans.append((row, position, position + 1))
+            continue
+        cuts = sorted(draw(st.sets(st.integers(0, longest), min_size=2, max_size=6)))
+        spans += [(row, a, b) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
+    return spans
+
+
+@st.composite
+def examples(draw: st.DrawFn, longest: int = 150) -> Example:
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 3), (3, 2), (1, 8)]))
+    return example(
+        draw(span_lists(longest=longest)),
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        dim=draw(st.sampled_from([64, 72, 80, 96, 128, 256])),
+        chunk_size=draw(st.sampled_from([16, 32, 64])),
+        window=draw(st.sampled_from([None, None, 1, 17, 64])),
+        seed=draw(st.integers(0, 1000)),
+        garbage=draw(st.sampled_from([float("nan"), float("inf"), None])),
+        layout=draw(st.sampled_from(["apart", "together"])),
+        scattered=draw(st.booleans()),
+    )
+
+
+def run(function: Any, e: Example, **plan: Any) -> np.ndarray:
+    result = function(e.q, e.k_cache, e.v_cache, e.table, e.work(**plan), e.scale)
+    assert result.shape == e.q.shape
+    assert result.is_contiguous()
+    return result.double().numpy()
+
+
+@settings(max_examples=60, deadline=None)
+@given(examples())
+def test_definition_and_cpu_path_agree_with_the_oracle(e: Example) -> None:
+    wanted = e.oracle()
+    for function in (attention_definition, attention):
+        np.testing.assert_allclose(run(function, e), wanted, atol=FLOAT32_LIMIT, rtol=1e-5)
+
+
+@settings(max_examples=12, deadline=None)
+@given(examples(longest=90), st.sampled_from([(1, None), (5, None), (300, None), (2, 48)]))
+def test_kernel_agrees_with_the_oracle(e: Example, plan: tuple[int, int | None]) -> None:
+    np.testing.assert_allclose(
+        run(attention_kernel, e, programs=plan[0], split=plan[1]), e.oracle(), atol=FLOAT32_LIMIT, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 299, 300)],
+        [(0, 31, 32)],
+        [(0, 0, 1)],
+        [(0, 99, 100), (1, 249, 250), (2, 0, 1), (3, 63, 64)],
+        [(0, 99, 100), (1, 99, 100)],
+        [(0, 98, 100), (1, 20, 21)],
+        [(0, 300, 301), (1, 0, 300), (2, 10, 11), (3, 100, 240)],
+    ],
+    ids=["alone", "full chunk", "first token", "uneven", "even", "pairs", "mixed"],
+)
+@pytest.mark.parametrize("garbage", [None, float("nan")], ids=["finite", "nan"])
+@pytest.mark.parametrize("scattered", [False, True], ids=["in a row", "scattered"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("layout", ["apart", "together"])
+def test_every_way_of_the_cpu_path(
+    spans: list[Span], garbage: float | None, scattered: bool, window: int | None, layout: str
+) -> None:
+    e = example(spans, heads=6, kv_heads=2, garbage=garbage, scattered=scattered, window=window, layout=layout)
+    np.testing.assert_allclose(run(attention, e), e.oracle(), atol=FLOAT32_LIMIT, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+def test_other_dtypes_on_the_cpu(dtype: torch.dtype, limit: float) -> None:
+    e = example([(0, 99, 100), (1, 0, 40), (2, 10, 12)], dtype=dtype)
+    assert attention(e.q, e.k_cache, e.v_cache, e.table, e.work(), e.scale).dtype == dtype
+    np.testing.assert_allclose(run(attention, e), e.oracle(), atol=limit, rtol=limit)
+
+
+@pytest.mark.parametrize("function", [attention, attention_definition, attention_kernel])
+def test_large_scores_do_not_overflow(function: Any) -> None:
+    e = example([(0, 40, 41), (1, 0, 20), (2, 50, 51)], loud=200.0, garbage=None)
+    np.testing.assert_allclose(run(function, e), e.oracle(), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("spans", [[(0, 99, 100)], [(0, 99, 100), (1, 40, 41)], [(0, 5, 60), (1, 40, 41)]])
+@pytest.mark.parametrize("function", [attention, attention_kernel])
+def test_writes_into_a_given_tensor(function: Any, spans: list[Span]) -> None:
+    e = example(spans, garbage=None, layout="apart", scattered=False)
+    out = torch.full((e.q.shape[0] + 2, *e.q.shape[1:]), 7.0)
+    result = function(e.q, e.k_cache, e.v_cache, e.table, e.work(), e.scale, out[1:-1])
+    assert result.data_ptr() == out[1].data_ptr()
+    np.testing.assert_allclose(out[1:-1].double().numpy(), e.oracle(), atol=FLOAT32_LIMIT)
+    assert (out[[0, -1]] == 7).all()
+
+
+def test_one_work_serves_layers_with_different_caches() -> None:
+    e = example([(0, 99, 100), (1, 31, 32), (2, 3, 60)], layout="apart")
+    other = example(e.spans, layout="apart", seed=0)
+    other.v_cache.mul_(2)
+    work = e.work()
+    first = attention(e.q, e.k_cache, e.v_cache, e.table, work, e.scale).clone()
+    second = attention(e.q, other.k_cache, other.v_cache, e.table, work, e.scale)
+    torch.testing.assert_close(second, 2 * first)
+
+
+def test_company_does_not_change_a_decode_on_the_cpu() -> None:
+    spans = [(r, 40 * r + 7, 40 * r + 8) for r in range(5)]
+    e = example(spans, layout="apart", garbage=None)
+    together = run(attention, e)
+    for k, span in enumerate(spans):
+        work = plan_attention(*([x] for x in span), e.heads, 2, 64, 32)
+        alone = attention(e.q[k : k + 1], e.k_cache, e.v_cache, e.table, work, e.scale)
+        np.testing.assert_allclose(alone[0].double().numpy(), together[k], atol=1e-6)
+    fewer = plan_attention(*zip(*spans[:2], strict=True), e.heads, 2, 64, 32)
+    some = attention(e.q[:2], e.k_cache, e.v_cache, e.table, fewer, e.scale)
+    assert np.array_equal(some.double().numpy(), together[:2])
+
+
+# -- the plan ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    span_lists(rows=12, longest=3000),
+    st.sampled_from([(1, 1), (8, 4), (2, 3), (1, 71), (32, 1)]),
+    st.sampled_from([None, 1, 100, 4096]),
+    st.sampled_from([1, 8, 264]),
+    st.sampled_from([None, 1, 64, 1000]),
+    st.sampled_from([64, 128, 256]),
+)
+def test_the_plan_covers_every_query_and_position_once(
+    spans: list[Span], kind: tuple[int, int], window: int | None, programs: int, split: int | None, dim: int
+) -> None:
+    kv_heads, group = kind
+    row, start, stop = (np.array(x, np.int32) for x in zip(*spans, strict=True))
+    offset = np.append(0, np.cumsum(stop - start)).astype(np.int32)
+    shape = AttentionShape(kv_heads * group, kv_heads, dim, 32, window)
+    items = work_items(shape, row, start, stop, offset, programs, split)
+    table, narrow = items.table.astype(np.int64), items.narrow
+    tile = np.where(np.arange(len(table)) < narrow, NARROW_TILE, items.wide_tile)
+    length = table[:, KV_LAST] - table[:, KV_FIRST]
+    assert (length > 0).all()
+    assert (table[:, LAST] - table[:, FIRST] > 0).all()
+    assert (table[:, LAST] - table[:, FIRST] <= tile).all()
+
+    # Longest first, in each class.
+    cost = 2 * tile + length
+    assert (np.diff(cost[:narrow]) <= 0).all()
+    assert (np.diff(cost[narrow:]) <= 0).all()
+
+    scratch = np.zeros(items.partial_rows, int)
+    counters = np.zeros(items.counters, int)
+    for s in range(len(spans)):
+        mine = table[table[:, TOKEN] == offset[s]]
+        assert (mine[:, ROW] == row[s]).all()
+        assert (mine[:, START] == start[s]).all()
+        assert np.isin(np.flatnonzero(table[:, TOKEN] == offset[s]) < narrow, len_rows(s, spans, group)).all()
+        at = 0
+        for first in np.unique(mine[:, FIRST]):
+            parts = mine[mine[:, FIRST] == first]
+            parts = parts[np.argsort(parts[:, KV_FIRST])]
+            last = int(parts[0, LAST])
+            assert first == at
+            at = last
+            # The parts join, and reach from the first position that any row sees to the last.
+            low = start[s] + first // group - (window or 1 << 30) + 1
+            assert parts[0, KV_FIRST] == max(0, low)
+            assert parts[-1, KV_LAST] == start[s] + (last - 1) // group + 1
+            assert (parts[1:, KV_FIRST] == parts[:-1, KV_LAST]).all()
+            assert (parts[:, PARTS] == len(parts)).all()
+            assert list(parts[:, attention_plan.PART]) == list(range(len(parts)))
+            if len(parts) > 1:
+                tile_rows = NARROW_TILE if (stop[s] - start[s]) * group <= NARROW_TILE else items.wide_tile
+                base = int(parts[0, PARTIAL])
+                scratch[base : base + len(parts) * tile_rows] += 1
+                counters[parts[0, COUNTER]] += 1
+        assert at == (stop[s] - start[s]) * group
+    # No two tiles share scratch or a counter, and none is left over.
+    assert (scratch == 1).all()
+    assert (counters == 1).all()
+
+
+def len_rows(s: int, spans: list[Span], group: int) -> list[bool]:
+    """The class that a span's items must have: [True] for narrow."""
+    return [(spans[s][2] - spans[s][1]) * group <= NARROW_TILE]
+
+
+def test_full_devices_are_not_split_and_empty_ones_are() -> None:
+    def parts(n: int, context: int, programs: int = 264) -> int:
+        start = np.full(n, context, np.int32)
+        work = plan_attention(np.arange(n), start, start + 1, 32, 8, 128, 32, programs=programs)
+        return len(work.items.table) // n
+
+    assert parts(64, 1024) == 1
+    assert parts(1, 8000) > 16
+    assert parts(1, PIECE - 1) == 1
+    assert parts(8, 1024) > 2
+
+
+def test_a_fixed_split_does_not_depend_on_company() -> None:
+    def cuts(contexts: list[int]) -> list[list[int]]:
+        start = np.array(contexts, np.int32)
+        work = plan_attention(np.arange(len(start)), start, start + 1, 8, 2, 64, 32, programs=64, split=256)
+        table = work.items.table
+        return sorted(table[table[:, ROW] == 0][:, [KV_FIRST, KV_LAST]].tolist())
+
+    assert cuts([1000]) == cuts([1000, 5000, 10, 700]) == [[i, min(i + 256, 1001)] for i in range(0, 1001, 256)]
+
+
+def test_buffers_are_reused_and_guarded() -> None:
+    shape = AttentionShape(4, 2, 64, 32)
+    buffers = AttentionBuffers.for_limits(shape, max_tokens=64, max_spans=4, programs=8, device=torch.device("cpu"))
+    address = buffers.meta.data_ptr()
+    for spans in ([(0, 40, 41)], [(0, 40, 41), (1, 0, 60)]):
+        e = example(spans)
+        work = e.work()
+        work.buffers = buffers
+        result = attention_kernel(e.q, e.k_cache, e.v_cache, e.table, work, e.scale)
+        np.testing.assert_allclose(result.double().numpy(), e.oracle(), atol=FLOAT32_LIMIT)
+        assert buffers.meta.data_ptr() == address
+        assert (buffers.counters == 0).all()
+    starts = np.arange(200)
+    too_much = plan_attention(starts, starts, starts + 1, 4, 2, 64, 32, buffers=buffers)
+    with pytest.raises(CapacityError, match="max_num_batched_tokens"):
+        _ = too_much.resident
+
+
+@settings(max_examples=100, deadline=None)
+@given(span_lists(rows=7, longest=4000), st.sampled_from([(32, 8), (6, 2), (8, 1)]), st.sampled_from([8, 264]))
+def test_buffers_for_limits_hold_every_plan_in_the_limits(
+    spans: list[Span], kind: tuple[int, int], programs: int
+) -> None:
+    row, start, stop = zip(*spans, strict=True)
+    work = plan_attention(row, start, stop, *kind, 128, 32, programs=programs)
+    limits = AttentionBuffers.for_limits(
+        work.shape, work.num_tokens, len(spans), programs, torch.device("meta"), depth=0
+    ).capacity
+    needed = (len(work.items.table), work.items.partial_rows, work.items.counters)
+    assert all(n <= c for n, c in zip(needed, limits, strict=True)), (needed, limits)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"heads": 5}, "multiple"), ({"kv_heads": 0}, "multiple"), ({"window": 0}, "window"), ({"split": 0}, "split")],
+)
+def test_impossible_shapes_are_refused(change: dict[str, int], message: str) -> None:
+    options = {"heads": 4, "kv_heads": 2, "head_dim": 64, "chunk_size": 32} | change
+    with pytest.raises(ConfigError, match=message):
+        plan_attention([0], [0], [1], **options)
+
+
+# -- compiled for a GPU that is not here ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tile", "dim", "dtype", "wgmma"),
+    [
+        (16, 128, "bf16", False),
+        (64, 128, "bf16", True),
+        (128, 80, "fp16", True),
+        (64, 256, "bf16", True),
+        (64, 128, "fp32", False),
+    ],
+)
+def test_compiles_for_sm_90_without_spills(tile: int, dim: int, dtype: str, wgmma: bool, tmp_path: Path) -> None:
+    settings_ = launch_settings(tile, dim, 4 if dtype == "fp32" else 2)
+    options = {name: settings_.pop(name) for name in ("num_warps", "num_stages")}
+    pointers = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    lists = {"table": "*i32", "meta": "*i32", "partial": "*fp32", "extents": "*fp32", "counters": "*i32"}
+    strides = dict.fromkeys(
+        (
+            "q_token_stride",
+            "q_head_stride",
+            "k_slot_stride",
+            "v_slot_stride",
+            "kv_head_stride",
+            "table_stride",
+            "out_token_stride",
+            "out_head_stride",
+        ),
+        "i32",
+    )
+    constants = {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "CHUNK": 32, "WINDOW": 0, "WIDE": tile > 16, "TILE": tile}
+    compiled = _attention_kernel.compile_for(
+        90,
+        pointers | lists | {"scale": "fp32"} | strides,
+        constants | {"UPCAST": False} | settings_,
+        aligned={*pointers, *lists, *strides},
+        **options,
+    )
+    assert compiled.metadata.shared <= 227 * 1024
+    assert ("wgmma" in compiled.asm["ptx"]) == wgmma
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([cuobjdump(), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    numbers = {k: int(v) for k, _, v in (w.partition(":") for w in usage.split() if ":" in w) if v.isdigit()}
+    assert numbers["STACK"] == 0, usage
+    assert numbers["REG"] <= 255
+
+
+def cuobjdump() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+
+
+def test_the_cpu_path_needs_no_triton() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch; from cellar.ops.attention import attention, plan_attention\n"
+        "work = plan_attention([0], [3], [4], 4, 2, 64, 16)\n"
+        "cache = torch.zeros(2, 2, 16, 64)\n"
+        "attention(torch.ones(1, 4, 64), cache, cache, torch.tensor([[1]], dtype=torch.int32), work, 1.0)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
