@@ -112,6 +112,7 @@ class OutputProcessor:
         for id, cached in frame.num_cached_tokens.items():
             if (sequence := self._sequences.get(id)) is not None and sequence.index == 0:
                 sequence.request.num_cached_tokens = cached
+                sequence.request.queue_seconds = frame.queue_seconds.get(id, 0.0)
         for id, logprobs in frame.prompt_logprobs.items():
             if (sequence := self._sequences.get(id)) is not None and sequence.index == 0:
                 self._add_prompt_logprobs(sequence.request, logprobs)
@@ -244,6 +245,7 @@ class _Request:
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
+        "queue_seconds",
         "sequences",
         "stream",
     )
@@ -259,6 +261,7 @@ class _Request:
         self.include_stop = params.include_stop_str_in_output
         self.num_logprobs = params.logprobs
         self.num_cached_tokens = 0
+        self.queue_seconds = 0.0
         self.sequences: list[_Sequence] = []
         # The first token of a prompt has nothing before it that would make it likely.
         asked = params.prompt_logprobs is not None
@@ -273,6 +276,7 @@ class _Request:
             finished=all(sequence.finish_reason is not None for sequence in self.sequences),
             prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             num_cached_tokens=self.num_cached_tokens,
+            queue_seconds=self.queue_seconds,
         )
 
 

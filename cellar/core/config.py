@@ -59,10 +59,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How requests are batched (Pensieve §3.4.2, §3.4.3.5)."""
+    """How requests are batched (Pensieve §3.4.2, §3.4.3.5). No `max_num_batched_tokens`: as many as there are."""
 
     max_num_seqs: int = _option(256, "Most requests that run at once.")
-    max_num_batched_tokens: int = _option(8192, "Most tokens computed in one step.")
+    max_num_batched_tokens: int | None = _option(None, "Most tokens computed in one step; default: 8192, CPU 2048.")
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
     decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
@@ -70,7 +70,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1.")
-        if self.max_num_batched_tokens < 1:
+        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least 1.")
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(f"scheduling_policy {self.scheduling_policy!r} is not known; use fcfs or priority.")
@@ -120,6 +120,14 @@ class EngineConfig:
             else:
                 raise ConfigError(_unknown(name))
         return cls(**{part: kind(**parts[part]) for part, kind in _PARTS.items()})
+
+    def on(self, kind: str) -> EngineConfig:
+        """A copy in which what depends on the kind of device is decided."""
+        if self.schedule.max_num_batched_tokens is not None:
+            return self
+        # On the CPU a larger step leaves the cache and gains nothing.
+        tokens = 2048 if kind == "cpu" else 8192
+        return replace(self, schedule=replace(self.schedule, max_num_batched_tokens=tokens))
 
     def resolve(self, *, dtype: str, max_model_len: int, device: str) -> EngineConfig:
         """A copy in which everything that said `auto` or None is decided."""

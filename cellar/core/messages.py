@@ -101,7 +101,7 @@ class Spans:
 class RowOpen:
     """A row is given to a request: how it samples, and how many output tokens it already has.
 
-    `prompt` and `output` are sent only if penalties need them. `stop_ids` are forbidden until
+    `prompt` and `output` are sent only if penalties need them, `output` also for structured output. `stop_ids` are forbidden until
     `params.min_tokens` output tokens exist. The row's slot table is all -1 after this, whatever the row held
     before: an open may come without a close.
     """
@@ -209,7 +209,8 @@ class StepOutput:
 
     A request may appear in `finished` without a token (an error). `logprobs[id]` and
     `prompt_logprobs[id]` are there if asked for; `num_cached_tokens[id]` comes with a request's first token:
-    how many tokens of its prompt were found in the cache.
+    how many tokens of its prompt were found in the cache; `queue_seconds[id]` likewise: how long it waited for
+    its first step.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -218,6 +219,7 @@ class StepOutput:
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, Logprobs] = field(default_factory=dict)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
+    queue_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,13 +250,59 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedUnits:
+    """`units` of KV (pairs of a block's sequence and a head) or of activations (sequences) lie on `device`.
+
+    `compute` says where attention to that KV runs.
+    """
+
+    device: str
+    units: int
+    compute: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSchedule:
+    """`num_batches` GPU batches of `batch` sequences pass each layer while its weights are there."""
+
+    batch: int
+    num_batches: int
+    order: Literal["zigzag", "diagonal"] = "zigzag"
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """How a model is split: a mesh of x by y by z chips per pipeline stage, and as many whole copies as `replicas`.
+
+    `*_gather` are the axes over which weights are gathered, `*_heads` those that cut the heads in attention.
+    """
+
+    mesh: tuple[int, int, int] = (1, 1, 1)
+    outer: str = ""
+    prefill_gather: str = ""
+    prefill_heads: str = ""
+    decode_gather: str = ""
+    decode_heads: str = ""
+    stages: int = 1
+    micro_batches: int = 1
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
-    """Which bytes live where; the runtime executes exactly this."""
+    """Which bytes live where, and when they move; the runtime executes exactly this.
+
+    Split over several devices, `weights` are rows of each rank's own shard, the same for every rank.
+    """
 
     weights: tuple[Placed, ...]
     kv_device: str
     activation_device: str
-    kind: Literal["resident"] = "resident"
+    kind: Literal["resident", "partition", "offload"] = "resident"
+    kv: tuple[PlacedUnits, ...] = ()
+    activations: tuple[PlacedUnits, ...] = ()
+    block: BlockSchedule | None = None
+    partition: Partition | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +338,4 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
     num_cached_tokens: int = 0
+    queue_seconds: float = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as _json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,48 @@ from dataclasses import dataclass, field, replace
 from cellar.core.errors import RequestError
 
 MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole output must be: exactly one of the fields, named as vLLM names them.
+
+    `json` is a JSON schema (an object, or its text), `regex` a regular expression for all of the output,
+    `choice` the texts to choose from, `grammar` a grammar in Lark's notation, `json_object` any JSON object.
+    Raises RequestError.
+    """
+
+    json: Mapping[str, object] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    kind: str = field(init=False, default="")
+    text: str = field(init=False, repr=False, default="")
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(self, name)]
+        if self.json is not None and "json" not in given:
+            given.append("json")  # the schema {} allows anything
+        if len(given) != 1:
+            named = ", ".join(given) or "none"
+            raise RequestError(
+                f"structured outputs need exactly one of json, regex, choice, grammar and json_object, not {named}.",
+                "structured_outputs",
+            )
+        kind, value = given[0], getattr(self, given[0])
+        if kind == "choice":
+            ok = not isinstance(value, str) and all(isinstance(text, str) and text for text in value)
+            _check("structured_outputs", "choice", ok, "a list of non-empty strings")
+            value = tuple(value)
+            object.__setattr__(self, "choice", value)
+        elif kind == "json" and isinstance(value, Mapping):
+            value = _json.dumps(value)
+            object.__setattr__(self, "json", value)
+        elif kind != "json_object":
+            _check("structured_outputs", kind, isinstance(value, str), "a string")
+        object.__setattr__(self, "kind", kind)
+        object.__setattr__(self, "text", value if isinstance(value, str) else _json.dumps(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +85,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:

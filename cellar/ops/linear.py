@@ -8,14 +8,12 @@ A weight is packed once, when the model is loaded, into one of two forms; the pl
 * *oneDNN*: blocked for the processor's matrix instructions, in the weight's own dtype. Its results for a row do not
   depend on how many rows there are.
 
-On two cores with AVX2 (14 M weights, 33 layers, in milliseconds for 1 / 8 / 64 / 512 tokens): plain float32 4.3 / 7.2 /
-17 / 85, oneDNN 3.0 / 4.0 / 14 / 88, half 1.8 / 3.9 / 11 / 82; plain bfloat16 1.9 / 12 / 95 / 760.
+Figures: docs/performance/linear-cpu.md.
 """
 
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
@@ -32,8 +30,9 @@ _PACK_ROWS = 64
 
 
 class HalfWeight(Tensor):
-    """A matrix [out_features, in_features] packed by FBGEMM: opaque bytes with the shape kept beside them."""
+    """A matrix [out_features, in_features] packed by FBGEMM: an empty tensor that carries the packed object."""
 
+    packed: Any
     out_features: int
     in_features: int
 
@@ -98,10 +97,11 @@ def weight_nbytes(weight: Tensor) -> int:
 def _half(x: Tensor, weight: HalfWeight, bias: Tensor | None) -> Tensor:
     if not x.shape[0]:
         return x.new_empty((0, weight.out_features))
-    if x.dtype == torch.float32:
-        return torch.fbgemm_linear_fp16_weight_fp32_activation(x, weight, bias)
-    bias = bias if bias is None else bias.float()
-    return torch.fbgemm_linear_fp16_weight_fp32_activation(x.float(), weight, bias).to(x.dtype)
+    # Of torch's two operations on such weights, this one divides its work among threads.
+    out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), weight.packed)
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -131,11 +131,8 @@ def _pack_onednn(weight: Tensor) -> Tensor:
 
 
 def _pack_half(weight: Tensor) -> HalfWeight:
-    with warnings.catch_warnings():
-        # Marked deprecated in torch 2.10-2.13, which this project's torch range ends with; there is no successor yet.
-        warnings.simplefilter("ignore", UserWarning)
-        packed = torch.fbgemm_pack_gemm_matrix_fp16(weight.float().contiguous())
-    half: HalfWeight = torch.Tensor._make_subclass(HalfWeight, packed)
+    half: HalfWeight = torch.Tensor._make_subclass(HalfWeight, torch.empty(0))
+    half.packed = torch.ops.quantized.linear_prepack_fp16(weight.float().contiguous(), None)
     half.out_features, half.in_features = weight.shape
     return half
 
@@ -157,14 +154,10 @@ def _half_holds(weight: Tensor) -> bool:
 @functools.cache
 def _half_works() -> bool:
     """True if this build and processor have FBGEMM (x86 with AVX2)."""
-    if not hasattr(torch, "fbgemm_pack_gemm_matrix_fp16"):
-        return False
     x, weight = torch.ones((1, 2)), torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            return _half(x, _pack_half(weight), None).tolist() == [[3.0, 7.0]]
-    except RuntimeError:
+        return _half(x, _pack_half(weight), None).tolist() == [[3.0, 7.0]]
+    except (RuntimeError, AttributeError):
         return False
 
 

@@ -57,6 +57,7 @@ def rehearse(model: Model, weights: LoadedWeights, schedule: ScheduleConfig, dev
     Raises CapacityError if the device has too little memory for them.
     """
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
+    assert tokens is not None, "decided by EngineConfig.on"
     longest = model.spec.max_position
     executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device)
     try:

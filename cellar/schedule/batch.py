@@ -56,6 +56,7 @@ class StepBatch:
     def open(self, state: RequestState) -> None:
         """The request has got its row."""
         request, row, penalized = state.request, state.row, state.request.params.penalized
+        structured = request.params.structured_outputs is not None
         self._opens.append(
             RowOpen(
                 row=row,
@@ -63,7 +64,7 @@ class StepBatch:
                 num_output=state.num_output,
                 stop_ids=tuple(sorted(request.stop_ids)),
                 prompt=request.prompt if penalized else None,
-                output=state.known[state.num_prompt :] if penalized else None,
+                output=state.known[state.num_prompt :] if penalized or structured else None,
             )
         )
         slots = self._rows.slots(row).copy()
@@ -123,7 +124,9 @@ class StepBatch:
             targets = self._targets()
         rows.planned[record.rows] = record.stops
         rows.in_flight[record.rows] += 1
-        return StepPlan(step, spans, tokens, self._update(), tuple(self._opens), closes, targets), record
+        masked = tuple(record.sampled[rows.masked[record.sampled]].tolist()) if rows.masked.any() else ()
+        plan = StepPlan(step, spans, tokens, self._update(), tuple(self._opens), closes, targets, masked_rows=masked)
+        return plan, record
 
     def _targets(self) -> IntArray | None:
         """Tokens that follow the positions of the ALL spans; -1 after the last known one, which is sampled."""

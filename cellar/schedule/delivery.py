@@ -52,6 +52,7 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
         state = rows.state(row)
         if wanted[k] and rows.length[row] == state.num_prompt + 1:
             output.num_cached_tokens[state.request.id] = state.num_cached
+            output.queue_seconds[state.request.id] = state.queue_seconds
     if result.logprobs is not None:
         _deliver_logprobs(rows, sampled, wanted, result.logprobs, output)
     stopped = rows.stopped(rows_, column, lengths)

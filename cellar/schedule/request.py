@@ -35,7 +35,7 @@ class RequestState:
     `known` are the prompt and the output so far, as of the last time it was queued: what a row is to be
     opened with. `limit` is the longest that prompt and output may become. `todo` are the ranges of `known`
     not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
-    before it. `num_scored` counts the prompt positions whose log-probability was delivered.
+    before it; `arrived` and `queue_seconds` say when it came and how long it waited until then. `num_scored` counts the prompt positions whose log-probability was delivered.
     """
 
     request: Request
@@ -47,6 +47,8 @@ class RequestState:
     row: int = -1
     todo: deque[tuple[int, int]] = field(default_factory=deque)
     num_cached: int = -1
+    arrived: float = 0.0
+    queue_seconds: float = 0.0
     num_scored: int = 1
 
     @property

@@ -28,6 +28,7 @@ class Rows:
     limit      most tokens                            in_flight    plans not committed that name the row
     last       position of the last, needs no KV
     decodes    may be planned as a decode             accepts      results are delivered
+    masked     sampled under a mask
     from_device, emit_last: the same for every row, so that plans need not make them
     """
 
@@ -49,6 +50,7 @@ class Rows:
         self.in_flight = np.zeros(num_rows, np.int64)
         self.decodes = np.zeros(num_rows, np.bool_)
         self.accepts = np.zeros(num_rows, np.bool_)
+        self.masked = np.zeros(num_rows, np.bool_)
         self.priority = np.zeros(num_rows, np.int64)
         self.arrival = np.zeros(num_rows, np.int64)
         self.ids = np.full(num_rows, "", dtype=object)
@@ -82,6 +84,7 @@ class Rows:
         self.next_named[row] = self.chunk_size
         self.decodes[row] = False
         self.accepts[row] = True
+        self.masked[row] = request.params.structured_outputs is not None
         self.priority[row], self.arrival[row] = state.key
         self.ids[row] = request.id
         self.states[row] = state
@@ -96,7 +99,7 @@ class Rows:
 
     def free(self, row: int) -> None:
         """Take a row back."""
-        self.decodes[row] = self.accepts[row] = False
+        self.decodes[row] = self.accepts[row] = self.masked[row] = False
         self.next_named[row] = NEVER
         self.num_chunks[row] = self.capacity[row] = 0
         self.ids[row] = ""

@@ -69,6 +69,7 @@ class StepScheduler:
         self._suspending = 0  # those of them that are suspending
         self._arrivals = 0
         self._steps = 0
+        self._now = 0.0  # of the plan being made
         self._prefix_queries = 0
         self._prefix_hits = 0
         self._preemptions = 0
@@ -87,13 +88,14 @@ class StepScheduler:
         key = (request.priority if self._config.scheduling_policy == "priority" else 0, self._arrivals)
         self._arrivals += 1
         prompt = np.ascontiguousarray(request.prompt, np.int32)
-        state = RequestState(request, key, limit, self._store.chain(request.salt), prompt)
+        state = RequestState(request, key, limit, self._store.chain(request.salt), prompt, arrived=now)
         self._requests[request.id] = state
         self._queue.push(state)
 
     def plan(self, worker: int, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the next commit or add."""
-        batch = StepBatch(self._rows, self._config.max_num_batched_tokens)
+        self._now = now
+        batch = StepBatch(self._rows, self._config.max_num_batched_tokens or self._rows.tokens.size)
         if self._plan_decodes(batch):
             self._plan_prompts(batch)
             self._admit(batch)
@@ -242,6 +244,7 @@ class StepScheduler:
         self._running += 1
         if state.num_cached < 0:
             state.num_cached = reservation.num_cached_tokens
+            state.queue_seconds = self._now - state.arrived
             self._prompt_tokens += state.num_prompt
             self._prefix_queries += state.num_prompt
             self._prefix_hits += state.num_cached

@@ -184,11 +184,11 @@ def test_company_does_not_change_a_decode_on_the_cpu() -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(
-    span_lists(rows=12, longest=3000),
+    span_lists(rows=12, longest=1200),
     st.sampled_from([(1, 1), (8, 4), (2, 3), (1, 71), (32, 1)]),
     st.sampled_from([None, 1, 100, 4096]),
     st.sampled_from([1, 8, 264]),
-    st.sampled_from([None, 1, 64, 1000]),
+    st.sampled_from([None, 200, 1000]),
     st.sampled_from([64, 128, 256]),
 )
 def test_the_plan_covers_every_query_and_position_once(

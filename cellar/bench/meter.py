@@ -1,0 +1,129 @@
+"""A runtime that counts what passes through it: tokens, contexts and seconds of every step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.core.messages import CopyResult, Emit, Source, StepPlan, StepResult
+from cellar.core.specs import ModelSpec
+from cellar.runtime.protocol import Capacity, Runtime, Worker
+
+Phase = Literal["prefill", "decode", "mixed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step. `context` sums over its tokens what each attends to, `resident` over its spans the KV read once."""
+
+    phase: Phase
+    num_tokens: int
+    num_sampled: int
+    context: int
+    resident: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTotal:
+    """All steps of one phase: FLOPs needed, and the fewest bytes that had to be read."""
+
+    phase: str
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    flops: float
+    nbytes: float
+
+
+class MeteredRuntime:
+    """Implements `Runtime[StepPlan]` by another one; `records` has the steps that have finished."""
+
+    def __init__(self, inner: Runtime[StepPlan]) -> None:
+        self.records: list[StepRecord] = []
+        self._inner = inner
+        self._pending: deque[StepPlan] = deque()
+        self._workers = tuple(_MeteredWorker(worker, self._pending) for worker in inner.workers)
+
+    @property
+    def workers(self) -> Sequence[Worker[StepPlan]]:
+        return self._workers
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._inner.capacity
+
+    def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
+        results = self._inner.poll(timeout)
+        for result in results:
+            if isinstance(result, StepResult):
+                self.records.append(_record(self._pending.popleft(), result))
+        return results
+
+    def wake(self) -> None:
+        self._inner.wake()
+
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+        self._inner.supply(step, masks)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class _MeteredWorker:
+    def __init__(self, inner: Worker[StepPlan], pending: deque[StepPlan]) -> None:
+        self._inner = inner
+        self._pending = pending
+
+    @property
+    def id(self) -> int:
+        return self._inner.id
+
+    @property
+    def in_flight(self) -> int:
+        return self._inner.in_flight
+
+    def submit(self, plan: StepPlan) -> None:
+        self._pending.append(plan)
+        self._inner.submit(plan)
+
+
+def totals(records: Sequence[StepRecord], spec: ModelSpec) -> list[PhaseTotal]:
+    """Sums by phase, in the order prefill, mixed, decode; phases without a step are left out."""
+    found = []
+    for phase in ("prefill", "mixed", "decode"):
+        steps = [r for r in records if r.phase == phase]
+        if steps:
+            found.append(
+                PhaseTotal(
+                    phase=phase,
+                    num_steps=len(steps),
+                    num_tokens=sum(r.num_tokens for r in steps),
+                    seconds=sum(r.seconds for r in steps),
+                    flops=float(
+                        sum(spec.flops(r.num_tokens, r.context // max(r.num_tokens, 1), r.num_sampled) for r in steps)
+                    ),
+                    nbytes=float(sum(spec.step_nbytes(r.resident) for r in steps)),
+                )
+            )
+    return found
+
+
+def _record(plan: StepPlan, result: StepResult) -> StepRecord:
+    spans = plan.spans
+    length = (spans.stop - spans.start).astype(np.int64)
+    device = spans.source == Source.DEVICE
+    phase: Phase = "decode" if bool(device.all()) else "mixed" if bool(device.any()) else "prefill"
+    return StepRecord(
+        phase=phase,
+        num_tokens=int(length.sum()),
+        num_sampled=int((spans.emit == Emit.LAST).sum()),
+        context=int((length * (spans.start + spans.stop + 1)).sum()) // 2,
+        resident=int(spans.stop.astype(np.int64).sum()),
+        seconds=result.seconds,
+    )

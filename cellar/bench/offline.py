@@ -1,0 +1,200 @@
+"""`cellar bench offline`: how fast a batch of prompts is done, beside what the machine could do at best."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from cellar.bench.limits import Limits, limits_of
+from cellar.bench.meter import MeteredRuntime, PhaseTotal, totals
+from cellar.bench.transformers_peer import ORDERS, TransformersPeer
+from cellar.bench.workload import LengthRange, Workload, random_workload
+from cellar.core.config import EngineConfig
+from cellar.core.errors import ConfigError
+from cellar.core.hardware import Profile
+from cellar.core.messages import StepPlan
+from cellar.core.sampling import SamplingParams
+from cellar.front import open_front
+from cellar.llm import LLM
+from cellar.runtime.protocol import Runtime
+
+BATCH_SIZES = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class OfflineReport:
+    """Figures of one run. Tokens are those asked for; rates are per second of the whole run."""
+
+    model: str
+    device: str
+    dtype: str
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    seconds: float
+    output_rate: float
+    total_rate: float
+    limits: Limits
+    phases: tuple[PhaseTotal, ...]
+    comparison: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps(asdict(self))
+
+
+class Bench:
+    """An engine under measurement."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._meters: list[MeteredRuntime] = []
+        self._llm = LLM.over(open_front(EngineConfig.of(**options), wrap=self._metered))
+
+    @property
+    def llm(self) -> LLM:
+        """The engine."""
+        return self._llm
+
+    def workload(self, num_prompts: int, inputs: LengthRange, outputs: LengthRange, seed: int) -> Workload:
+        """Random prompts that fit the model."""
+        llm = self._llm
+        return random_workload(num_prompts, inputs, outputs, llm.spec.vocab_size, llm.max_model_len, seed)
+
+    def run(self, workload: Workload) -> float:
+        """Do a workload greedily, past end symbols; -> seconds."""
+        params = [
+            SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            for n in workload.output_lengths
+        ]
+        started = time.perf_counter()
+        results = self._llm.generate(list(workload.prompts), params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        made = sum(len(result.outputs[0].token_ids) for result in results)
+        if made != workload.num_output_tokens:
+            raise RuntimeError(f"{made} tokens were made, but {workload.num_output_tokens} asked for")
+        return seconds
+
+    def report(self, workload: Workload, profile: Profile | None) -> OfflineReport:
+        """Warm up with other prompts, run once, and put the figures beside the limits."""
+        llm = self._llm
+        self.run(self.workload(2, LengthRange(8, 8), LengthRange(4, 4), seed=-1 & 0xFFFF))
+        self._meters[0].records.clear()
+        seconds = self.run(workload)
+        return OfflineReport(
+            model=str(llm.config.model.model or "demo"),
+            device=llm.config.device.device,
+            dtype=llm.spec.dtype,
+            num_prompts=len(workload.prompts),
+            prompt_tokens=workload.num_prompt_tokens,
+            output_tokens=workload.num_output_tokens,
+            seconds=seconds,
+            output_rate=workload.num_output_tokens / seconds,
+            total_rate=(workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
+            limits=limits_of(llm.config.device.device, llm.spec.dtype, profile),
+            phases=tuple(totals(self._meters[0].records, llm.spec)),
+        )
+
+    def close(self) -> None:
+        """Free the engine."""
+        self._llm.close()
+
+    def _metered(self, runtime: Runtime[StepPlan]) -> Runtime[StepPlan]:
+        self._meters.append(MeteredRuntime(runtime))
+        return self._meters[-1]
+
+
+def compare_with_transformers(
+    bench: Bench,
+    rounds: int,
+    seed: int,
+    say: Callable[[str], None],
+    one: tuple[int, int] = (128, 256),
+    many: tuple[int, LengthRange, LengthRange] = (64, LengthRange(16, 512), LengthRange(16, 256)),
+) -> dict[str, Any]:
+    """Both engines on the same work in this process, by turns; ratios are of medians of requested tokens per second.
+
+    `one` is a single prompt's input and output length; `many` is a batch, against the best of transformers'
+    static batches: 8, 16, 32 or 64 sequences, in the given order or sorted.
+    """
+    llm = bench.llm
+    if llm.checkpoint is None or llm.config.model.load_format == "dummy":
+        raise ConfigError("comparing needs a checkpoint that both sides read; give a directory, and load_format auto.")
+    peer = TransformersPeer(llm.checkpoint, llm.spec.dtype, llm.config.device.device)
+    single = bench.workload(1, LengthRange(one[0], one[0]), LengthRange(one[1], one[1]), seed)
+    batch = bench.workload(*many, seed)
+    found: dict[str, Any] = {}
+    bench.run(single)
+    peer.run(single, 1, "given")
+    found["one_prompt"] = _by_turns(bench, single, lambda: peer.run(single, 1, "given"), rounds)
+    say(_line(f"one prompt, {one[0]} -> {one[1]}", found["one_prompt"]))
+    tried: dict[tuple[int, str], float] = {}
+    for size in sorted({min(size, len(batch.prompts)) for size in BATCH_SIZES}):
+        for order in ORDERS if size < len(batch.prompts) else ORDERS[:1]:
+            tried[size, order] = peer.run(batch, size, order)
+            say(f"transformers, batch {size}, order {order}: {batch.num_output_tokens / tried[size, order]:.0f} tok/s")
+    size, order = min(tried, key=lambda key: tried[key])
+    found["batch"] = _by_turns(bench, batch, lambda: peer.run(batch, size, order), rounds)
+    found["batch"] |= {"static_batch": size, "order": order}
+    title = f"{many[0]} prompts, {many[1]} -> {many[2]}, against batch {size}, order {order}"
+    say(_line(title, found["batch"]))
+    return found
+
+
+def _by_turns(bench: Bench, work: Workload, other: Callable[[], float], rounds: int) -> dict[str, Any]:
+    ours: list[float] = []
+    theirs: list[float] = []
+    for _ in range(rounds):
+        ours.append(work.num_output_tokens / bench.run(work))
+        theirs.append(work.num_output_tokens / other())
+    a, b = statistics.median(ours), statistics.median(theirs)
+    return {"cellar": a, "transformers": b, "ratio": a / b, "cellar_runs": ours, "transformers_runs": theirs}
+
+
+def _line(title: str, result: Mapping[str, Any]) -> str:
+    return (
+        f"{title}: cellar {result['cellar']:.0f} tok/s, transformers {result['transformers']:.0f} tok/s, "
+        f"ratio {result['ratio']:.2f}"
+    )
+
+
+def print_report(report: OfflineReport) -> None:
+    """Tables for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{report.num_prompts} prompts, {report.prompt_tokens:,} tokens in, {report.output_tokens:,} out, in "
+        f"{report.seconds:.2f} s: {report.output_rate:,.1f} output tok/s, {report.total_rate:,.1f} total tok/s",
+        soft_wrap=True,
+    )
+    limits = report.limits
+    table = Table(title=f"{report.model}, {report.dtype} on {limits.device}", title_justify="left")
+    table.add_column("phase", no_wrap=True)
+    for column in ("steps", "tokens", "seconds", "tok/s", "GB/s", "GFLOP/s"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for phase in report.phases:
+        table.add_row(phase.phase, *_rates(phase, limits))
+    outside = report.seconds - sum(phase.seconds for phase in report.phases)
+    table.add_row("outside steps", "", "", f"{outside:.2f}")
+    table.add_row("limit", "", "", "", "", f"{limits.bandwidth / 1e9:,.1f}", f"{limits.flops / 1e9:,.0f}")
+    console.print(table)
+    console.print(
+        f"Bytes and FLOPs are the fewest that the work needs; the limit is from a {limits.source}.", soft_wrap=True
+    )
+
+
+def _rates(phase: PhaseTotal, limits: Limits) -> Sequence[str]:
+    bandwidth, flops = phase.nbytes / phase.seconds, phase.flops / phase.seconds
+    return (
+        f"{phase.num_steps:,}",
+        f"{phase.num_tokens:,}",
+        f"{phase.seconds:.2f}",
+        f"{phase.num_tokens / phase.seconds:,.0f}",
+        f"{bandwidth / 1e9:,.1f} ({bandwidth / limits.bandwidth:.0%})",
+        f"{flops / 1e9:,.0f} ({flops / limits.flops:.0%})",
+    )

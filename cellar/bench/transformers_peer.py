@@ -1,0 +1,70 @@
+"""transformers.generate as the peer of offline runs: static batches, padded on the left, greedy."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cellar.bench.workload import Workload
+from cellar.core.errors import ConfigError
+
+ORDERS = ("given", "by input", "by output")
+
+
+class TransformersPeer:
+    """A checkpoint in transformers. Raises ConfigError where the package is not installed."""
+
+    def __init__(self, checkpoint: Path, dtype: str, device: str) -> None:
+        try:
+            from transformers import AutoModelForCausalLM
+        except ImportError as error:
+            raise ConfigError(
+                "comparing needs the package transformers, which is not installed; pip install 'cellar-llm[bench]'."
+            ) from error
+        self._device = device
+        self._model: Any = (
+            AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+        )
+        config = self._model.generation_config
+        config.eos_token_id, config.do_sample = None, False
+        config.temperature = config.top_p = config.top_k = None
+        config.pad_token_id = 0
+
+    def run(self, workload: Workload, batch_size: int, order: str) -> float:
+        """Do a workload in static batches; each runs until its longest output is done; -> seconds.
+
+        Orders: `given`, or sorted `by input` or `by output` length, so that a batch pads or idles less.
+        """
+        lengths = workload.output_lengths
+        keys = {"given": None, "by input": lambda k: len(workload.prompts[k]), "by output": lambda k: lengths[k]}
+        ranks = list(range(len(lengths)))
+        if keys[order] is not None:
+            ranks.sort(key=keys[order])
+        started = time.perf_counter()
+        for first in range(0, len(ranks), batch_size):
+            batch = ranks[first : first + batch_size]
+            self.tokens([workload.prompts[k] for k in batch], max(lengths[k] for k in batch))
+        return time.perf_counter() - started
+
+    def tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
+        """`count` tokens for each prompt, as one batch padded on the left."""
+        width = max(map(len, prompts))
+        tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for k, prompt in enumerate(prompts):
+            tokens[k, width - len(prompt) :] = torch.tensor(prompt)
+            mask[k, width - len(prompt) :] = 1
+        with torch.inference_mode():
+            made = self._model.generate(
+                tokens.to(self._device),
+                attention_mask=mask.to(self._device),
+                max_new_tokens=count,
+                min_new_tokens=count,
+            )
+        if made.shape[1] != width + count:
+            raise RuntimeError(f"transformers made {made.shape[1] - width} tokens, but {count} were asked for")
+        found: list[list[int]] = made[:, width:].tolist()
+        return found

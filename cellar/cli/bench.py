@@ -1,0 +1,58 @@
+"""`cellar bench`: measurements. Their last line is JSON."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from cellar.cli.verb import ENGINE, verb
+from cellar.core.errors import ConfigError
+
+bench = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
+
+# A second run must not find the first one's prompts in the cache.
+_ENGINE = replace(ENGINE, defaults={"enable_prefix_caching": False})
+
+
+@bench.command()
+@verb(engine=_ENGINE)
+def offline(
+    num_prompts: Annotated[int, typer.Option(help="Prompts in the batch.")] = 64,
+    input_len: Annotated[str, typer.Option(help="Tokens per prompt: a length, or a range such as 16-512.")] = "16-512",
+    output_len: Annotated[str, typer.Option(help="Tokens to generate per prompt: a length or a range.")] = "16-256",
+    dataset: Annotated[Literal["random"], typer.Option(help="random: random tokens, uniform lengths.")] = "random",
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Profile with the machine's limits; default: this machine's, else a quick probe."),
+    ] = None,
+    compare: Annotated[
+        str | None, typer.Option(help="transformers: the same work by transformers.generate, by turns.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Runs of each side of a comparison.")] = 3,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Throughput of a batch of prompts, with achieved bandwidth and FLOP/s beside the machine's limits."""
+    if compare not in (None, "transformers"):
+        raise ConfigError(f"compare is {compare!r}; the only peer known is transformers.")
+    if rounds < 1:
+        raise ConfigError(f"rounds is {rounds}; it must be at least 1.")
+    from cellar.bench.offline import Bench, compare_with_transformers, print_report
+    from cellar.bench.workload import LengthRange
+    from cellar.core.hardware import Profile
+
+    limits = None if profile is None else Profile.load(profile)
+    inputs = LengthRange.parse(input_len, "input_len")
+    outputs = LengthRange.parse(output_len, "output_len")
+    measured = Bench(engine)
+    try:
+        report = measured.report(measured.workload(num_prompts, inputs, outputs, engine["seed"]), limits)
+        print_report(report)
+        if compare is not None:
+            report = replace(report, comparison=compare_with_transformers(measured, rounds, engine["seed"], typer.echo))
+    finally:
+        measured.close()
+    typer.echo(report.to_json())

@@ -1,0 +1,79 @@
+"""`cellar chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
+from cellar.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from cellar.core.sampling import SamplingParams
+    from cellar.llm import LLM
+
+Messages = list[dict[str, Any]]
+
+
+@verb(engine=ENGINE, sampling=SAMPLING)
+def chat(
+    system: Annotated[str | None, typer.Option(help="System message at the head of the conversation.")] = None,
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Talk with a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C ends an answer."""
+    params = sampling_params(sampling)
+    from cellar.llm import LLM
+
+    head: Messages = [] if system is None else [{"role": "system", "content": system}]
+    with LLM(**engine) as llm:
+        typer.echo("/reset forgets, /exit leaves.")
+        messages = list(head)
+        while (line := _ask()) is not None:
+            match line.strip():
+                case "":
+                    continue
+                case "/exit":
+                    return
+                case "/reset":
+                    messages = list(head)
+                    typer.echo("(forgotten)")
+                case _:
+                    messages = _turn(llm, messages, line, params)
+
+
+def _ask() -> str | None:
+    """The next line of the user; None at the end of input."""
+    try:
+        if sys.stdin.isatty():
+            import readline  # noqa: F401  (arrow keys and history of `input`)
+        return input("> ")
+    except (EOFError, KeyboardInterrupt):
+        typer.echo()
+        return None
+
+
+def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams) -> Messages:
+    """One question and its answer; the conversation with both, or as it was if there is no answer."""
+    asked: Messages = [*messages, {"role": "user", "content": line}]
+    text, answer = "", None
+    try:
+        for answer in llm.stream_chat(asked, params):
+            new = answer.outputs[0].text
+            sys.stdout.write(new[len(text) :])
+            sys.stdout.flush()
+            text = new
+    except RequestError as error:
+        typer.echo(f"cellar: {error} /reset starts afresh.", err=True)
+        return messages
+    except KeyboardInterrupt:
+        typer.echo(" ...")
+    else:
+        typer.echo()
+        if answer is not None and answer.outputs[0].finish_reason == "error":
+            typer.echo(f"cellar: {answer.outputs[0].stop_reason}", err=True)
+            return messages
+    return [*asked, {"role": "assistant", "content": text}]

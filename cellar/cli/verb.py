@@ -1,0 +1,129 @@
+"""What all verbs share: options generated from dataclasses, and errors shown as one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from cellar.core.config import CacheConfig, DeviceConfig, ModelConfig, ScheduleConfig
+from cellar.core.errors import CellarError
+from cellar.core.sampling import SamplingParams
+
+Verb = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Options from the fields of dataclasses. A verb gets them as one dict of fields and values.
+
+    `help` is used for fields that bring none of their own in their metadata; `defaults` replace the fields';
+    `skip` are fields without an option.
+    """
+
+    title: str
+    kinds: tuple[type, ...]
+    help: Mapping[str, str] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    skip: frozenset[str] = frozenset()
+
+    def names(self) -> list[str]:
+        """The fields that become options."""
+        return [f.name for kind in self.kinds for f in dataclasses.fields(kind) if f.init and f.name not in self.skip]
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """One keyword parameter per option, as typer reads them."""
+        return [self._parameter(kind, name) for kind in self.kinds for name in self.names() if _has(kind, name)]
+
+    def _parameter(self, kind: type, name: str) -> inspect.Parameter:
+        described = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
+        annotation = _LISTS.get(name) or get_type_hints(kind)[name]
+        text = described.metadata.get("help") or self.help[name]
+        default = self.defaults.get(name, described.default)
+        # A switch that is off needs no name for "off".
+        flags = (f"--{name.replace('_', '-')}",) if default is False else ()
+        option = typer.Option(*flags, help=text, rich_help_panel=self.title)
+        annotated = Annotated.__class_getitem__((annotation, option))  # type: ignore[attr-defined]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
+
+
+def _has(kind: type, name: str) -> bool:
+    return name in kind.__dataclass_fields__  # type: ignore[attr-defined]
+
+
+# Options that may be given several times; the fields take any sequence.
+_LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
+
+ENGINE = OptionGroup("Engine", (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig))
+
+SAMPLING = OptionGroup(
+    "Sampling",
+    (SamplingParams,),
+    help={
+        "n": "Continuations of each prompt.",
+        "temperature": "0 is greedy; higher is more varied.",
+        "top_p": "Keep the likeliest tokens up to this total probability.",
+        "top_k": "Keep this many likeliest tokens; 0 keeps all.",
+        "min_p": "Keep tokens at least this likely, relative to the likeliest.",
+        "repetition_penalty": "Above 1 makes tokens of prompt and output less likely.",
+        "frequency_penalty": "Subtracted from a token's logit for each time it was generated.",
+        "presence_penalty": "Subtracted from a token's logit once it was generated.",
+        "max_tokens": "Most tokens to generate.",
+        "min_tokens": "Fewest tokens before an end symbol may come.",
+        "stop": "Text that ends the output; may be given several times.",
+        "stop_token_ids": "Token id that ends the output; may be given several times.",
+        "include_stop_str_in_output": "Show the stop text.",
+        "ignore_eos": "Go on past end symbols.",
+        "logprobs": "Log-probabilities of this many likeliest tokens, in the JSON output.",
+        "skip_special_tokens": "Leave special tokens out of the text.",
+    },
+    defaults={"max_tokens": 256, "temperature": 0.8, "top_p": 0.95},
+    # The engine's --seed decides; prompt log-probabilities, biases, grammars and raw ids are for the Python API.
+    skip=frozenset({"seed", "prompt_logprobs", "logit_bias", "detokenize", "structured_outputs"}),
+)
+
+
+def verb(**groups: OptionGroup) -> Callable[[Verb], Verb]:
+    """A command of the command line: each group becomes options, which the function gets as one dict.
+
+    A CellarError ends the program with its message and exit code 2; Ctrl-C with 130.
+    """
+
+    def decorate(function: Verb) -> Verb:
+        own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name not in groups]
+        generated = [p for group in groups.values() for p in group.parameters()]
+
+        @functools.wraps(function)
+        def command(**values: Any) -> Any:
+            sorted_in = {name: {key: values.pop(key) for key in group.names()} for name, group in groups.items()}
+            try:
+                return function(**values, **sorted_in)
+            except CellarError as error:
+                sys.stdout.flush()
+                typer.echo(f"cellar: {error}", err=True)
+                raise typer.Exit(2) from error
+            except KeyboardInterrupt:
+                raise typer.Exit(130) from None
+            except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(141) from None
+
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + generated
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams from a verb's options."""
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
+    return SamplingParams(**values)

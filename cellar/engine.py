@@ -1,0 +1,195 @@
+"""The loop: mailbox, plan, submit, poll, commit, supply, deliver. One loop for every scheduler and every runtime."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+from cellar.core.errors import CellarError, IntegrityError, RequestError
+from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput, StepResult
+from cellar.core.sampling import StructuredOutputsParams
+from cellar.runtime.protocol import Runtime
+from cellar.schedule.scheduler import Scheduler
+from cellar.text.masker import StepMasks
+
+PlanT = TypeVar("PlanT")
+PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
+Clock = Callable[[], float]
+
+
+class Masking(Protocol[PlanT_contra]):
+    """Computes the masks of structured output; see `text/masker.py`."""
+
+    def ready(self, wanted: StructuredOutputsParams) -> bool:
+        """True if a request for it can start now."""
+
+    def prepare(self, wanted: StructuredOutputsParams) -> None:
+        """Make it ready; may take long, and may be called in another thread. Raises RequestError."""
+
+    def submitted(self, plan: PlanT_contra) -> StepMasks | None:
+        """A plan was handed over; -> masks that are known now."""
+
+    def committed(self, result: StepResult) -> StepMasks | None:
+        """A result came; -> masks that it made known."""
+
+
+class Engine(Generic[PlanT]):
+    """Joins one that decides (`scheduler`) and one that does (`runtime`).
+
+    `add`, `finish`, `abort` and `wake` may be called from any thread; `turn` belongs to one. `run_ahead` plans
+    are on their way to each worker at any time, so that the device never waits for Python. `clock` gives
+    seconds; with a clock of the caller's, every decision can be repeated. Without a `masker` requests for
+    structured output are refused; their grammars are compiled beside the loop. When work ends the books are checked,
+    but not more often than every `check_seconds`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler[PlanT, StepResult],
+        runtime: Runtime[PlanT],
+        *,
+        run_ahead: int = 2,
+        clock: Clock = time.monotonic,
+        check_seconds: float = 60.0,
+        masker: Masking[PlanT] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runtime = runtime
+        self.run_ahead = run_ahead
+        self.clock = clock
+        self.masker = masker
+        self._compiling: set[str] = set()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
+        self._mailbox: deque[Callable[[StepOutput], None]] = deque()
+        self._check_seconds = check_seconds
+        self._checked = -math.inf
+        self._idle = True
+
+    def add(self, request: Request) -> None:
+        """Queue a request; one that could never run comes back as finished with an error."""
+        self._post(lambda refused: self._admit(request, refused))
+
+    def finish(self, request_id: str, num_tokens: int, reason: FinishReason) -> None:
+        """End a request after `num_tokens` output tokens; later ones are void."""
+        self._post(lambda _: self.scheduler.finish(request_id, num_tokens, reason))
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at any moment; unknown ids are ignored."""
+        self._post(lambda _: self._abort(request_id))
+
+    def wake(self) -> None:
+        """End a waiting `turn` from another thread."""
+        self.runtime.wake()
+
+    def receive(self) -> StepOutput:
+        """Read the mailbox and plan nothing: what is refused is known before anything starts.
+
+        Letters that arrive meanwhile wait for the next time.
+        """
+        refused = StepOutput()
+        for _ in range(len(self._mailbox)):
+            self._idle = False
+            self._mailbox.popleft()(refused)
+        return refused
+
+    def turn(self, timeout: float | None = None) -> list[StepOutput]:
+        """One turn of the loop; waits up to `timeout` seconds (None: for ever) for a result, or for a `wake`.
+
+        Raises IntegrityError if the bookkeeping is broken, or requests wait and nothing can be planned: a defect.
+        """
+        refused = self.receive()
+        outputs = [refused] if refused.finished else []
+        now = self.clock()
+        for worker in self.runtime.workers:
+            while worker.in_flight < self.run_ahead and (plan := self.scheduler.plan(worker.id, now)) is not None:
+                worker.submit(plan)
+                if self.masker is not None:
+                    self._supply(self.masker.submitted(plan))
+        if self.scheduler.has_work() and not any(worker.in_flight for worker in self.runtime.workers):
+            raise IntegrityError("requests wait, but nothing runs and nothing is planned; please report this defect.")
+        for result in self.runtime.poll(0.0 if outputs else timeout):
+            if isinstance(result, StepResult):
+                outputs.append(self._commit(result))
+        if not self.scheduler.has_work():
+            self._rest()
+        return outputs
+
+    def has_work(self) -> bool:
+        """True while a request waits or runs, or a message is unread."""
+        return bool(self._mailbox or self._compiling) or self.scheduler.has_work()
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot of queues and cache; call it between turns."""
+        return self.scheduler.stats()
+
+    def close(self) -> None:
+        """Stop the workers and free the device's memory."""
+        self._compiler.shutdown(wait=False, cancel_futures=True)
+        self.runtime.close()
+
+    def _post(self, letter: Callable[[StepOutput], None]) -> None:
+        self._mailbox.append(letter)
+        self.runtime.wake()
+
+    def _admit(self, request: Request, refused: StepOutput) -> None:
+        """Queue a request; one whose grammar is not compiled yet comes here again when it is."""
+        wanted, masker = request.params.structured_outputs, self.masker
+        try:
+            if wanted is not None:
+                if masker is None:
+                    raise RequestError("structured output needs a tokenizer; load one.", "structured_outputs")
+                if not masker.ready(wanted):
+                    self._compiling.add(request.id)
+                    self._compiler.submit(self._compile, request, masker, wanted)
+                    return
+            self.scheduler.add(request, self.clock())
+        except IntegrityError:
+            raise
+        except CellarError as error:
+            refused.finished[request.id] = (FinishReason.ERROR, str(error))
+
+    def _compile(self, request: Request, masker: Masking[PlanT], wanted: StructuredOutputsParams) -> None:
+        """In a thread beside the loop: compile a grammar, then have its request queued, or refused."""
+        reason: str | None = None
+        try:
+            masker.prepare(wanted)
+        except Exception as error:  # whatever it is, the request must end
+            reason = str(error)
+        self._post(lambda refused: self._compiled(request, refused, reason))
+
+    def _compiled(self, request: Request, refused: StepOutput, reason: str | None) -> None:
+        if request.id not in self._compiling:
+            return  # it was dropped meanwhile
+        self._compiling.discard(request.id)
+        if reason is None:
+            self._admit(request, refused)
+        else:
+            refused.finished[request.id] = (FinishReason.ERROR, reason)
+
+    def _abort(self, request_id: str) -> None:
+        self._compiling.discard(request_id)
+        self.scheduler.abort(request_id)
+
+    def _supply(self, masks: StepMasks | None) -> None:
+        if masks is not None:
+            self.runtime.supply(masks.step, masks.masks)
+
+    def _commit(self, result: StepResult) -> StepOutput:
+        """A step that failed ends the requests that it names, with its reason; the others go on."""
+        output = self.scheduler.commit(result, self.clock())
+        if self.masker is not None:
+            self._supply(self.masker.committed(result))
+        if result.error is not None:
+            output.finished = {id: (reason, result.error) for id, (reason, _) in output.finished.items()}
+        return output
+
+    def _rest(self) -> None:
+        """Between work and idleness the books must balance."""
+        if not self._idle and self.clock() >= self._checked + self._check_seconds:
+            self.scheduler.check_integrity()
+            self._checked = self.clock()
+        self._idle = True

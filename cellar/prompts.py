@@ -1,0 +1,184 @@
+"""Prompts and sampling parameters at the edge: what users hand in becomes checked requests, or one clear error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from cellar.core.errors import RequestError
+from cellar.core.messages import IntArray, Request
+from cellar.core.sampling import SamplingParams
+
+_ALLOWED = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
+_MASK = 2**64 - 1
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that prompts need."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, special tokens included as the model wants them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt that fits the model: token ids int32 [n], n >= 1, and its text if it came as text."""
+
+    token_ids: IntArray
+    text: str | None = None
+
+
+class PromptReader:
+    """Turns prompts into `Prompt` and `Request`, and refuses what the model could not run.
+
+    `max_model_len` bounds prompt plus output, so a prompt has at most one token less. `eos_token_ids` end
+    every request that does not ignore them. `seed` and the number of requests so far give a seed to requests
+    that bring none: the same calls in the same order get the same seeds.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int] = (),
+        tokenizer: Encoder | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._count = 0
+
+    def read(self, prompt: object) -> Prompt:
+        """One prompt in any of its forms. Raises RequestError."""
+        if isinstance(prompt, Mapping):
+            return self._fields(prompt)
+        if isinstance(prompt, str):
+            return self._text(prompt)
+        if isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray)):
+            return self._ids(prompt, None)
+        raise RequestError(f"a prompt is of type {type(prompt).__name__}; it must be {_ALLOWED}.", "prompt")
+
+    def read_all(self, prompts: object) -> list[Prompt]:
+        """One prompt, or a list of prompts. Raises RequestError that says which one is wrong."""
+        found: list[Prompt] = []
+        each = as_list(prompts)
+        for k, prompt in enumerate(each):
+            try:
+                found.append(self.read(prompt))
+            except RequestError as error:
+                if len(each) == 1:
+                    raise
+                raise RequestError(f"prompt {k} of {len(each)}: {error}", error.parameter) from error
+        return found
+
+    def check(self, params: SamplingParams) -> None:
+        """Refuse parameters that this model cannot honour. Raises RequestError."""
+        _check_ids("stop_token_ids", params.stop_token_ids or (), self.vocab_size)
+        _check_ids("logit_bias", params.logit_bias or (), self.vocab_size)
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                "stop strings need a tokenizer, but there is none; use stop_token_ids, or load the tokenizer.", "stop"
+            )
+
+    def requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> tuple[Request, ...]:
+        """The `params.n` sequences of one request, each with a seed of its own."""
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise RequestError(f"priority is {priority!r}, but must be an integer.", "priority")
+        self.check(params)
+        room = self.max_model_len - len(prompt.token_ids)
+        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        seed = params.seed if params.seed is not None else _mixed(self._seed, self._count)
+        self._count += 1
+        return tuple(
+            Request(
+                id=request_id if params.n == 1 else f"{request_id}#{k}",
+                prompt=prompt.token_ids,
+                params=params.clone(n=1, seed=_signed(seed + k)),
+                stop_ids=stops,
+                max_tokens=min(params.max_tokens or room, room),
+                priority=priority,
+            )
+            for k in range(params.n)
+        )
+
+    def _fields(self, prompt: Mapping[Any, Any]) -> Prompt:
+        if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
+            raise RequestError(
+                f"a prompt has the key {sorted(map(str, unknown))[0]!r}; it must be {_ALLOWED}.", "prompt"
+            )
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"the prompt is of type {type(text).__name__}; it must be a string.", "prompt")
+        if ids is not None:
+            return self._ids(ids, text)
+        if text is None:
+            raise RequestError(f"a prompt is an empty mapping; it must be {_ALLOWED}.", "prompt")
+        return self._text(text)
+
+    def _text(self, text: str) -> Prompt:
+        if self._tokenizer is None:
+            raise RequestError("the prompt is text, but there is no tokenizer; give token ids, or load one.", "prompt")
+        return self._ids(self._tokenizer.encode(text), text)
+
+    def _ids(self, ids: object, text: str | None) -> Prompt:
+        if not isinstance(ids, (Sequence, np.ndarray)) or isinstance(ids, (str, bytes, bytearray)):
+            raise RequestError(
+                f"token ids are of type {type(ids).__name__}; they must be a list of integers.", "prompt"
+            )
+        if len(ids) == 0:
+            raise RequestError("the prompt is empty; it must have at least one token.", "prompt")
+        if isinstance(ids, np.ndarray) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise RequestError(
+                f"token ids are {ids.ndim}-dimensional of {ids.dtype}; they must be one row of integers.", "prompt"
+            )
+        if not isinstance(ids, np.ndarray) and (wrong := next((t for t in ids if not _integer(t)), None)) is not None:
+            raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, but the context holds {self.max_model_len}, at least one of them "
+                f"output; shorten it to {self.max_model_len - 1} tokens or raise max_model_len.",
+                "prompt",
+            )
+        _check_ids("prompt", ids, self.vocab_size)
+        return Prompt(np.asarray(ids, np.int32), text)
+
+
+def as_list(prompts: object) -> list[Any]:
+    """A list of prompts from one prompt or many; a list of integers is one prompt."""
+    if isinstance(prompts, (list, tuple)):
+        return [prompts] if prompts and all(_integer(p) for p in prompts) else list(prompts)
+    return [prompts]
+
+
+def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
+    if (wrong := next((int(t) for t in ids if not 0 <= t < vocab_size), None)) is not None:
+        raise RequestError(
+            f"{name} contains token id {wrong}, but the model knows 0 to {vocab_size - 1}; use ids in that range.", name
+        )
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _mixed(seed: int, count: int) -> int:
+    """splitmix64 of a seed and a counter (Steele, Lea & Flood 2014): neighbours have nothing in common."""
+    z = (seed + (count + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _signed(seed: int) -> int:
+    """The same 64 bits as a signed integer."""
+    seed &= _MASK
+    return seed - 2**64 if seed >> 63 else seed

@@ -1,0 +1,328 @@
+"""The command line over a tiny checkpoint: what it prints, its options, and one sentence for each bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from cellar.cli.main import build
+from cellar.cli.verb import ENGINE, SAMPLING, sampling_params
+from cellar.core.config import EngineConfig
+from cellar.core.hardware import Device, Measure, Profile
+from cellar.core.sampling import SamplingParams
+from cellar.version import __version__
+from tests.tiny_checkpoint import write_checkpoint
+
+SMALL = ["--kv-cache-memory-bytes", "2000000", "--num-threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny")))
+
+
+def cellar(*arguments: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(build(), list(arguments), input=input)
+
+
+def generate(tiny: str, *arguments: str, input: str | None = None) -> Result:
+    return cellar("generate", *arguments, "--model", tiny, *SMALL, "--max-tokens", "12", input=input)
+
+
+# -- generate -------------------------------------------------------------------------------------
+
+
+def test_one_prompt_is_written_live_with_figures_at_the_end(tiny: str) -> None:
+    result = generate(tiny, "Once upon", "--temperature", "0", "--ignore-eos")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Once upon")
+    figures = result.output.strip().splitlines()[-1]
+    assert figures.startswith("12 tokens in ")
+    assert "tok/s" in figures
+    assert "first token after" in figures
+
+
+def test_no_prompt_tells_a_story(tiny: str) -> None:
+    result = generate(tiny)
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("Once upon a time")
+
+
+def test_the_same_seed_tells_the_same_story(tiny: str) -> None:
+    def story(seed: str) -> str:
+        return generate(tiny, "--seed", seed, "--ignore-eos").output.rpartition(" tokens in ")[0]
+
+    assert story("1") == story("1") != story("2")
+
+
+def test_many_prompts_from_everywhere(tiny: str, tmp_path: Path) -> None:
+    file, results = tmp_path / "prompts.txt", tmp_path / "results.jsonl"
+    file.write_text("from a file\n\nand another\n")
+    found = generate(tiny, "an argument", "-", "--input", str(file), "--output", str(results), input="one\ntwo\n")
+    assert found.exit_code == 0, found.output
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [line["prompt"] for line in lines] == ["an argument", "one", "two", "from a file", "and another"]
+    assert all(line["outputs"][0]["token_ids"] for line in lines)
+    shown = generate(tiny, "a prompt", "another one")
+    assert "a prompt" in shown.output
+    assert "another one" in shown.output
+
+
+def test_json_lines_hold_any_form_of_prompt(tiny: str, tmp_path: Path) -> None:
+    file, results = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
+    file.write_text('"text"\n{"prompt": "more"}\n{"prompt_token_ids": [5, 6]}\n')
+    found = generate(tiny, "-i", str(file), "-o", str(results), "--logprobs", "2", "--n", "2", "--stop", "zzzz")
+    assert found.exit_code == 0, found.output
+    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    assert lines[2]["prompt_token_ids"] == [5, 6]
+    assert all(len(line["outputs"]) == 2 for line in lines)
+    assert len(next(iter(lines[0]["outputs"][0]["logprobs"]))) >= 2
+
+
+def test_token_ids_without_a_tokenizer(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "ids.jsonl"
+    file.write_text("[5, 6, 7]\n")
+    result = generate(tiny, "-i", str(file), "--skip-tokenizer-init", "--ignore-eos")
+    assert result.exit_code == 0, result.output
+    assert len(result.output.splitlines()[0].split()) == 12
+
+
+ONE = Measure(1.0, "bytes", "assumed")
+
+
+# -- chat, inspect, bench -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = write_checkpoint(tmp_path_factory.mktemp("talker"))
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+    )
+    return str(path)
+
+
+def test_chat_goes_on_until_exit(talker: str) -> None:
+    lines = "Hello\n\n/reset\nAgain\n/exit\nnever read\n"
+    result = cellar("chat", "--model", talker, *SMALL, "--max-tokens", "5", "--system", "Be short.", input=lines)
+    assert result.exit_code == 0, result.output
+    assert "(forgotten)" in result.output
+    ended = cellar("chat", "--model", talker, *SMALL, "--max-tokens", "5", input="Hi\n")
+    assert ended.exit_code == 0
+
+
+def test_chat_says_when_the_context_is_full(talker: str) -> None:
+    result = cellar("chat", "--model", talker, *SMALL, "--max-model-len", "64", input="word " * 100 + "\nHi\n")
+    assert result.exit_code == 0
+    assert "context holds 64" in result.output
+    assert "/reset" in result.output
+
+
+def test_inspect(tiny: str) -> None:
+    table = cellar("inspect", tiny)
+    assert table.exit_code == 0, table.output
+    for word in ("llama, 2 layers", "parameters", "KV cache per token", "yes: weights and"):
+        assert word in table.output
+    found = json.loads(cellar("inspect", tiny, "--json").output)
+    # 2 layers x (K and V) x 2 heads x 8 x 4 bytes
+    assert found["kv_nbytes_per_token"] == 256
+    layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+    assert found["num_parameters"] == 2 * 420 * 32 + 2 * layer + 32
+    assert found["fits"]
+
+
+def test_inspect_knows_the_shipped_configs() -> None:
+    found = json.loads(cellar("inspect", "llama-3-8b", "--json", "--dtype", "bfloat16").output)
+    assert found["num_parameters"] == 8_030_261_248
+    assert found["kv_nbytes_per_token"] == 2 * 32 * 8 * 128 * 2
+
+
+def test_bench_offline_ends_with_json(tiny: str, tmp_path: Path) -> None:
+    cpu = Device(
+        "cpu", "cpu", ONE, Measure(2e10, "bytes/s", "measured"), {"float32": Measure(1e11, "FLOP/s", "measured")}
+    )
+    Profile("here", (cpu,)).save(tmp_path / "profile.json")
+    arguments = [
+        "--num-prompts",
+        "6",
+        "--input-len",
+        "5-40",
+        "--output-len",
+        "8",
+        "--profile",
+        str(tmp_path / "profile.json"),
+    ]
+    result = cellar("bench", "offline", "--model", tiny, *SMALL, *arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output.splitlines()[-1])
+    assert report["output_tokens"] == 48
+    assert report["output_rate"] > 0
+    assert report["limits"] == {"device": "cpu", "bandwidth": 2e10, "flops": 1e11, "source": "profile of here"}
+    phases = {phase["phase"]: phase for phase in report["phases"]}
+    assert sum(phase["num_tokens"] for phase in phases.values()) >= report["prompt_tokens"] + 42
+    assert all(phase["seconds"] > 0 and phase["flops"] > 0 and phase["nbytes"] > 0 for phase in phases.values())
+
+
+# -- the whole ------------------------------------------------------------------------------------
+
+
+def test_version_and_help() -> None:
+    assert cellar("--version").output.strip() == f"cellar {__version__}"
+    shown = cellar("--help").output
+    assert all(name in shown for name in ("generate", "chat", "inspect", "bench"))
+
+
+def test_starting_is_light() -> None:
+    code = (
+        "import sys\nfrom cellar.cli.main import build\nbuild()\n"
+        "print([m for m in ('torch', 'tokenizers', 'rich', 'jinja2') if m in sys.modules])"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_options_are_the_fields() -> None:
+    engine = set(ENGINE.names())
+    assert engine == {
+        f.name for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)
+    }  # type: ignore[arg-type]
+    every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
+    assert set(SAMPLING.names()) == every - SAMPLING.skip
+    assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
+    assert len(engine) + len(SAMPLING.names()) + 4 < 40
+
+
+def test_sampling_options_become_parameters() -> None:
+    values: dict[str, Any] = {p.name: p.default for p in SAMPLING.parameters()}
+    params = sampling_params(values | {"stop": ["a", "b"], "stop_token_ids": [3]})
+    assert params.stop_strings == ("a", "b")
+    assert params.max_tokens == 256
+
+
+# -- bad input ------------------------------------------------------------------------------------
+
+
+def damaged(tmp_path: Path, what: str) -> str:
+    path = write_checkpoint(tmp_path / what)
+    if what == "truncated":
+        file = path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-500])
+    elif what == "headless":
+        (path / "model.safetensors").unlink()
+    elif what == "unknown":
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | {"model_type": "gru", "architectures": ["GRU"]}))
+    elif what == "untokenized":
+        (path / "tokenizer.json").unlink()
+    elif what == "broken":
+        (path / "config.json").write_text("{")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("truncated", "truncated"),
+        ("headless", "no weights"),
+        ("unknown", "model_type 'gru'"),
+        ("untokenized", "tokenizer.json"),
+        ("broken", "config.json"),
+    ],
+)
+def test_a_damaged_checkpoint(tmp_path: Path, what: str, message: str) -> None:
+    expect_one_sentence(cellar("generate", "x", "--model", damaged(tmp_path, what), *SMALL), message)
+
+
+BAD = [
+    (["generate", "x", "--model", "/nowhere/at/all"], "/nowhere/at/all"),
+    (["generate", "x", "--temperature", "-1"], "temperature is -1"),
+    (["generate", "x", "--top-p", "0"], "top_p"),
+    (["generate", "x", "--max-tokens", "0"], "max_tokens"),
+    (["generate", "x", "--min-tokens", "300"], "min_tokens"),
+    (["generate", "x", "--device", "cuda:99"], "cuda:99"),
+    (["generate", "x", "--device", "tpu"], "device 'tpu'"),
+    (["generate", "x", "--dtype", "int3"], "int3"),
+    (["generate", "x", "--block-size", "20"], "block_size"),
+    (["generate", "x", "--kv-cache-memory-bytes", "1000"], "KV"),
+    (["generate", "x", "--max-model-len", "100000"], "max_model_len"),
+    (["generate", "word " * 300], "context holds 256"),
+    (["generate", "x", "--stop-token-ids", "420"], "420"),
+    (["generate", "-i", "/nowhere/file"], "/nowhere/file"),
+    (["inspect", "/nowhere/at/all"], "/nowhere/at/all"),
+    (["bench", "offline", "--input-len", "9-3"], "9-3"),
+    (["bench", "offline", "--output-len", "many"], "many"),
+    (["bench", "offline", "--input-len", "250", "--output-len", "10"], "context"),
+    (["bench", "offline", "--compare", "vllm"], "vllm"),
+    (["bench", "offline", "--profile", "/nowhere/profile.json"], "/nowhere/profile.json"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a)[:40] for a, _ in BAD])
+def test_bad_input_is_one_clear_sentence(tiny: str, arguments: list[str], message: str) -> None:
+    if arguments[0] != "inspect" and "--model" not in arguments:
+        arguments = [*arguments, "--model", tiny]
+    if "--kv-cache-memory-bytes" not in arguments and arguments[0] != "inspect":
+        arguments = [*arguments, *SMALL]
+    expect_one_sentence(cellar(*arguments), message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["generate", "--temprature", "1"], "--temperature"), (["generate", "--max-num-seq", "1"], "--max-num-seqs")],
+)
+def test_an_unknown_option_names_the_nearest(arguments: list[str], message: str) -> None:
+    result = cellar(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_bad_json_lines(tiny: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"fine"\n{oops\n')
+    expect_one_sentence(generate(tiny, "-i", str(file)), "line 2")
+    file.write_text("\n")
+    expect_one_sentence(generate(tiny, "-i", str(file)), "no prompts")
+    file.write_text('{"prompt_token_ids": [1, 5000]}\n"x"\n')
+    expect_one_sentence(generate(tiny, "-i", str(file)), "prompt 0 of 2")
+
+
+def expect_one_sentence(result: Result, message: str) -> None:
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("cellar: ")
+    assert line.endswith(".")
+    assert "Traceback" not in result.output
+
+
+def test_the_installed_module_exits_with_the_code() -> None:
+    command = [sys.executable, "-m", "cellar", "generate", "x", "--temperature", "-1"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert found.stderr == "cellar: temperature is -1.0, but must be 0 or more.\n"
+
+
+def test_ctrl_c_ends_a_run_without_a_traceback(tiny: str) -> None:
+    command = [sys.executable, "-m", "cellar", "generate", "Once", "--model", tiny, *SMALL, "--ignore-eos"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "250", "--run-ahead", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(4) == "Once"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) in ((130, ""), (0, ""))
+
+
+def test_a_reader_that_leaves_is_no_error(tiny: str) -> None:
+    command = f"{sys.executable} -m cellar generate Once --model {tiny} {' '.join(SMALL)} --ignore-eos | head -c 4"
+    found = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("Once", "")

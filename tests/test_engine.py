@@ -1,0 +1,232 @@
+"""The loop, over the real scheduler and a runtime whose tokens can be computed by hand."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from cellar.core.config import ScheduleConfig
+from cellar.core.errors import IntegrityError
+from cellar.core.messages import FinishReason, Request, StepOutput, StepPlan
+from cellar.core.sampling import SamplingParams
+from cellar.engine import Engine
+from cellar.runtime.fake import FakeRuntime, next_token
+from cellar.runtime.protocol import Capacity
+from cellar.schedule.steps import StepScheduler
+
+VOCAB = 97
+
+
+class Collected:
+    """What a client sees: tokens and endings by request, in order."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.finished: dict[str, tuple[FinishReason, int | str | None]] = {}
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            for id, token in zip(output.ids, output.tokens, strict=True):
+                assert id not in self.finished
+                self.tokens[id].append(token)
+            self.finished |= output.finished
+
+
+def make(
+    *, num_slots: int = 64, num_rows: int = 8, run_ahead: int = 2, max_model_len: int = 256, **fake: object
+) -> tuple[Engine[StepPlan], FakeRuntime]:
+    runtime = FakeRuntime(Capacity(num_slots, num_rows, 16, max_model_len), vocab_size=VOCAB, **fake)  # type: ignore[arg-type]
+    config = ScheduleConfig(max_num_seqs=num_rows, max_num_batched_tokens=64, run_ahead=run_ahead)
+    ticks = iter(range(10**9))
+    scheduler = StepScheduler(num_slots, num_rows, 16, max_model_len, config)
+    return Engine(scheduler, runtime, run_ahead=run_ahead, clock=lambda: float(next(ticks))), runtime
+
+
+def request(id: str, prompt: list[int], max_tokens: int = 4, stop_ids: tuple[int, ...] = ()) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0)
+    return Request(id, np.array(prompt, np.int32), params, frozenset(stop_ids), max_tokens)
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def run(engine: Engine[StepPlan], collected: Collected) -> None:
+    while engine.has_work():
+        collected.take(engine.turn(1.0))
+
+
+def test_tokens_by_hand() -> None:
+    engine, _ = make()
+    engine.add(request("a", [1, 2], 2))
+    collected = Collected()
+    run(engine, collected)
+    # 1 * 2 + 2 * 3 = 8, then 8 + 3 * 9 = 35
+    assert collected.tokens["a"] == [8, 35]
+    assert collected.finished["a"][0] is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 5])
+@pytest.mark.parametrize("num_slots", [16, 64])
+def test_many_requests_whatever_the_depth_and_memory(run_ahead: int, num_slots: int) -> None:
+    engine, _ = make(run_ahead=run_ahead, num_slots=num_slots, delay=lambda step: step % 3)
+    rng = np.random.default_rng(0)
+    prompts = {f"r{k}": rng.integers(0, VOCAB, rng.integers(1, 120)).tolist() for k in range(30)}
+    for id, prompt in prompts.items():
+        engine.add(request(id, prompt, 20))
+    collected = Collected()
+    run(engine, collected)
+    for id, prompt in prompts.items():
+        assert collected.tokens[id] == expected(prompt, 20)
+
+
+def test_the_same_calls_make_the_same_steps() -> None:
+    def steps() -> list[list[tuple[str, int]]]:
+        engine, _ = make(num_slots=16)
+        for k in range(12):
+            engine.add(request(f"r{k}", [k, k + 1] * (k + 1), 10))
+        seen = []
+        while engine.has_work():
+            seen += [list(zip(o.ids, o.tokens, strict=True)) for o in engine.turn(1.0)]
+        return seen
+
+    assert steps() == steps()
+
+
+def test_run_ahead_is_the_number_of_plans_in_flight() -> None:
+    engine, runtime = make(run_ahead=3, delay=10**6)
+    engine.add(request("a", [1], 50))
+    for _ in range(5):
+        engine.turn(0.0)
+    assert runtime.in_flight == 3
+
+
+def test_finish_and_abort_arrive_at_the_next_turn() -> None:
+    engine, _ = make()
+    collected = Collected()
+    for id in ("stopped", "aborted", "other"):
+        engine.add(request(id, [5, 6, 7], 30))
+    while len(collected.tokens["stopped"]) < 3:
+        collected.take(engine.turn(1.0))
+    engine.finish("stopped", 2, FinishReason.STOP)
+    engine.abort("aborted")
+    engine.abort("nobody")
+    before = {id: len(tokens) for id, tokens in collected.tokens.items()}
+    run(engine, collected)
+    assert len(collected.tokens["stopped"]) == before["stopped"]
+    assert len(collected.tokens["aborted"]) == before["aborted"]
+    assert collected.tokens["other"] == expected([5, 6, 7], 30)
+    assert engine.stats().running == engine.stats().waiting == 0
+
+
+def test_what_could_never_run_is_refused_before_anything_starts() -> None:
+    engine, runtime = make(num_slots=4, max_model_len=256)
+    engine.add(request("fits", [1], 3))
+    engine.add(request("long", [1] * 60, 100))
+    engine.add(request("fits", [1], 3))
+    refused = engine.receive().finished
+    assert runtime.num_steps == 0
+    assert set(refused) == {"long", "fits"}
+    assert "chunks" in str(refused["long"][1])
+    collected = Collected()
+    run(engine, collected)
+    assert collected.tokens == {"fits": expected([1], 3)}
+
+
+def test_a_refusal_comes_with_the_turn_too() -> None:
+    engine, _ = make(num_slots=4)
+    engine.add(request("long", [1] * 60, 100))
+    (output,) = engine.turn(None)
+    assert output.finished["long"][0] is FinishReason.ERROR
+    assert not engine.has_work()
+
+
+def test_a_failed_step_ends_only_its_requests() -> None:
+    bad = 13
+
+    def fail(plan: StepPlan) -> str | None:
+        return "out of order" if bad in plan.tokens.tolist() else None
+
+    engine, _ = make(fail=fail)
+    collected = Collected()
+    engine.add(request("bad", [bad], 5))
+    collected.take(engine.turn(1.0))
+    engine.add(request("good", [1, 2], 5))
+    run(engine, collected)
+    assert collected.finished["bad"] == (FinishReason.ERROR, "out of order")
+    assert collected.tokens["good"] == expected([1, 2], 5)
+
+
+def test_add_from_another_thread_ends_the_wait() -> None:
+    engine, _ = make()
+    collected = Collected()
+    timer = threading.Timer(0.05, lambda: engine.add(request("a", [1, 2], 3)))
+    timer.start()
+    engine.turn(30.0)
+    run(engine, collected)
+    timer.join()
+    assert collected.tokens["a"] == expected([1, 2], 3)
+
+
+def test_many_threads_add_and_abort() -> None:
+    engine, _ = make(num_slots=32)
+    done = threading.Event()
+    collected = Collected()
+
+    def loop() -> None:
+        while not done.is_set() or engine.has_work():
+            collected.take(engine.turn(0.05))
+
+    def client(name: str) -> None:
+        for k in range(40):
+            engine.add(request(f"{name}{k}", [k % VOCAB] * 5, 6))
+            if k % 4 == 3:
+                engine.abort(f"{name}{k}")
+
+    looper = threading.Thread(target=loop)
+    clients = [threading.Thread(target=client, args=(name,)) for name in "abcd"]
+    for thread in [looper, *clients]:
+        thread.start()
+    for thread in clients:
+        thread.join()
+    done.set()
+    engine.wake()
+    looper.join()
+    for name in "abcd":
+        for k in range(40):
+            if k % 4 != 3:
+                assert collected.tokens[f"{name}{k}"] == expected([k % VOCAB] * 5, 6)
+
+
+def test_books_are_checked_when_work_ends_but_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make()
+    now, checks = [0.0], []
+    engine.clock = lambda: now[0]
+    monkeypatch.setattr(engine.scheduler, "check_integrity", lambda: checks.append(now[0]))
+    for time in (0.0, 1.0, 59.0, 60.0, 61.0, 500.0):
+        now[0] = time
+        engine.turn(0.0)
+        engine.add(request(f"at {time}", [1], 2))
+        run(engine, Collected())
+    assert checks == [0.0, 60.0, 500.0]
+
+
+def test_a_stall_is_a_defect_not_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = make()
+    engine.add(request("a", [1], 2))
+    monkeypatch.setattr(engine.scheduler, "plan", lambda worker, now: None)
+    with pytest.raises(IntegrityError, match="nothing is planned"):
+        engine.turn(None)
+
+
+def test_close_stops_the_runtime() -> None:
+    engine, runtime = make()
+    engine.close()
+    with pytest.raises(IntegrityError, match="closed"):
+        runtime.submit(None)  # type: ignore[arg-type]
