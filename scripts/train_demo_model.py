@@ -2,7 +2,7 @@
 
     python scripts/train_demo_model.py tokenizer   --corpus DIR --work DIR
     python scripts/train_demo_model.py train       --work DIR --state DIR --minutes 9
-    python scripts/train_demo_model.py anti-repeat --work DIR --state DIR --tuned DIR --minutes 3
+    python scripts/train_demo_model.py anti-repeat --work DIR --state DIR --tuned DIR --minutes 7.3
     python scripts/train_demo_model.py export      --work DIR --tuned DIR --model DIR
     python scripts/train_demo_model.py evaluate    --work DIR --model DIR --report FILE
 
@@ -58,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
     tune = commands.add_parser("anti-repeat", parents=[common])
     tune.add_argument("--state", type=Path, required=True)
     tune.add_argument("--tuned", type=Path, required=True)
-    tune.add_argument("--minutes", type=float, default=3.0)
+    tune.add_argument("--minutes", type=float, default=7.3)
     add_fields(tune, tuning.AntiRepeat())
 
     out = commands.add_parser("export", parents=[common])

@@ -10,7 +10,9 @@ from cellar.cli.bench import bench
 from cellar.cli.chat import chat
 from cellar.cli.generate import generate
 from cellar.cli.inspect import inspect
+from cellar.cli.plan import plan
 from cellar.cli.profile import profile
+from cellar.cli.serve import serve
 from cellar.version import __version__
 
 
@@ -40,7 +42,9 @@ def build() -> typer.Typer:
     app.callback()(_root)
     app.command()(generate)
     app.command()(chat)
+    app.command()(serve)
     app.command()(inspect)
+    app.command()(plan)
     app.add_typer(bench, name="bench")
     app.command()(profile)
     return app

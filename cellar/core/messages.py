@@ -101,9 +101,9 @@ class Spans:
 class RowOpen:
     """A row is given to a request: how it samples, and how many output tokens it already has.
 
-    `prompt` and `output` are sent only if penalties need them, `output` also for structured output. `stop_ids` are forbidden until
-    `params.min_tokens` output tokens exist. The row's slot table is all -1 after this, whatever the row held
-    before: an open may come without a close.
+    `prompt` and `output` are sent only if penalties need them, `output` also for structured output. `stop_ids`
+    are forbidden until `params.min_tokens` output tokens exist. The row's slot table is all -1 after this,
+    whatever the row held before: an open may come without a close.
     """
 
     row: int

@@ -35,7 +35,13 @@ _COSTLY = SamplingParams(
 
 
 def plan_slots(
-    model: Model, weights: LoadedWeights, cache: CacheConfig, schedule: ScheduleConfig, device: torch.device
+    model: Model,
+    weights: LoadedWeights,
+    cache: CacheConfig,
+    schedule: ScheduleConfig,
+    device: torch.device,
+    *,
+    enforce_eager: bool = False,
 ) -> int:
     """Slots of the KV cache on `device`, on which the weights lie already.
 
@@ -46,14 +52,17 @@ def plan_slots(
         nbytes = arena.cpu_cache_nbytes(cache, host_available())
     else:
         torch.cuda.empty_cache()
-        rehearse(model, weights, schedule, device)
-        nbytes = arena.device_cache_nbytes(cache, device_used(device), device)
+        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager)
+        nbytes = arena.device_cache_nbytes(cache, device_used(device) + graphs, device)
     return arena.num_slots(spec.kv, nbytes, spec.max_position)
 
 
-def rehearse(model: Model, weights: LoadedWeights, schedule: ScheduleConfig, device: torch.device) -> None:
+def rehearse(
+    model: Model, weights: LoadedWeights, schedule: ScheduleConfig, device: torch.device, *, capture: bool
+) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
+    Returns the bytes that captured decode steps take, which are given back; what the steps took stays taken.
     Raises CapacityError if the device has too little memory for them.
     """
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
@@ -62,6 +71,12 @@ def rehearse(model: Model, weights: LoadedWeights, schedule: ScheduleConfig, dev
     executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device)
     try:
         with torch.inference_mode(), torch.cuda.device(device):
+            before = device_used(device)
+            if capture:
+                executor.capture(rows)
+            graphs = device_used(device) - before
+            executor.release()
+            torch.cuda.empty_cache()
             for step, lengths in enumerate((_shares(tokens, rows, longest), [min(tokens, longest)])):
                 executor.launch(_rehearsal(step, lengths, model.spec.kv.chunk_size), MaskBox())()
     except torch.OutOfMemoryError as error:
@@ -69,6 +84,7 @@ def rehearse(model: Model, weights: LoadedWeights, schedule: ScheduleConfig, dev
             f"{device} has too little memory for steps of {tokens} tokens beside the weights; lower "
             "max_num_batched_tokens or max_num_seqs."
         ) from error
+    return graphs
 
 
 def _shares(tokens: int, rows: int, longest: int) -> list[int]:

@@ -177,6 +177,10 @@ class StepExecutor:
             with torch.inference_mode(), torch.cuda.device(self._device):
                 self._graphs = DecodeGraphs(self.forward, self.rows, most, self._device)
 
+    def release(self) -> None:
+        """Let go of the captured steps."""
+        self._graphs = None
+
     def _groups(self, plan: StepPlan, inputs: StepInputs) -> list[_Group]:
         """Unmasked rows before masked ones: they do not wait."""
         rows = inputs.sampled_rows

@@ -174,7 +174,9 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
     runtime = LocalRuntime(
         model,
         weights,
-        num_slots=plan_slots(model, weights, config.cache, config.schedule, device),
+        num_slots=plan_slots(
+            model, weights, config.cache, config.schedule, device, enforce_eager=config.device.enforce_eager
+        ),
         num_rows=config.schedule.max_num_seqs,
         device=device,
         num_threads=config.device.num_threads,

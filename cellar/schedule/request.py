@@ -35,7 +35,8 @@ class RequestState:
     `known` are the prompt and the output so far, as of the last time it was queued: what a row is to be
     opened with. `limit` is the longest that prompt and output may become. `todo` are the ranges of `known`
     not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
-    before it; `arrived` and `queue_seconds` say when it came and how long it waited until then. `num_scored` counts the prompt positions whose log-probability was delivered.
+    before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
+    the prompt positions whose log-probability was delivered.
     """
 
     request: Request

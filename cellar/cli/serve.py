@@ -1,0 +1,33 @@
+"""`cellar serve`: the OpenAI HTTP API over a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from cellar.cli.verb import ENGINE, OptionGroup, verb
+from cellar.core.config import EngineConfig
+from cellar.server.config import LimitConfig, ServerConfig
+
+_SERVER = OptionGroup("Server", (ServerConfig,))
+_LIMITS = OptionGroup("Limits", (LimitConfig,))
+
+
+@verb(engine=replace(ENGINE, skip=frozenset({"model"})), server=_SERVER, limits=_LIMITS)
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory, hub name, or a shipped config; default: the demo model.")
+    ] = None,
+    *,
+    engine: dict[str, Any],
+    server: dict[str, Any],
+    limits: dict[str, Any],
+) -> None:
+    """Serve a model to OpenAI clients."""
+    config = EngineConfig.of(model=model, **engine)
+    options, bounds = ServerConfig(**server), LimitConfig(**limits)
+    from cellar.server.run import serve as run
+
+    run(config, options, bounds, typer.echo)

@@ -1,0 +1,111 @@
+"""Published times, and constants fitted to them.
+
+PaLM on TPU v4 (arXiv 2211.05102, tables 2 and 3; 004): 2,048 tokens of prompt, 64 generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from cellar.core.hardware import Measure
+from cellar.planner.cost import Dimensions
+from cellar.planner.machines import Machine
+from cellar.planner.partition import BF16, INT8, Choice, Formats, Work, choices, torus
+
+PROMPT, GENERATE = 2048, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One published run: `seconds` for a prefill, or for GENERATE decode steps. `mfu` in percent."""
+
+    model: str
+    chips: int
+    phase: str
+    batch: int
+    formats: Formats
+    layout: str
+    seconds: float
+    mfu: float
+
+    @property
+    def steps(self) -> int:
+        """Steps that the seconds cover."""
+        return GENERATE if self.phase == "decode" else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the seconds cover."""
+        return self.batch * (GENERATE if self.phase == "decode" else PROMPT)
+
+    @property
+    def work(self) -> Work:
+        """One step; a decode at the middle of its contexts."""
+        if self.phase == "decode":
+            return Work(self.batch, 1, PROMPT + GENERATE / 2)
+        return Work(self.batch, PROMPT, PROMPT)
+
+
+PALM = (
+    Case("palm-540b", 64, "prefill", 1, INT8, "2D heads", 0.29, 43),
+    Case("palm-540b", 64, "decode", 64, INT8, "2D batch", 1.82, 14),
+    Case("palm-540b", 64, "prefill", 512, BF16, "XYZ batch", 85.2, 76),
+    Case("palm-540b", 64, "decode", 512, BF16, "2D batch", 6.0, 33),
+    Case("palm-62b", 16, "prefill", 1, INT8, "2D heads", 0.16, 36),
+    Case("palm-62b", 16, "decode", 32, INT8, "2D batch", 0.73, 8),
+    Case("palm-62b", 32, "prefill", 512, BF16, "XYZ batch", 20.2, 73),
+    Case("palm-62b", 8, "decode", 512, BF16, "2D batch", 5.1, 37),
+)
+
+
+def best(case: Case, d: Dimensions, machine: Machine) -> Choice:
+    """The layout that the model chooses for a case on the torus that the chips make."""
+    found = choices(d, machine, case.chips, case.work, case.formats, mesh=torus(case.chips))
+    return min(found, key=lambda choice: choice.timeline.seconds)
+
+
+def seconds(case: Case, d: Dimensions, machine: Machine) -> float:
+    """What the model predicts for a case with its own choice of layout."""
+    return best(case, d, machine).timeline.seconds * case.steps
+
+
+def with_constants(machine: Machine, matmul: float, hbm: float, network: float, hop: float) -> Machine:
+    """A machine with the four constants that the fit moves; `hop` in seconds."""
+    c = machine.constants
+    return replace(
+        machine,
+        constants=replace(
+            c,
+            matmul=Measure(matmul, "share", "fitted"),
+            hbm=Measure(hbm, "share", "fitted"),
+            network=Measure(network, "share", "fitted"),
+        ),
+        networks=tuple(replace(n, hop=Measure(hop, "s", "fitted")) for n in machine.networks),
+    )
+
+
+# What one would guess beforehand, and how far (in logarithms) the fit may go for one standard deviation of error.
+GUESS = np.array([0.75, 0.80, 0.50, 5e-6])
+LOOSE = np.array([0.10, 0.10, 0.50, 1.00])
+TRUST = 0.05  # relative error of a published time that one standard deviation of a guess is worth
+
+
+def fit(cases: Sequence[Case], models: dict[str, Dimensions], machine: Machine) -> tuple[float, float, float, float]:
+    """matmul, hbm and network shares and seconds a hop with the least squared errors of log times, near the guess.
+
+    Four cases can hold four free constants exactly and at absurd values; the guess keeps them physical.
+    """
+
+    def errors(log: np.ndarray) -> np.ndarray:
+        candidate = with_constants(machine, *np.exp(log))
+        missed = [np.log(seconds(case, models[case.model], candidate) / case.seconds) / TRUST for case in cases]
+        return np.array([*missed, *((log - np.log(GUESS)) / LOOSE)])
+
+    upper = np.log([1.0, 1.0, 1.0, 1e-3])
+    found = least_squares(errors, np.log(GUESS), bounds=(np.full(4, -np.inf), upper), diff_step=1e-3)
+    matmul, hbm, network, hop = np.exp(found.x)
+    return float(matmul), float(hbm), float(network), float(hop)

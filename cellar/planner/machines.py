@@ -1,0 +1,367 @@
+"""Machines as data: devices, hosts, disks, links and networks, with the origin of every number.
+
+Origins: `datasheet` is the maker's, `measured` was read off a run (the comment says whose), `fitted` was chosen so that
+the model reproduces published times (the comment says which), `assumed` is a guess that a profile should replace.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cellar.core.errors import ConfigError
+from cellar.core.hardware import Device, Link, Measure, Origin, Profile
+
+GIB = 2.0**30
+GB = 1e9
+
+
+def _bytes(value: float, source: Origin) -> Measure:
+    return Measure(value, "bytes", source)
+
+
+def _rate(value: float, source: Origin) -> Measure:
+    return Measure(value, "bytes/s", source)
+
+
+def _seconds(value: float, source: Origin) -> Measure:
+    return Measure(value, "s", source)
+
+
+def _share(value: float, source: Origin) -> Measure:
+    return Measure(value, "share", source)
+
+
+def _flops(value: float, source: Origin, *dtypes: str) -> dict[str, Measure]:
+    return {name: Measure(value, "FLOP/s", source) for name in dtypes}
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """One tier that joins `size` devices of one unit. `bandwidth` is per device and direction.
+
+    A collective over k devices takes (k - 1) hops of `hop` seconds on a ring or torus axis, one on a switch.
+    """
+
+    name: str
+    size: int
+    bandwidth: Measure
+    hop: Measure
+    topology: Literal["torus", "switch"] = "switch"
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What turns peak rates into times. All are shares of a peak unless they say seconds or bytes/s."""
+
+    matmul: Measure
+    hbm: Measure
+    network: Measure
+    layer_seconds: Measure
+    overlap: Measure
+    host_attention: Measure
+    device_usable: Measure
+    host_usable: Measure
+    read_cached: Measure
+    write_cached: Measure
+    disk_op_seconds: Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """`num_devices` equal devices, `per_host` of them to a host, which share the host's memory and disk.
+
+    `to_device` and `to_host` belong to each device alone. `networks` join devices, innermost first.
+    `price` is dollars per device and hour.
+    """
+
+    name: str
+    device: Device
+    num_devices: int
+    per_host: int
+    host: Device
+    to_device: Link
+    to_host: Link
+    constants: Constants
+    disk: Device | None = None
+    disk_write: Measure | None = None
+    networks: tuple[Network, ...] = ()
+    price: Measure | None = None
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts, the last one perhaps not full."""
+        return -(-self.num_devices // self.per_host)
+
+    def flops(self, dtype: str) -> float:
+        """Peak FLOP/s of one device; a dtype that the device does not name runs at its best 16-bit rate."""
+        known = self.device.flops
+        found = known.get(dtype) or known.get("bfloat16") or known.get("float16") or next(iter(known.values()))
+        return found.value
+
+    def with_devices(self, count: int) -> Machine:
+        """The same machine with another number of devices."""
+        if count < 1:
+            raise ConfigError(f"a machine needs at least 1 device, not {count}.")
+        return replace(self, name=f"{count}x{self.name}" if count > 1 else self.name, num_devices=count)
+
+    def usable(self, tier: str) -> float:
+        """Bytes of one device, one host or one host's disk that a plan may fill."""
+        match tier:
+            case "device":
+                return self.device.capacity.value * self.constants.device_usable.value
+            case "host":
+                return self.host.capacity.value * self.constants.host_usable.value
+            case _:
+                return self.disk.capacity.value if self.disk else 0.0
+
+
+# Shares that no run of ours has measured yet on the machine at hand: big bf16 products reach about 0.7 of the peak of
+# A100 and H100 in cuBLAS, streaming kernels 0.85 of the HBM rate, NCCL 0.75 of NVLink's.
+_GPU = Constants(
+    matmul=_share(0.70, "assumed"),
+    hbm=_share(0.85, "assumed"),
+    network=_share(0.75, "assumed"),
+    layer_seconds=_seconds(10e-6, "assumed"),  # a few launches inside a captured graph
+    overlap=_share(0.95, "assumed"),
+    host_attention=_rate(100 * GB, "assumed"),  # bytes of KV that the CPU attends to per second
+    device_usable=_share(0.90, "assumed"),
+    host_usable=_share(0.90, "assumed"),
+    read_cached=_share(0.0, "assumed"),
+    write_cached=_share(0.0, "assumed"),
+    disk_op_seconds=_seconds(1e-4, "assumed"),
+)
+
+
+def _pcie(h2d: float, d2h: float, source: Origin) -> tuple[Link, Link]:
+    latency = _seconds(1e-5, "assumed")
+    return (
+        Link("host", "device", _rate(h2d, source), latency),
+        Link("device", "host", _rate(d2h, source), latency),
+    )
+
+
+def flexgen_t4() -> Machine:
+    """The machine of FlexGen (002, table 1): one T4, 208 GB of memory, 1.5 TB of cloud disk."""
+    to_device, to_host = _pcie(12.9 * GB, 12.9 * GB, "assumed")  # PCIe 3 x16 after protocol overhead
+    return Machine(
+        name="T4",
+        device=Device(
+            "NVIDIA T4",
+            "gpu",
+            _bytes(16 * GIB, "datasheet"),
+            _rate(320 * GB, "datasheet"),
+            _flops(65e12, "datasheet", "float16", "bfloat16"),
+            _seconds(5e-6, "assumed"),
+            None,
+        ),
+        num_devices=1,
+        per_host=1,
+        host=Device("Xeon 2 GHz", "cpu", _bytes(208 * GIB, "datasheet"), _rate(80 * GB, "assumed")),
+        to_device=to_device,
+        to_host=to_host,
+        disk=Device("cloud SSD", "disk", _bytes(1500 * GB, "datasheet"), _rate(2 * GB, "measured")),  # 002, section 6
+        disk_write=_rate(1 * GB, "measured"),  # 002, section 6
+        networks=(Network("Ethernet", 1 << 20, _rate(2 * GB, "assumed"), _seconds(50e-6, "assumed")),),
+        constants=Constants(
+            matmul=_share(0.318, "fitted"),  # 002 table 4: 4.59e16 FLOPs of prefill in 2,220 s are 20.7 TFLOP/s
+            hbm=_share(0.78, "assumed"),
+            network=_share(1.0, "assumed"),
+            layer_seconds=_seconds(2e-4, "assumed"),  # eager PyTorch: some ten launches and Python
+            overlap=_share(0.90, "fitted"),  # 002 table 5: between 0.59 (none) and 0.69 (all) tok/s
+            host_attention=_rate(14 * GB, "fitted"),  # between 30B of table 5 (8.8 GB/s) and 175B of table 4 (17 GB/s)
+            device_usable=_share(0.95, "assumed"),
+            host_usable=_share(0.95, "assumed"),
+            # 175B reads 638 GB of KV a token in 227 s (table 4): 2.8 GB/s from a disk of 2, the rest is the page cache.
+            read_cached=_share(0.29, "fitted"),
+            # 620 GB of KV are written to a disk of 1 GB/s in 261 s (table 4), of which the link takes 48.
+            write_cached=_share(0.66, "fitted"),
+            disk_op_seconds=_seconds(4.5e-3, "fitted"),  # 002 table 4: 124 s for 23,808 small writes of the decode
+        ),
+        price=Measure(0.05, "dollars/h", "measured"),  # 002, section 6.3: 250 W at 0.2 dollars per kWh
+    )
+
+
+def _server(name: str, device: Device, pcie: tuple[Link, Link], nvlink: float, wire: float, dollars: float) -> Machine:
+    return Machine(
+        name=name,
+        device=device,
+        num_devices=1,
+        per_host=8,
+        host=Device(f"host of 8 {name}", "cpu", _bytes(2048 * GB, "assumed"), _rate(400 * GB, "assumed"), cores=96),
+        to_device=pcie[0],
+        to_host=pcie[1],
+        disk=Device("NVMe", "disk", _bytes(15_000 * GB, "assumed"), _rate(12 * GB, "assumed")),
+        disk_write=_rate(6 * GB, "assumed"),
+        networks=(
+            Network("NVLink", 8, _rate(nvlink, "datasheet"), _seconds(6e-6, "assumed")),
+            Network("InfiniBand", 1 << 20, _rate(wire, "datasheet"), _seconds(15e-6, "assumed")),
+        ),
+        constants=_GPU,
+        price=Measure(dollars, "dollars/h", "assumed"),
+    )
+
+
+def a100() -> Machine:
+    """A100 SXM 80 GB, PCIe 4, NVLink 3."""
+    device = Device(
+        "A100 80 GB",
+        "gpu",
+        _bytes(80 * GB, "datasheet"),
+        _rate(2039 * GB, "datasheet"),
+        _flops(312e12, "datasheet", "bfloat16", "float16") | _flops(624e12, "datasheet", "int8"),
+        _seconds(4e-6, "assumed"),
+    )
+    # 40.96 dollars an hour for eight: 002, section 6.3.
+    return _server("A100", device, _pcie(25 * GB, 25 * GB, "assumed"), 300 * GB, 25 * GB, 5.12)
+
+
+def h100() -> Machine:
+    """H100 SXM, PCIe 5, NVLink 4."""
+    device = Device(
+        "H100 SXM",
+        "gpu",
+        _bytes(80 * GB, "datasheet"),
+        _rate(3350 * GB, "datasheet"),
+        _flops(989e12, "datasheet", "bfloat16", "float16") | _flops(1979e12, "datasheet", "int8"),
+        _seconds(3e-6, "assumed"),
+    )
+    return _server("H100", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 4.0)
+
+
+def h200() -> Machine:
+    """H200 SXM: an H100 with 141 GB at 4.8 TB/s. The PCIe rate was measured with pinned memory."""
+    device = Device(
+        "H200 SXM",
+        "gpu",
+        _bytes(141 * GB, "datasheet"),
+        _rate(4800 * GB, "datasheet"),
+        _flops(989e12, "datasheet", "bfloat16", "float16") | _flops(1979e12, "datasheet", "int8"),
+        _seconds(3e-6, "assumed"),
+    )
+    return _server("H200", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 5.0)
+
+
+def tpu_v4(count: int = 64) -> Machine:
+    """A slice of a TPU v4 pod (arXiv 2211.05102): 275 TFLOP/s, 32 GiB at 1,200 GB/s, 270 GB/s over a 3D torus."""
+    to_device, to_host = _pcie(12 * GB, 12 * GB, "assumed")
+    return Machine(
+        name="TPUv4",
+        device=Device(
+            "TPU v4",
+            "gpu",
+            _bytes(32 * GIB, "datasheet"),
+            _rate(1200 * GB, "datasheet"),
+            _flops(275e12, "datasheet", "bfloat16"),
+            _seconds(0.0, "assumed"),
+        ),
+        num_devices=count,
+        per_host=4,
+        host=Device("host of 4 TPU v4", "cpu", _bytes(400 * GB, "assumed"), _rate(200 * GB, "assumed")),
+        to_device=to_device,
+        to_host=to_host,
+        networks=(Network("ICI", 4096, _rate(270 * GB, "datasheet"), _seconds(TPU_HOP, "fitted"), "torus"),),
+        constants=replace(
+            _GPU,
+            matmul=_share(TPU_MATMUL, "fitted"),
+            hbm=_share(TPU_HBM, "fitted"),
+            network=_share(TPU_NETWORK, "fitted"),
+            layer_seconds=_seconds(0.0, "assumed"),
+            device_usable=_share(1.0, "assumed"),
+        ),
+        price=Measure(3.22, "dollars/h", "datasheet"),  # list price per chip
+    )
+
+
+# Fitted to the eight published times of PaLM (`calibration.py`; a test repeats the fit, and fits 540B alone). The share
+# of the network is low because 270 GB/s needs all three axes of the torus busy, and a collective over one has a third.
+TPU_MATMUL, TPU_HBM, TPU_NETWORK, TPU_HOP = 0.738, 0.719, 0.266, 3.38e-6
+
+
+def laptop() -> Machine:
+    """A laptop with a GPU of 8 GB behind eight PCIe 4 lanes, 32 GB of memory and one NVMe disk."""
+    to_device, to_host = _pcie(12 * GB, 12 * GB, "assumed")
+    return Machine(
+        name="laptop",
+        device=Device(
+            "laptop GPU 8 GB",
+            "gpu",
+            _bytes(8 * GIB, "datasheet"),
+            _rate(256 * GB, "datasheet"),
+            _flops(30e12, "assumed", "bfloat16", "float16"),
+            _seconds(5e-6, "assumed"),
+        ),
+        num_devices=1,
+        per_host=1,
+        host=Device("8 cores", "cpu", _bytes(32 * GB, "assumed"), _rate(60 * GB, "assumed"), cores=8),
+        to_device=to_device,
+        to_host=to_host,
+        disk=Device("NVMe", "disk", _bytes(500 * GB, "assumed"), _rate(3 * GB, "assumed")),
+        disk_write=_rate(2 * GB, "assumed"),
+        constants=replace(_GPU, host_attention=_rate(30 * GB, "assumed"), host_usable=_share(0.8, "assumed")),
+        price=Measure(0.03, "dollars/h", "assumed"),  # 150 W at 0.2 dollars per kWh
+    )
+
+
+LIBRARY: dict[str, Callable[[], Machine]] = {
+    "t4": flexgen_t4,
+    "a100": a100,
+    "h100": h100,
+    "h200": h200,
+    "tpuv4": tpu_v4,
+    "laptop": laptop,
+}
+
+_COUNTED = re.compile(r"^(?:(\d+)x)?([a-z0-9-]+)$")
+
+
+def machine(name: str) -> Machine:
+    """A machine of the library: `h200`, `4xH200`, `64xTPUv4`. Raises ConfigError for an unknown name."""
+    match = _COUNTED.match(name.lower())
+    if match is None or match[2] not in LIBRARY:
+        raise ConfigError(
+            f"machine {name!r} is unknown; use a profile's JSON file, {', '.join(LIBRARY)}, or a count of one (4xH200)."
+        )
+    return LIBRARY[match[2]]().with_devices(int(match[1] or 1))
+
+
+def from_profile(profile: Profile) -> Machine:
+    """The machine that `cellar profile` measured. Raises ConfigError if it has no accelerator or no links to it."""
+    device, host, disk = profile.device("gpu"), profile.device("cpu"), profile.device("disk")
+    if device is None or host is None or not device.flops:
+        raise ConfigError(
+            f"the profile of {profile.machine} names no accelerator with its speed; plan with --machine "
+            f"{', '.join(LIBRARY)}, or profile a machine that has one."
+        )
+    count = sum(d.kind == "gpu" for d in profile.devices)
+    down = _wire(profile, host.name, device.name)
+    up = _wire(profile, device.name, host.name)
+    # Rates of a profile are what was reached, so they need no share of a peak.
+    measured = replace(
+        _GPU,
+        matmul=_share(1.0, "measured"),
+        hbm=_share(1.0, "measured"),
+        host_attention=_rate(0.5 * host.bandwidth.value, "assumed"),
+    )
+    return Machine(
+        name=profile.machine,
+        device=device,
+        num_devices=count,
+        per_host=count,
+        host=host,
+        to_device=down,
+        to_host=up,
+        disk=disk,
+        disk_write=_wire(profile, host.name, disk.name).bandwidth if disk else None,
+        networks=(Network("links", count, down.bandwidth, _seconds(1e-5, "assumed")),) if count > 1 else (),
+        constants=measured,
+    )
+
+
+def _wire(profile: Profile, source: str, target: str) -> Link:
+    for link in profile.links:
+        if (link.source, link.target) == (source, target):
+            return link
+    raise ConfigError(f"the profile has no link from {source} to {target}; make it again with `cellar profile`.")

@@ -1,0 +1,343 @@
+"""A model over many devices: what a layout costs, and which layouts serve prefill and decode best.
+
+Price of one block on every device (all do the same): the products take as long as the slowest of matrix units, memory
+and the gathering of weights, which is prefetched; attention follows, then the collectives on activations, of which
+nothing hides unless they are `looped` into the products. Bandwidth of a collective is the network's whole rate per
+device, as in 004; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from cellar.planner.cost import Channel, Dimensions, Group, Timeline
+from cellar.planner.layouts import GATHERS, Layout, Local, Move, Product, block_program
+from cellar.planner.machines import Machine
+from cellar.planner.sharding import Kind, Mesh, volume
+
+
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """Bytes per element of stored weights and KV (with their scales). Activations have two."""
+
+    name: str
+    weight_bytes: float = 2.0
+    kv_bytes: float = 2.0
+
+
+BF16 = Formats("bf16")
+# One scale of two bytes per output channel is nothing beside it; 4 bits in groups of 64 with scale and minimum are 4.5.
+INT8 = Formats("int8", 1.0, 2.0)
+INT4 = Formats("int4", 4.5 / 8, 2.0)
+INT4_KV4 = Formats("int4+kv4", 4.5 / 8, 4.5 / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`batch` sequences of `new` tokens each, which end at `context` tokens. `sampled` positions go to the head."""
+
+    batch: int
+    new: int
+    context: float
+
+    @property
+    def tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.batch * self.new
+
+
+def padded_heads(d: Dimensions, chips: int) -> Dimensions | None:
+    """Heads filled up to a multiple of the chips (PaLM 540B: 48 to 64); None where groups of K and V forbid it."""
+    heads = -(-d.heads // chips) * chips
+    if heads == d.heads:
+        return d
+    if d.kv_heads == d.heads:
+        return replace(d, heads=heads, kv_heads=heads)
+    return replace(d, heads=heads) if d.kv_heads == 1 else None
+
+
+def sizes_of(d: Dimensions, work: Work) -> dict[str, float]:
+    """Sizes of the letters of `layouts`."""
+    return {
+        "B": float(work.batch),
+        "L": float(work.new),
+        "S": float(max(work.context - work.new, 0)),
+        "E": float(d.embed),
+        "F": float(d.mlp),
+        "G": 2.0 if d.gated else 1.0,
+        "H": float(d.heads),
+        "K": float(d.kv_heads),
+        "D": float(d.head_dim),
+    }
+
+
+def fits_shape(layout: Layout, d: Dimensions, batch: int) -> bool:
+    """Whether every dimension is a multiple of the chips that cut it."""
+    mesh = layout.mesh
+    return (
+        batch % mesh.count(layout.batch_axes) == 0
+        and batch % mesh.count(layout.gather) == 0
+        and d.embed % mesh.size == 0
+        and d.mlp % mesh.size == 0
+        and d.heads % mesh.size == 0
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What collectives send: elements per chip over the inner and the outer network, and hops along each."""
+
+    inner: float = 0.0
+    outer: float = 0.0
+    inner_hops: float = 0.0
+    outer_hops: float = 0.0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(
+            self.inner + other.inner,
+            self.outer + other.outer,
+            self.inner_hops + other.inner_hops,
+            self.outer_hops + other.outer_hops,
+        )
+
+    def elements(self, tokens: float = 1.0) -> float:
+        """Elements over both networks, for so many tokens."""
+        return (self.inner + self.outer) * tokens
+
+    def seconds(self, machine: Machine, item: float, tokens: float = 1.0) -> float:
+        """Time of all the collectives, `item` bytes an element, one after another."""
+        if not machine.networks:
+            return 0.0
+        near, far = machine.networks[0], machine.networks[-1]
+        share = machine.constants.network.value
+        sending = self.inner / near.bandwidth.value + self.outer / far.bandwidth.value
+        return sending * tokens * item / share + self.inner_hops * near.hop.value + self.outer_hops * far.hop.value
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWork:
+    """One block on one chip: what grows with the tokens of the step (per token), and what does not (weights)."""
+
+    flops: float
+    weight_elements: float
+    activation_elements: float
+    query_elements: float
+    activations: Sent
+    weights: Sent
+
+
+def _sent(move: Move, sizes: dict[str, float], mesh: Mesh, outer: str, topology: str) -> Sent:
+    """One collective. Over axes of both networks the slow ones go first, when there is least to send."""
+    elements = volume(move.kind, move.before, move.after, move.axes, sizes, mesh)
+    if elements == 0:
+        return Sent()
+    slow = "".join(a for a in move.axes if a in outer)
+    fast = "".join(a for a in move.axes if a not in outer)
+    ks, kf = mesh.count(slow), mesh.count(fast)
+    whole = elements * ks * kf / (ks * kf - 1)
+    crossing = whole * (ks - 1) / ks
+    if move.kind is not Kind.ALL_TO_ALL:
+        crossing /= kf
+    inside = whole * (kf - 1) / kf
+    return Sent(inside, crossing, _hops(move, mesh, fast, topology), _hops(move, mesh, slow, topology))
+
+
+def _hops(move: Move, mesh: Mesh, axes: str, topology: str) -> float:
+    if move.fused or mesh.count(axes) == 1:
+        return 0.0
+    passes = 2 if move.kind is Kind.ALL_REDUCE else 1
+    if topology != "torus":
+        return passes
+    # A ring passes every piece round; an all-to-all goes straight, half way round at most.
+    if move.kind is Kind.ALL_TO_ALL:
+        return sum(mesh.count(a) // 2 for a in axes)
+    return passes * mesh.hops(axes)
+
+
+@lru_cache(maxsize=16384)
+def block_work(d: Dimensions, layout: Layout, outer: str, topology: str) -> BlockWork:
+    """The work of one token, read off the layout's program; all of it is linear in the tokens of a step."""
+    mesh, sizes = layout.mesh, sizes_of(d, Work(1, 1, 1))
+    flops = weights = activations = query = 0.0
+    sent, gathered = Sent(), Sent()
+    for s in block_program(layout, d.kv_heads, d.parallel).statements:
+        match s:
+            case Product():
+                cuts = dict(zip(s.left.dims + s.right.dims, s.left.axes + s.right.axes, strict=True))
+                flops += 2.0 * math.prod(sizes[dim] / mesh.count(axes) for dim, axes in cuts.items())
+                weights += s.right.local(sizes, mesh)
+                activations += s.left.local(sizes, mesh) + s.result.local(sizes, mesh)
+            case Move() if s.kind is not Kind.SLICE:
+                one = _sent(s, sizes, mesh, outer, topology)
+                if s.weight:
+                    gathered += one
+                else:
+                    sent += one
+            case Local(what="attend"):
+                query += s.result.local(sizes, mesh)
+            case _:
+                pass
+    return BlockWork(flops, weights, activations, query, sent, gathered)
+
+
+def block_timeline(
+    d: Dimensions,
+    machine: Machine,
+    layout: Layout,
+    work: Work,
+    formats: Formats = BF16,
+    *,
+    outer: str = "",
+    looped: bool = False,
+    layers: int | None = None,
+) -> Timeline:
+    """The timeline of `layers` blocks (default: all) and the head on one device. Heads of `d` are padded already."""
+    c, mesh = machine.constants, layout.mesh
+    unit = block_work(d, layout, outer, machine.networks[0].topology if machine.networks else "switch")
+    tokens = float(work.tokens)
+    peak, hbm_peak = machine.flops("bfloat16"), machine.device.bandwidth.value
+
+    def on_device(flops: float, nbytes: float) -> tuple[Channel, Channel]:
+        return (
+            Channel("compute", flops / (peak * c.matmul.value), flops, "FLOP", flops / peak),
+            Channel("device memory", nbytes / (hbm_peak * c.hbm.value), nbytes, "bytes", nbytes / hbm_peak),
+        )
+
+    read = unit.weight_elements * formats.weight_bytes + 2 * tokens * unit.activation_elements
+    products = [*on_device(unit.flops * tokens, read)]
+    gathering = unit.weights.seconds(machine, formats.weight_bytes)
+    if gathering:
+        sent = unit.weights.elements() * formats.weight_bytes
+        products.append(Channel("weight gathers", gathering, sent))
+    exposed = unit.activations.seconds(machine, 2.0, tokens)
+    talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
+    repeat = float(d.layers if layers is None else layers)
+    groups = []
+    if exposed and looped:
+        # A looped collective runs beside its product in chunks; the first chunk has nothing to hide behind.
+        first = exposed / max(mesh.size, 2)
+        products.append(replace(talk, seconds=exposed - first))
+        groups.append(Group("first chunks", (replace(talk, seconds=first, amount=0.0),), 1.0, repeat))
+    elif exposed:
+        groups.append(Group("collectives", (talk,), 1.0, repeat))
+    groups.append(Group("products", tuple(products), 1.0, repeat))
+    seen = d.seen(work.context - (work.new - 1) / 2)
+    batch = work.batch / mesh.count(layout.batch_axes)
+    kv = d.kv_elements() / mesh.count(layout.kv_axes(d.kv_heads))
+    cache = batch * d.seen(work.context) * kv * formats.kv_bytes
+    attention = on_device(4 * unit.query_elements * tokens * seen, cache)
+    groups.append(Group("attention", attention, 1.0, repeat))
+    if c.layer_seconds.value:
+        groups.append(Group("launches", (Channel("launches", c.layer_seconds.value),), 1.0, repeat))
+    elements = d.head_elements / mesh.size
+    groups.append(Group("head", on_device(2.0 * work.batch * elements, elements * 2.0)))
+    return Timeline(tuple(groups))
+
+
+@lru_cache(maxsize=256)
+def meshes(chips: int, hosts: int = 1) -> tuple[tuple[Mesh, str], ...]:
+    """All boxes of `chips`, each with the axes that cross hosts (so many that exactly `hosts` lie along them)."""
+    found = []
+    for x in _divisors(chips):
+        for y in _divisors(chips // x):
+            mesh = Mesh(x, y, chips // x // y)
+            if hosts == 1:
+                found.append((mesh, ""))
+                continue
+            for outer in ("x", "y", "z", "xy", "xz", "yz", "xyz"):
+                if mesh.count(outer) == hosts and all(mesh.count(a) > 1 for a in outer):
+                    found.append((mesh, outer))
+    return tuple(found)
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def torus(chips: int) -> Mesh:
+    """The most cubic box of a power of two: 64 is 4 x 4 x 4, 32 is 2 x 4 x 4, 16 is 2 x 2 x 4."""
+    power = chips.bit_length() - 1
+    each = [power // 3, (power + 1) // 3, (power + 2) // 3]
+    return Mesh(*(2**p for p in each))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its price for one piece of work. `outer`: axes that cross hosts."""
+
+    layout: Layout
+    outer: str
+    timeline: Timeline
+
+    @property
+    def name(self) -> str:
+        """Layout and attention in 004's words, e.g. `2D heads`."""
+        return f"{self.layout.name} {self.layout.attention}"
+
+
+def choices(
+    d: Dimensions,
+    machine: Machine,
+    chips: int,
+    work: Work,
+    formats: Formats = BF16,
+    *,
+    mesh: Mesh | None = None,
+    outer: str = "",
+    hosts: int = 1,
+    looped: bool = False,
+    layers: int | None = None,
+) -> Iterator[Choice]:
+    """Every layout that the shapes allow, priced. `mesh` (with its `outer` axes) fixes the box."""
+    padded = padded_heads(d, chips)
+    if padded is None:
+        return
+    boxes = ((mesh, outer),) if mesh else meshes(chips, hosts)
+    for box, crossing in boxes:
+        for layout in _layouts(box, padded.kv_heads):
+            if fits_shape(layout, padded, work.batch):
+                timeline = block_timeline(
+                    padded, machine, layout, work, formats, outer=crossing, looped=looped, layers=layers
+                )
+                yield Choice(layout, crossing, timeline)
+
+
+@lru_cache(maxsize=1024)
+def _layouts(mesh: Mesh, kv_heads: int) -> tuple[Layout, ...]:
+    """Layouts of a box that differ: axes of one chip cut nothing, so cuts along them are left out.
+
+    A mixture of heads and batch is worth having only where it repeats no cache: its head axes divide the heads of K, V.
+    """
+    found: dict[tuple[object, ...], Layout] = {}
+    for gather in GATHERS:
+        spread = Layout(mesh, gather).spread
+        for stop in range(len(spread) + 1):
+            layout = Layout(mesh, gather, spread[:stop])
+            if layout.attention == "mixed" and layout.kv_copies(kv_heads) > 1:
+                continue
+            key = (mesh.count(gather), *_real(mesh, gather), *_real(mesh, layout.head_axes))
+            found.setdefault(key, layout)
+    return tuple(found.values())
+
+
+def _real(mesh: Mesh, axes: str) -> tuple[str, ...]:
+    return tuple(a for a in axes if mesh.count(a) > 1)
+
+
+def kv_bytes_per_chip(d: Dimensions, layout: Layout, batch: int, context: float, formats: Formats = BF16) -> float:
+    """Bytes of KV on one chip, all layers; `d` padded."""
+    whole = batch * context * d.kv_elements() * d.layers * formats.kv_bytes
+    return whole / layout.mesh.count(layout.batch_axes) / layout.mesh.count(layout.kv_axes(d.kv_heads))
+
+
+def longest_context(d: Dimensions, chips: int, batch: int, reserve: float, attention: str) -> float:
+    """Tokens per sequence that `reserve` bytes on each of `chips` hold, with `attention` by `heads` or by `batch`.
+
+    By heads, the cache is cut over the heads of K and V, and repeated beyond them; by batch it is cut over all chips.
+    """
+    per_token = d.layers * d.kv_elements() * 2.0
+    cut = chips if attention == "batch" else math.gcd(d.kv_heads, chips)
+    return reserve * cut / (batch * per_token)

@@ -1,0 +1,94 @@
+"""A plan: one way to run a job on a machine, with its price; and the ways that there are to split devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cellar.planner.cost import Dimensions, model_flops_utilization
+from cellar.planner.linear import OffloadPlan
+from cellar.planner.machines import Machine
+from cellar.planner.offload import Job
+from cellar.planner.partition import Choice, Formats
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a job. `batch` sequences per copy are in flight; seconds are of one whole batch.
+
+    `kind` is `resident` (one device), `partition` or `offload`. `bound` is what no plan on these rates could beat.
+    """
+
+    kind: Literal["resident", "partition", "offload"]
+    machine: Machine
+    d: Dimensions
+    job: Job
+    formats: Formats
+    tensor: int
+    stages: int
+    replicas: int
+    batch: int
+    prefill_seconds: float
+    decode_seconds: float
+    bound: float
+    busy: tuple[tuple[str, float], ...]
+    prefill: Choice | None = None
+    decode: Choice | None = None
+    offload: OffloadPlan | None = None
+    micro_batches: int = 1
+
+    @property
+    def latency(self) -> float:
+        """Seconds from the first prompt token to the last generated one."""
+        return self.prefill_seconds + self.decode_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds between two tokens of a sequence."""
+        return self.decode_seconds / max(self.job.generate - 1, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens of all copies."""
+        return self.replicas * self.batch * self.job.generate / self.latency
+
+    @property
+    def dollars_per_million(self) -> float:
+        """Dollars for a million generated tokens; 0 if the machine has no price."""
+        price = self.machine.price.value if self.machine.price else 0.0
+        return price * self.machine.num_devices / 3600 / self.tokens_per_second * 1e6
+
+    @property
+    def utilization(self) -> float:
+        """MFU over prefill and decode."""
+        tokens = self.replicas * self.batch * (self.job.prompt + self.job.generate)
+        peak = self.machine.flops("bfloat16")
+        return model_flops_utilization(self.d.parameters, tokens, self.latency, self.machine.num_devices, peak)
+
+    @property
+    def binds(self) -> str:
+        """The channel with the most busy seconds."""
+        return max(self.busy, key=lambda pair: pair[1])[0]
+
+    @property
+    def name(self) -> str:
+        """A short name: `8 x 1, XYZ batch then 2D batch, bf16, batch 64`."""
+        split = f"{self.tensor} x {self.stages}" + (f" x {self.replicas} copies" if self.replicas > 1 else "")
+        if self.offload is not None:
+            block = self.offload.block
+            how = f"offloaded, {block.gbs} x {block.batches} {block.schedule}"
+        elif self.prefill is not None and self.decode is not None and self.tensor > 1:
+            how = f"{self.prefill.name} then {self.decode.name}"
+        else:
+            how = "on the device"
+        return f"{split}, {how}, {self.formats.name}, batch {self.batch}"
+
+
+def ways(devices: int, layers: int) -> list[tuple[int, int, int]]:
+    """(devices per stage, stages, copies) with all devices at work; stages have equal numbers of layers."""
+    found = []
+    for t in range(1, devices + 1):
+        for p in range(1, devices // t + 1):
+            if devices % (t * p) == 0 and layers % p == 0:
+                found.append((t, p, devices // (t * p)))
+    return found

@@ -1,0 +1,104 @@
+"""Plans that offload, for each pure way to split a model over devices, priced by the LP of `linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from cellar.planner.cost import Dimensions, Timeline
+from cellar.planner.linear import OffloadPlan, solve
+from cellar.planner.machines import Machine
+from cellar.planner.offload import Block, Job, Problem, Schedule, Slice, problem
+from cellar.planner.partition import Formats
+from cellar.planner.plans import Plan
+
+OFFLOAD_GBS = (1, 4, 16, 32, 64, 128)
+OFFLOAD_BATCHES = (1, 4, 8, 16)
+
+
+def offload_plans(
+    d: Dimensions,
+    machine: Machine,
+    job: Job,
+    formats: Iterable[Formats],
+    schedules: Sequence[Schedule] = ("zigzag",),
+    max_latency: float | None = None,
+) -> list[Plan]:
+    """Plans of the LP for each pure split over the devices of the machine."""
+    n = machine.num_devices
+    sharers = min(n, machine.per_host)
+    found = []
+    for form in formats:
+        parts: list[tuple[int, int, int, Slice]] = []
+        if n == 1:
+            parts.append((1, 1, 1, Slice(d.layers)))
+        else:
+            if d.layers % n == 0:
+                parts.append((1, n, 1, Slice(d.layers // n, stages=n, sharers=sharers)))
+            if machine.networks and machine.networks[0].size >= n:
+                parts.append((n, 1, 1, Slice(d.layers, gathered=n, sharers=sharers)))
+                if d.heads % n == 0 and d.kv_heads % n == 0:
+                    parts.append((n, 1, 1, Slice(d.layers, cut=n, sharers=sharers)))
+        for t, p, copies, part in parts:
+            for schedule in schedules:
+                found += _offloaded(d, machine, job, form, schedule, t, p, copies, part, max_latency)
+    return found
+
+
+def _offloaded(
+    d: Dimensions,
+    machine: Machine,
+    job: Job,
+    form: Formats,
+    schedule: Schedule,
+    t: int,
+    p: int,
+    copies: int,
+    part: Slice,
+    max_latency: float | None,
+) -> list[Plan]:
+    found = []
+    for gbs in OFFLOAD_GBS:
+        for batches in OFFLOAD_BATCHES:
+            block = Block(gbs, batches, form, schedule)
+            solved = solve(problem(d, machine, job, block, _talking(d, machine, job, gbs, part)), max_latency)
+            if solved is None:
+                break
+            if any(solved.share(name) < 1 - 1e-6 for name in ("weights.device", "hidden.device", "kv.device")):
+                found.append(_offload_plan(solved, machine, t, p, copies))
+    return found
+
+
+def _talking(d: Dimensions, machine: Machine, job: Job, gbs: int, part: Slice) -> Slice:
+    """The slice with its collectives: a cut layer all-reduces its activations twice (once if blocks are parallel)."""
+    if part.cut == 1:
+        return part
+    net = machine.networks[0]
+    times = 1 if d.parallel else 2
+    rate = net.bandwidth.value * machine.constants.network.value
+    token = times * 2 * 2.0 * d.embed * gbs * (part.cut - 1) / part.cut / rate
+    hop = times * 2 * net.hop.value
+    return replace(part, prefill_talk=token * job.prompt + hop, decode_talk=token + hop)
+
+
+def _offload_plan(solved: OffloadPlan, machine: Machine, t: int, p: int, copies: int) -> Plan:
+    prob: Problem = solved.problem
+    timeline: Timeline = solved.timeline()
+    prefill = timeline.groups[0].seconds + prob.head_seconds
+    return Plan(
+        "offload",
+        machine,
+        prob.d,
+        prob.job,
+        solved.block.formats,
+        t,
+        p,
+        copies,
+        solved.block.bls * prob.part.gathered,
+        prefill,
+        solved.seconds - prefill,
+        timeline.lower_bound,
+        tuple(timeline.busy().items()),
+        offload=solved,
+        micro_batches=solved.block.batches,
+    )

@@ -1,0 +1,145 @@
+"""/v1/chat/completions: answer a conversation."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from cellar.core.messages import CompletionOutput, RequestOutput
+from cellar.outputs import Delta
+from cellar.prompts import Prompt
+from cellar.server.choices import chat_logprobs, plain_table, usage, usage_of
+from cellar.server.desk import Session, check_complete
+from cellar.server.errors import ApiError
+from cellar.server.requests import ChatRequest
+from cellar.server.stream import event
+from cellar.server.tools import Calls, ToolUse
+from cellar.text.tokenizer import Tokenizer
+
+
+class Chat:
+    """The answer to one ChatRequest."""
+
+    def __init__(
+        self, id: str, model: str, request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, tools: ToolUse
+    ) -> None:
+        self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
+        self._request = request
+        self._prompt = prompt
+        self._tokenizer = tokenizer
+        self._tools = tools
+
+    async def whole(self, session: Session) -> dict[str, Any]:
+        """The body of the answer."""
+        async with session:
+            (output,) = await session.whole()
+        body: dict[str, Any] = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [self._choice(made) for made in output.outputs],
+            "usage": usage_of([output]),
+        }
+        if self._request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = [plain_table(table) for table in output.prompt_logprobs or ()]
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = self._prompt.token_ids.tolist()
+        return body
+
+    async def events(self, session: Session) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events: the role, what is said bit by bit, why it ended, and the usage."""
+        request, done, count = self._request, list[RequestOutput](), 0
+        head = {**self._head, "object": "chat.completion.chunk"}
+        begun: set[int] = set()
+        calls = [Calls(self._tools) for _ in range(request.n or 1)]
+        plain = not (self._tools.active or request.logprobs or request.include_usage or request.return_token_ids)
+        fast = json.dumps(head, separators=(",", ":"))[:-1]
+        async with session, aclosing(session.news()) as news:
+            async for _, one in news:
+                if isinstance(one, RequestOutput):
+                    check_complete(one)
+                    done.append(one)
+                    continue
+                count += len(one.token_ids)
+                if one.index not in begun:
+                    begun.add(one.index)
+                    yield event(self._with_usage(self._first(head, one.index), count))
+                if plain and one.finish_reason is None:
+                    if one.text:
+                        yield (
+                            f'data: {fast},"choices":[{{"index":{one.index},"delta":{{"content":'
+                            f'{json.dumps(one.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'
+                        ).encode()
+                    continue
+                yield event(self._with_usage({**head, "choices": [self._part(one, calls[one.index])]}, count))
+        if request.include_usage:
+            yield event({**head, "choices": [], "usage": usage_of(done)})
+
+    def _with_usage(self, body: dict[str, Any], count: int) -> dict[str, Any]:
+        if self._request.continuous_usage:
+            body["usage"] = usage(len(self._prompt.token_ids), count)
+        elif self._request.include_usage:
+            body["usage"] = None
+        return body
+
+    def _first(self, head: dict[str, Any], index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        body = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+        if self._request.return_token_ids:
+            body["prompt_token_ids"] = self._prompt.token_ids.tolist()
+        return body
+
+    def _part(self, delta: Delta, calls: Calls) -> dict[str, Any]:
+        if delta.finish_reason == "error":
+            raise ApiError(500, f"the engine could not complete this request ({delta.stop_reason}).")
+        request = self._request
+        text, entries = calls.push(delta.text)
+        if delta.finish_reason is not None:
+            rest, more = calls.flush()
+            text, entries = text + rest, entries + more
+        said: dict[str, Any] = {"content": text} if text else {}
+        if entries:
+            said["tool_calls"] = entries
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "delta": said,
+            "logprobs": None,
+            "finish_reason": _reason(delta.finish_reason, calls),
+        }
+        if request.logprobs:
+            choice["logprobs"] = chat_logprobs(
+                delta.token_ids, delta.logprobs or (), request.top_logprobs or 0, self._tokenizer
+            )
+        if delta.finish_reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if request.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _choice(self, made: CompletionOutput) -> dict[str, Any]:
+        request, calls = self._request, Calls(self._tools)
+        text = calls.push(made.text)[0] + calls.flush()[0]
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls.calls:
+            message |= {"content": text or None, "tool_calls": calls.calls}
+        choice: dict[str, Any] = {
+            "index": made.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": _reason(made.finish_reason, calls),
+            "stop_reason": made.stop_reason,
+        }
+        if request.logprobs:
+            choice["logprobs"] = chat_logprobs(
+                made.token_ids, made.logprobs or (), request.top_logprobs or 0, self._tokenizer
+            )
+        if request.return_token_ids:
+            choice["token_ids"] = made.token_ids
+        return choice
+
+
+def _reason(reason: str | None, calls: Calls) -> str | None:
+    """OpenAI says of an answer that ends by itself and holds calls that it ended for them."""
+    return "tool_calls" if reason == "stop" and calls.calls else reason

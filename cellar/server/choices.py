@@ -1,0 +1,88 @@
+"""Log-probabilities as OpenAI writes them: one form for completions, another for chats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cellar.core.messages import RequestOutput, TokenLogprob
+from cellar.text.tokenizer import Tokenizer
+
+Table = dict[int, TokenLogprob]
+
+FLOOR = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def completion_logprobs(
+    ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int
+) -> dict[str, Any]:
+    """Parallel lists: tokens, their log-probabilities, the best of each place, offsets in the text from `offset` on."""
+    tokens: list[str] = []
+    chosen: list[float | None] = []
+    best: list[dict[str, float] | None] = []
+    offsets: list[int] = []
+    for id, table in zip(ids, tables, strict=True):
+        text = "" if table is None else table[id].decoded_token or ""
+        tokens.append(text)
+        offsets.append(offset)
+        offset += len(text)
+        chosen.append(None if table is None else _finite(table[id].logprob))
+        best.append(None if table is None else {t.decoded_token or "": _finite(t.logprob) for t in table.values()})
+    return {
+        "tokens": tokens,
+        "token_logprobs": chosen,
+        "top_logprobs": best if num_top else None,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(ids: Sequence[int], tables: Sequence[Table], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """One entry per token, each with the `num_top` best of its place."""
+    content = []
+    for id, table in zip(ids, tables, strict=True):
+        best = sorted(table.items(), key=lambda item: item[1].rank or 0)[:num_top]
+        content.append(
+            {**_entry(id, table[id], tokenizer), "top_logprobs": [_entry(t, entry, tokenizer) for t, entry in best]}
+        )
+    return {"content": content, "refusal": None}
+
+
+def plain_table(table: Table | None) -> dict[str, Any] | None:
+    """A table as vLLM writes prompt log-probabilities: token id -> logprob, rank, text."""
+    if table is None:
+        return None
+    return {
+        str(id): {"logprob": _finite(t.logprob), "rank": t.rank, "decoded_token": t.decoded_token}
+        for id, t in table.items()
+    }
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
+    """OpenAI's account of a request."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def usage_of(outputs: Sequence[RequestOutput], scores_only: bool = False) -> dict[str, Any]:
+    """The account of whole requests."""
+    made = 0 if scores_only else sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    return usage(
+        sum(len(output.prompt_token_ids) for output in outputs), made, sum(o.num_cached_tokens for o in outputs)
+    )
+
+
+def _entry(id: int, logprob: TokenLogprob, tokenizer: Tokenizer) -> dict[str, Any]:
+    return {
+        "token": logprob.decoded_token or "",
+        "logprob": _finite(logprob.logprob),
+        "bytes": list(tokenizer.id_to_bytes(id)),
+    }
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, FLOOR)

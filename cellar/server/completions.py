@@ -1,0 +1,125 @@
+"""/v1/completions: continue texts or token ids."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from cellar.core.messages import CompletionOutput, RequestOutput
+from cellar.outputs import Delta
+from cellar.prompts import Prompt
+from cellar.server.choices import Table, completion_logprobs, plain_table, usage, usage_of
+from cellar.server.desk import Session, check_complete
+from cellar.server.errors import ApiError
+from cellar.server.requests import CompletionRequest
+from cellar.server.stream import event
+from cellar.text.tokenizer import Tokenizer
+
+
+class Completions:
+    """The answer to one CompletionRequest: its choices are those of prompt 0, then those of prompt 1, and so on."""
+
+    def __init__(
+        self, id: str, model: str, request: CompletionRequest, prompts: list[Prompt], tokenizer: Tokenizer | None
+    ) -> None:
+        self._head: dict[str, Any] = {
+            "id": id,
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._request = request
+        self._n = request.n or 1
+        self._prompts = prompts
+        self._tokenizer = tokenizer
+
+    async def whole(self, session: Session) -> dict[str, Any]:
+        """The body of the answer."""
+        async with session:
+            outputs = await session.whole()
+        choices = [self._choice(k, output, made) for k, output in enumerate(outputs) for made in output.outputs]
+        return {**self._head, "choices": choices, "usage": usage_of(outputs, self._request.scores_only)}
+
+    async def events(self, session: Session) -> AsyncGenerator[bytes, None]:
+        """The answer as server-sent events."""
+        request, done = self._request, list[RequestOutput]()
+        counts = [0] * len(session.prompts)
+        offsets: dict[tuple[int, int], int] = {}
+        async with session, aclosing(session.news()) as news:
+            async for k, one in news:
+                if isinstance(one, RequestOutput):
+                    check_complete(one)
+                    done.append(one)
+                    continue
+                first = (k, one.index) not in offsets
+                before = self._echo(k) if first and request.echo else ""
+                counts[k] += len(one.token_ids)
+                if request.scores_only and one.finish_reason is None:
+                    continue
+                choice = self._part(k, one, before, offsets.get((k, one.index), 0))
+                offsets[k, one.index] = offsets.get((k, one.index), 0) + len(choice["text"])
+                if first and request.return_token_ids:
+                    choice["prompt_token_ids"] = self._prompts[k].token_ids.tolist()
+                body = {**self._head, "choices": [choice]}
+                if request.continuous_usage:
+                    body["usage"] = usage(len(self._prompts[k].token_ids), counts[k])
+                elif request.include_usage:
+                    body["usage"] = None
+                yield event(body)
+        if request.include_usage:
+            yield event({**self._head, "choices": [], "usage": usage_of(done, request.scores_only)})
+
+    def _choice(self, k: int, output: RequestOutput, made: CompletionOutput) -> dict[str, Any]:
+        request = self._request
+        echo, text = (self._echo(k) if request.echo else ""), ("" if request.scores_only else made.text)
+        ids: list[int] = [] if request.scores_only else made.token_ids
+        tables: list[Table | None] = [] if request.scores_only else list(made.logprobs or ())
+        logprobs = None
+        if request.logprobs is not None:
+            if request.echo:
+                ids = [*(int(t) for t in output.prompt_token_ids), *ids]
+                tables = [*(output.prompt_logprobs or ()), *tables]
+            logprobs = completion_logprobs(ids, tables, request.logprobs, 0)
+            if request.echo and logprobs["tokens"] and self._tokenizer is not None:
+                logprobs["tokens"][0] = self._tokenizer.id_to_text(ids[0])
+        choice: dict[str, Any] = {
+            "index": k * self._n + made.index,
+            "text": echo + text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if request.scores_only else made.finish_reason,
+            "stop_reason": made.stop_reason,
+        }
+        if request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [plain_table(table) for table in output.prompt_logprobs or ()]
+        if request.return_token_ids:
+            choice["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
+            choice["token_ids"] = [] if request.scores_only else made.token_ids
+        return choice
+
+    def _part(self, k: int, delta: Delta, before: str, offset: int) -> dict[str, Any]:
+        request = self._request
+        text = before + ("" if request.scores_only else delta.text)
+        logprobs = None
+        if request.logprobs is not None:
+            logprobs = completion_logprobs(delta.token_ids, list(delta.logprobs or ()), request.logprobs, offset)
+        if delta.finish_reason == "error":
+            raise ApiError(500, f"the engine could not complete this request ({delta.stop_reason}).")
+        choice: dict[str, Any] = {
+            "index": k * self._n + delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": "length" if request.scores_only else delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = [] if request.scores_only else delta.token_ids
+        return choice
+
+    def _echo(self, k: int) -> str:
+        """A prompt's text; of a prompt that came as ids, the text they have."""
+        prompt = self._prompts[k]
+        if prompt.text is not None or self._tokenizer is None:
+            return prompt.text or ""
+        return self._tokenizer.decode(prompt.token_ids.tolist())

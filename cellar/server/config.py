@@ -1,0 +1,62 @@
+"""Options of the server, named as vLLM names them where it has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cellar.core.errors import ConfigError
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where to listen, and who may connect."""
+
+    host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
+    port: int = _option(8000, "Port to listen on; 0 takes a free one.")
+    served_model_name: str | None = _option(None, "Name of the model in the API; several with commas between.")
+    api_key: str | None = _option(None, "Key that clients must present; several with commas between.")
+    api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
+    allowed_origins: str | None = _option(None, "Web origins that may call the API, with commas between; * for any.")
+    disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")
+    tool_call_parser: str | None = _option(None, "How the model writes tool calls: hermes or llama3_json.")
+    log_level: str = _option("info", "critical, error, warning, info or debug.")
+    enable_log_requests: bool = _option(False, "Log id, sizes and parameters of each request; never its text.")
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port is {self.port}; it must be in [0, 65536).")
+        if self.tool_call_parser not in (None, "hermes", "llama3_json"):
+            raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use hermes or llama3_json.")
+        if self.log_level not in ("critical", "error", "warning", "info", "debug"):
+            raise ConfigError(
+                f"log_level {self.log_level!r} is not known; use critical, error, warning, info or debug."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitConfig:
+    """What one request may ask for, and how many may wait."""
+
+    max_prompt_len: int | None = _option(None, "Longest prompt, in tokens; default: what the context holds.")
+    max_queued_requests: int = _option(1024, "Most requests that may wait for their first token; more get a 503.")
+    max_queued_tokens: int = _option(4_000_000, "Most prompt tokens that may wait; more get a 503.")
+    max_body_bytes: int = _option(8 * 2**20, "Largest request body.")
+    max_grammar_bytes: int = _option(2**18, "Largest JSON schema, regular expression or grammar of a request.")
+    request_timeout: float | None = _option(None, "Seconds that a request may take; default: no limit.")
+    shutdown_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_grammar_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.max_prompt_len is not None and self.max_prompt_len < 1:
+            raise ConfigError(f"max_prompt_len is {self.max_prompt_len}; it must be at least 1.")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout is {self.request_timeout}; it must be positive.")
+        if self.shutdown_timeout < 0:
+            raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}; it must not be negative.")

@@ -1,0 +1,177 @@
+"""Desk: takes in the prompts of one HTTP request, and gives back their news. Limits and metrics are kept here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, cast
+
+from cellar.core.errors import RequestError
+from cellar.core.messages import RequestOutput
+from cellar.core.sampling import SamplingParams
+from cellar.outputs import Delta
+from cellar.prompts import Prompt
+from cellar.server.admission import Admission, Ticket
+from cellar.server.config import LimitConfig
+from cellar.server.errors import ApiError, refused, unavailable, whole_characters
+from cellar.server.host import EngineHost
+from cellar.server.metrics import Metrics, Timing
+from cellar.stream import AsyncLLM
+
+logger = logging.getLogger(__name__)
+
+News = Delta | RequestOutput
+
+LONG_TEXT = 4096
+"""Characters from which on a text is tokenized beside the event loop, not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One prompt on its way."""
+
+    news: AsyncIterator[News]
+    ticket: Ticket
+    timing: Timing
+    num_sequences: int
+
+
+class Session:
+    """The prompts of one HTTP request, running. Leave it (`async with`), and what still runs is dropped."""
+
+    def __init__(self, prompts: Sequence[Prompt], works: Sequence[_Work]) -> None:
+        self.prompts = prompts
+        self._works = works
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for work in self._works:
+            work.ticket.served()
+
+    async def news(self) -> AsyncGenerator[tuple[int, News], None]:
+        """What each step added to which prompt; each prompt's last one is its RequestOutput."""
+        if len(self._works) == 1:
+            async with aclosing(_watched(self._works[0])) as news:
+                async for one in news:
+                    yield 0, one
+            return
+        queue: asyncio.Queue[tuple[int, News | BaseException]] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(_pump(k, work, queue)) for k, work in enumerate(self._works)]
+        left = len(self._works)
+        while left:
+            k, one_or_error = await queue.get()
+            if isinstance(one_or_error, BaseException):
+                raise one_or_error
+            left -= isinstance(one_or_error, RequestOutput)
+            yield k, one_or_error
+
+    async def whole(self) -> list[RequestOutput]:
+        """The complete outputs, in the order of the prompts."""
+        done: dict[int, RequestOutput] = {}
+        async with aclosing(self.news()) as news:
+            async for k, one in news:
+                if isinstance(one, RequestOutput):
+                    check_complete(one)
+                    done[k] = one
+        return [done[k] for k in range(len(self._works))]
+
+
+class Desk:
+    """Starts sessions."""
+
+    def __init__(self, host: EngineHost, limits: LimitConfig, metrics: Metrics, log_requests: bool = False) -> None:
+        self._host = host
+        self._limits = limits
+        self._metrics = metrics
+        self._log_requests = log_requests
+        self.admission = Admission(limits)
+        self.metrics = metrics
+
+    def engine(self) -> AsyncLLM:
+        """The engine. Raises ApiError (503) while there is none."""
+        llm = self._host.llm
+        if llm is None:
+            raise unavailable("the engine is down and being started again; try again soon.", retry_after=5)
+        return llm
+
+    async def read(self, prompt: Any) -> Prompt:
+        """A prompt, checked. Raises RequestError, ApiError."""
+        llm = self.engine()
+        if isinstance(prompt, str):
+            whole_characters(prompt)
+        size = len(prompt) if isinstance(prompt, (str, list)) else 0
+        found = await asyncio.to_thread(llm.read, prompt) if size > LONG_TEXT else llm.read(prompt)
+        longest = self._limits.max_prompt_len
+        if longest is not None and len(found.token_ids) > longest:
+            raise refused(
+                f"the prompt has {len(found.token_ids)} tokens, but this server allows {longest}; shorten it.",
+                "prompt",
+                "context_length_exceeded",
+            )
+        return found
+
+    def open(self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Session:
+        """Start prompts, all or none. Raises RequestError if they are not allowed, ApiError if too many wait."""
+        llm = self.engine()
+        ids = [request_id if len(prompts) == 1 else f"{request_id}-{k}" for k in range(len(prompts))]
+        news = [llm.deltas(prompt, params, id, priority=priority) for id, prompt in zip(ids, prompts, strict=True)]
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        tickets = self.admission.enter(lengths)
+        timings = [self._metrics.arrived(length) for length in lengths]
+        if self._log_requests:
+            logger.info("request %s: prompt tokens %s, %r", request_id, lengths, without_text(params))
+        works = [_Work(*parts, params.n) for parts in zip(news, tickets, timings, strict=True)]
+        return Session(prompts, works)
+
+
+def check_complete(output: RequestOutput) -> None:
+    """Raise ApiError if the engine could not complete a request."""
+    for completion in output.outputs:
+        if completion.finish_reason == "error":
+            reason = completion.stop_reason or "its logits were not finite"
+            raise ApiError(500, f"the engine could not complete this request ({reason}).")
+
+
+def without_text(params: SamplingParams) -> SamplingParams:
+    """Parameters that may be logged: stop strings may quote the user."""
+    return params.clone(stop=None) if params.stop else params
+
+
+async def _watched(work: _Work) -> AsyncGenerator[News, None]:
+    """A prompt's news, counted."""
+    complete = False
+    try:
+        async with aclosing(cast(AsyncGenerator[News, None], work.news)) as news:
+            async for one in news:
+                if isinstance(one, Delta):
+                    work.ticket.served()
+                    work.timing.delta(one.index, len(one.token_ids))
+                else:
+                    work.timing.ended(one)
+                    complete = True
+                yield one
+    except RequestError:
+        complete = True  # it never began
+        raise
+    finally:
+        work.ticket.served()
+        if not complete:
+            work.timing.left(work.num_sequences)
+
+
+async def _pump(k: int, work: _Work, queue: asyncio.Queue[tuple[int, News | BaseException]]) -> None:
+    try:
+        async with aclosing(_watched(work)) as news:
+            async for one in news:
+                queue.put_nowait((k, one))
+    except Exception as error:
+        queue.put_nowait((k, error))

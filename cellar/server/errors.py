@@ -1,0 +1,141 @@
+"""Errors on the wire: OpenAI's error object, and which status each error of ours has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    422: "invalid_request_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success. `retry_after` is in seconds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        parameter: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.parameter = parameter
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, "server_error"),
+                "param": self.parameter,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """The error as a whole HTTP answer."""
+        headers: dict[str, str] = {}
+        if self.retry_after is not None:
+            headers["retry-after"] = str(self.retry_after)
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def refused(message: str, parameter: str | None = None, code: str | None = None) -> ApiError:
+    """The client must change its request."""
+    return ApiError(400, message, parameter, code)
+
+
+def unavailable(message: str, retry_after: int = 1) -> ApiError:
+    """The same request may succeed later."""
+    return ApiError(503, message, code="unavailable", retry_after=retry_after)
+
+
+def whole_characters(text: str) -> str:
+    """The text itself. Raises ApiError for half a surrogate pair: JSON allows it, no tokenizer takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise refused("a text holds half of a surrogate pair, which is no character; send valid Unicode.") from None
+    return text
+
+
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
+    """Any error as one for the client. `names` maps fields of ours to those of the API."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        parameter = error.parameter
+        return refused(str(error), (names or {}).get(parameter, parameter) if parameter else None)
+    if isinstance(error, CapacityError):
+        return refused(str(error))
+    if isinstance(error, RecursionError):
+        return refused("the request is nested too deeply; flatten it.")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than this server allows; ask for fewer tokens.", code="timeout")
+    if isinstance(error, CellarError) and not isinstance(error, IntegrityError):
+        return unavailable(f"the engine is not available ({error}); try again.", retry_after=5)
+    logger.error("a request failed by a defect", exc_info=error)
+    return ApiError(500, "the server failed on this request by a defect of its own; its log says more.")
+
+
+def install(app: FastAPI) -> None:
+    """Have every error of the app answered with OpenAI's error object."""
+
+    async def ours(_: Request, error: Exception) -> Response:
+        return as_api_error(error).response()
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _invalid(error).response()
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return ApiError(error.status_code, f"{error.detail}.".replace("..", ".")).response()
+
+    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(CellarError, ours)
+    app.add_exception_handler(TimeoutError, ours)
+    app.add_exception_handler(RecursionError, ours)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, ours)
+
+
+def _invalid(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body. What the client sent is not repeated: it may be private."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    message = str(first["msg"])
+    if first["type"] == "json_invalid":
+        return refused(f"the body is no valid JSON ({first.get('ctx', {}).get('error', message)}).")
+    if not place:
+        return refused(f"the body must be a JSON object sent as application/json ({message}).")
+    return refused(f"{place[0]} is not as it should be: {message[0].lower()}{message[1:]}.", place[0])

@@ -1,0 +1,79 @@
+"""Fields of requests that change no token: accepted at the values listed here, and refused at any other.
+
+A field that stands neither here nor in the request's model is refused by its name, so that nobody believes in an
+option that does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cellar.server.errors import ApiError, refused
+
+Accepts = Callable[[Any], bool]
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _one_of(*values: Any) -> Accepts:
+    return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+_NONE = _one_of(None)
+
+COMMON: Mapping[str, tuple[Accepts, str]] = {
+    # who asks, and for what: for the operator's books
+    "user": (_text, "a string"),
+    "safety_identifier": (_text, "a string"),
+    "metadata": (lambda value: isinstance(value, dict), "an object"),
+    "service_tier": (_one_of("auto", "default"), "auto or default"),
+    # names the conversation, as the header X-Session-ID does: a hint for the cache
+    "prompt_cache_key": (_text, "a string"),
+    "prompt_cache_retention": (_text, "a string"),
+    # what vLLM knows and this engine does not do
+    "use_beam_search": (_one_of(False), "false"),
+    "length_penalty": (_one_of(1, 1.0), "1"),
+    "spaces_between_special_tokens": (_one_of(True), "true"),
+    "truncate_prompt_tokens": (_NONE, "null"),
+    "allowed_token_ids": (_NONE, "null"),
+    "bad_words": (_one_of([]), "an empty list"),
+}
+
+COMPLETION: Mapping[str, tuple[Accepts, str]] = {
+    **COMMON,
+    "suffix": (_one_of(""), "null: the model cannot fill in the middle"),
+}
+
+CHAT: Mapping[str, tuple[Accepts, str]] = {
+    **COMMON,
+    "store": (_one_of(False), "false: nothing is stored"),
+    "modalities": (_one_of(["text"]), '["text"]'),
+    "verbosity": (_one_of("medium"), "medium"),
+    "echo": (_one_of(False), "false"),
+    "continue_final_message": (_one_of(False), "false"),
+    "functions": (_one_of([]), "null: use tools"),
+    "function_call": (_NONE, "null: use tool_choice"),
+    "documents": (_NONE, "null"),
+}
+
+
+def check_extra(extra: Mapping[str, Any], neutral: Mapping[str, tuple[Accepts, str]]) -> None:
+    """Refuse fields beyond the model's own, unless they are neutral. Raises ApiError with the field's name."""
+    for name, value in extra.items():
+        if name not in neutral:
+            raise unknown(name)
+        accepts, allowed = neutral[name]
+        if value is not None and not accepts(value):
+            raise refused(f"{name} has no effect here and must be {allowed}; leave it out.", name)
+
+
+def unknown(name: str) -> ApiError:
+    """A field that nobody reads."""
+    return refused(f"{name[:64]} is not a parameter of this server; leave it out.", name[:64], "unknown_parameter")

@@ -1,0 +1,122 @@
+"""What stands before the routes: API keys, the size of bodies, and the count of answers. Plain ASGI, so that a
+client that hangs up is seen at once."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cellar.core.errors import ConfigError
+from cellar.server.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/ping"})
+"""What probes and scrapers ask for; it tells nothing of anybody's requests."""
+
+
+def read_keys(option: str | None, file: str | None) -> tuple[str, ...]:
+    """Keys of the option and the file. Raises ConfigError."""
+    keys = [key.strip() for key in (option or "").split(",")]
+    if file is not None:
+        try:
+            lines = Path(file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"api_key_file cannot be read ({error}); give a text file, one key a line.") from error
+        keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
+    found = tuple(key for key in keys if key)
+    if not found and (option is not None or file is not None):
+        raise ConfigError("api_key or api_key_file is given, but holds no key; a server without keys needs neither.")
+    return found
+
+
+class ApiKeys:
+    """Lets through who presents one of the keys as a bearer token. Every key is compared, in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 401."""
+        public = scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS
+        if public or scope.get("method") == "OPTIONS" or self._known(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401, "there is no valid API key; send one as Authorization: Bearer KEY.", code="invalid_api_key"
+        )
+        await error.response()(scope, receive, send)
+
+    def _known(self, scope: Scope) -> bool:
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        kind, _, key = header.partition(b" ")
+        given = _digest(key.strip())
+        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return kind.lower() == b"bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses bodies of more than `max_bytes` with 413: by their length if they say it, else while they come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, counting."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > self._max_bytes:
+            await self._refuse(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self._max_bytes:
+                raise HTTPException(413, self._message())  # the framework lets only its own errors through here
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _message(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes; send less."
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = ApiError(413, self._message()).response()
+        response.headers["connection"] = "close"
+        await response(scope, receive, send)
+
+
+class AnswerCount:
+    """Counts answers by route and status."""
+
+    def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
+        self._app = app
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and see the status go by."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def seen(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                self._count(getattr(route, "path", "other"), message["status"])
+            await send(message)
+
+        await self._app(scope, receive, seen)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,71 @@
+"""Where the engine lives. The server asks for it anew for every request: it may have been started again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from cellar.core.messages import SchedulerStats
+from cellar.front import Opened
+from cellar.stream import AsyncLLM
+from cellar.text.chat import ChatTemplate
+from cellar.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What does not change while the server runs. Without a tokenizer there are token ids only."""
+
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    has_priorities: bool
+    tokenizer: Tokenizer | None
+    templates: ChatTemplate | None
+
+    @classmethod
+    def of(cls, opened: Opened, names: tuple[str, ...]) -> ServedModel:
+        """The model of an open front."""
+        return cls(
+            names,
+            opened.front.reader.max_model_len,
+            opened.spec.vocab_size,
+            opened.config.schedule.scheduling_policy == "priority",
+            opened.front.tokenizer,
+            opened.front.templates,
+        )
+
+
+class EngineHost(Protocol):
+    """Keeps an engine."""
+
+    @property
+    def llm(self) -> AsyncLLM | None:
+        """The engine, if it runs now."""
+
+    def stats(self) -> SchedulerStats | None:
+        """Its snapshot; None while it does not run."""
+
+    async def close(self) -> None:
+        """Stop it and free its memory."""
+
+
+class SameProcess:
+    """The engine in a thread of this process; if it fails it stays down."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+
+    @property
+    def llm(self) -> AsyncLLM | None:
+        """The engine, unless its loop has ended."""
+        return self._llm if self._llm.running else None
+
+    def stats(self) -> SchedulerStats | None:
+        """A snapshot; may be a step old."""
+        return self._llm.stats() if self._llm.running else None
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await asyncio.to_thread(self._llm.close)

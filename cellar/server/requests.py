@@ -1,0 +1,230 @@
+"""Bodies of requests: the fields that have an effect, and the SamplingParams they mean.
+
+Types are strict, as OpenAI's are: "1" is no number. Ranges are checked where SamplingParams checks them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
+from cellar.server.errors import refused
+from cellar.server.fields import CHAT, COMPLETION, Accepts, check_extra, unknown
+
+MAX_N = 128
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+_SHARED = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "prompt_logprobs"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos", "skip_special_tokens"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output"),
+)
+"""Fields that SamplingParams has under the same name."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+class StreamOptions(_Body):
+    """What a stream says besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class _Sampling(_Body):
+    """Fields that completions and chats share. None is as good as absent."""
+
+    neutral: ClassVar[Mapping[str, tuple[Accepts, str]]] = {}
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Refuse fields that nobody reads, and combinations without a meaning. Raises ApiError."""
+        check_extra(self.model_extra or {}, self.neutral)
+        if self.stream_options is not None:
+            if not self.stream:
+                raise refused("stream_options is for streams; set stream to true or leave it out.", "stream_options")
+            for name in self.stream_options.model_extra or {}:
+                raise unknown(f"stream_options.{name}")
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
+
+    def shared_params(self) -> dict[str, Any]:
+        """Arguments of SamplingParams, without those that are absent."""
+        values: dict[str, Any] = {name: getattr(self, name) for name in _SHARED}
+        values["logit_bias"] = None if self.logit_bias is None else _bias(self.logit_bias)
+        return {name: value for name, value in values.items() if value is not None}
+
+    def structured(self) -> StructuredOutputsParams | None:
+        """What the output must be, by `response_format` or `structured_outputs`. Raises RequestError, ApiError."""
+        wanted = self.structured_outputs
+        from_format = None if self.response_format is None else _format(self.response_format)
+        if wanted is None:
+            return from_format
+        if from_format is not None:
+            raise refused("response_format and structured_outputs cannot both be given.", "structured_outputs")
+        for name in wanted:
+            if name not in ("json", "regex", "choice", "grammar", "json_object"):
+                raise unknown(f"structured_outputs.{name}")
+        return StructuredOutputsParams(**wanted)
+
+    @property
+    def include_usage(self) -> bool:
+        """True if the stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """True if each chunk has its usage so far."""
+        return (
+            self.include_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        )
+
+
+class CompletionRequest(_Sampling):
+    """Body of /v1/completions."""
+
+    neutral = COMPLETION
+
+    prompt: Annotated[str | list[str] | list[Token] | list[list[Token]], Field(description="Text or token ids.")]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def params(self, structured: StructuredOutputsParams | None = None) -> SamplingParams:
+        """How to sample. Raises RequestError or ApiError."""
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        if max_tokens == 0 and not self.echo:
+            raise refused("max_tokens is 0, which only makes sense with echo; ask for at least 1.", "max_tokens")
+        shared = self.shared_params()
+        if self.echo and self.logprobs is not None:
+            if self.stream:
+                raise refused("the log-probabilities of an echoed prompt cannot be streamed.", "stream")
+            shared.setdefault("prompt_logprobs", self.logprobs)
+        return SamplingParams(
+            **shared, max_tokens=max_tokens or 1, logprobs=self.logprobs, structured_outputs=structured
+        )
+
+    @property
+    def scores_only(self) -> bool:
+        """True if nothing is to be generated: the echoed prompt is all."""
+        return self.max_tokens == 0
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt by itself."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise refused("prompt is an empty list; give at least one prompt.", "prompt")
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+
+class ChatRequest(_Sampling):
+    """Body of /v1/chat/completions."""
+
+    neutral = CHAT
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    def params(self, structured: StructuredOutputsParams | None = None) -> SamplingParams:
+        """How to sample. Raises RequestError or ApiError."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise refused("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return SamplingParams(
+            **self.shared_params(), max_tokens=limit, logprobs=logprobs, structured_outputs=structured
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Fields of SamplingParams that have another name here."""
+        return {"logprobs": "top_logprobs"} | (
+            {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {}
+        )
+
+
+class TokenizeRequest(_Body):
+    """Body of /tokenize: a text, or messages as the model would see them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class DetokenizeRequest(_Body):
+    """Body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[Token]
+
+
+def _format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
+    match given:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutputsParams(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+            return StructuredOutputsParams(json=schema)
+    raise refused(
+        'response_format must be {"type": "text"}, {"type": "json_object"} or '
+        '{"type": "json_schema", "json_schema": {"name": ..., "schema": {...}}}.',
+        "response_format",
+    )
+
+
+def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise refused("logit_bias has a key that is no token id; use decimal numbers.", "logit_bias") from None

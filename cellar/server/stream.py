@@ -1,0 +1,98 @@
+"""Answers that end when the client goes: server-sent events, and waiting for a whole answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cellar.server.errors import as_api_error
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def event(body: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+
+
+async def until_gone(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client hangs up. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_gone(request.receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events. The head is sent with the first event: what fails before it has a status of its own.
+
+    An error after that is an event with OpenAI's error object. `deadline` is in seconds from now.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], names: Mapping[str, str] | None = None, deadline: float | None = None
+    ) -> None:
+        super().__init__(
+            media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}
+        )
+        del self.headers["content-length"]
+        self._events = events
+        self._names = names
+        self._deadline = deadline
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send events until they end or the client goes."""
+        writing = asyncio.ensure_future(self._write(scope, receive, send))
+        gone = asyncio.create_task(_gone(receive))
+        try:
+            await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            gone.cancel()
+            writing.cancel()
+            await asyncio.gather(writing, gone, return_exceptions=True)
+
+    async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+        try:
+            async with asyncio.timeout(self._deadline), aclosing(self._events) as events:
+                async for data in events:
+                    if not begun:
+                        begun = True
+                        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                        await send(head)
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except Exception as error:
+            failure = as_api_error(error, self._names)
+            if not begun:
+                await failure.response()(scope, receive, send)
+                return
+            await send({"type": "http.response.body", "body": event(failure.body), "more_body": True})
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,145 @@
+"""Tools of a chat request: what the answer must be, and how its calls are told."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from cellar.core.sampling import StructuredOutputsParams
+from cellar.server.errors import refused
+from cellar.server.requests import ChatRequest
+from cellar.text.tools import PARSERS, Parsed, ToolCall, ToolParser, functions, required_calls, required_schema
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How one request uses tools. `forced` is the function that must be called, `required` says that some must be.
+
+    `structured` is what the output must be for that. `single` allows one call at most.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+    parser: str | None = None
+    forced: str | None = None
+    required: bool = False
+    single: bool = False
+    structured: StructuredOutputsParams | None = None
+
+    def reader(self) -> ToolParser:
+        """Reads one answer."""
+        if self.forced is not None:
+            return _Forced(self.forced)
+        if self.required:
+            return _Required()
+        return PARSERS[self.parser]() if self.parser is not None else _Plain()
+
+    @property
+    def active(self) -> bool:
+        """True if the answer may hold calls."""
+        return self.forced is not None or self.required or self.parser is not None
+
+
+def tool_use(request: ChatRequest, parser: str | None) -> ToolUse:
+    """What a request asks for. `parser` is the server's for tool_choice auto. Raises ApiError."""
+    tools, choice = request.tools or None, request.tool_choice
+    single = request.parallel_tool_calls is False
+    if tools is None:
+        if choice not in (None, "none", "auto"):
+            raise refused("tool_choice names a tool, but there are no tools; give some.", "tool_choice")
+        return ToolUse()
+    try:
+        known = functions(tools)
+    except ValueError as error:
+        raise refused(f"tools are not as they should be: {error}.", "tools") from error
+    if choice == "none":
+        return ToolUse(tools)
+    if choice == "required":
+        schema = StructuredOutputsParams(json=required_schema(tools, not single))
+        return ToolUse(tools, required=True, structured=schema)
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if choice.get("type") == "function" and isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in known:
+            raise refused("tool_choice must name one of the tools as a function.", "tool_choice")
+        return ToolUse(tools, forced=name, structured=StructuredOutputsParams(json=known[name]))
+    if parser is None:
+        raise refused(
+            "tools with tool_choice auto need a server started with --tool-call-parser; "
+            "name a function, or set tool_choice to required or none.",
+            "tools",
+        )
+    return ToolUse(tools, parser, single=single)
+
+
+class Calls:
+    """The calls of one choice, as deltas and as a whole."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._use = use
+        self._reader = use.reader()
+        self.calls: list[dict[str, Any]] = []
+
+    def push(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """-> content, and entries of a delta's tool_calls."""
+        return self._told(self._reader.push(text))
+
+    def flush(self) -> tuple[str, list[dict[str, Any]]]:
+        """The rest of both."""
+        return self._told(self._reader.flush())
+
+    def _told(self, parsed: Parsed) -> tuple[str, list[dict[str, Any]]]:
+        entries: list[dict[str, Any]] = []
+        for call in parsed.calls:
+            if isinstance(self._reader, _Forced) and self.calls:
+                self.calls[0]["function"]["arguments"] += call.arguments
+                entries.append({"index": 0, "function": {"arguments": call.arguments}})
+                continue
+            if self._use.single and self.calls:
+                continue
+            entry: dict[str, Any] = {
+                "id": f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            entries.append({"index": len(self.calls), **entry, "function": entry["function"].copy()})
+            self.calls.append(entry)
+        return parsed.content, entries
+
+
+class _Plain:
+    """No calls."""
+
+    def push(self, text: str) -> Parsed:
+        return Parsed(text)
+
+    def flush(self) -> Parsed:
+        return Parsed()
+
+
+class _Forced:
+    """All text is the arguments of one function, told as they come."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def push(self, text: str) -> Parsed:
+        return Parsed(calls=[ToolCall(self._name, text)]) if text else Parsed()
+
+    def flush(self) -> Parsed:
+        return Parsed()
+
+
+class _Required:
+    """All text is a list of calls, told at its end."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def push(self, text: str) -> Parsed:
+        self._text += text
+        return Parsed()
+
+    def flush(self) -> Parsed:
+        calls = required_calls(self._text)
+        return Parsed(self._text) if calls is None else Parsed(calls=calls)

@@ -1,0 +1,309 @@
+"""Every endpoint, driven by the official client and by plain HTTP, over a device whose tokens are known."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.served import TEXT, VOCAB, Served, plain, serve
+
+MESSAGES: Any = [{"role": "user", "content": "Hi"}]
+PROMPT = "Once upon a time"
+IDS = TEXT.encode(PROMPT)
+CHAT_IDS = TEXT.encode("[user] Hi\n[assistant]", add_special_tokens=False)
+EXTRA = {"ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serve() as found:
+        yield found
+        found.settle()
+
+
+def test_a_completion(served: Served) -> None:
+    made = served.client().completions.create(
+        model="fake", prompt=PROMPT, max_tokens=8, temperature=0, extra_body=EXTRA
+    )
+    assert made.object == "text_completion"
+    assert made.id.startswith("cmpl-")
+    assert made.choices[0].text == TEXT.decode(plain(IDS, 8))
+    assert made.choices[0].finish_reason == "length"
+    assert made.usage is not None
+    assert (made.usage.prompt_tokens, made.usage.completion_tokens) == (len(IDS), 8)
+
+
+@pytest.mark.parametrize("prompt", [[PROMPT, "Once"], [IDS, TEXT.encode("Once")]], ids=["texts", "ids"])
+def test_lists_of_prompts_and_n(served: Served, prompt: Any) -> None:
+    made = served.client().completions.create(model="alias", prompt=prompt, max_tokens=4, n=2, extra_body=EXTRA)
+    assert made.model == "alias"
+    assert [choice.index for choice in made.choices] == [0, 1, 2, 3]
+    expected = [TEXT.decode(plain(ids, 4)) for ids in (IDS, TEXT.encode("Once")) for _ in range(2)]
+    assert [choice.text for choice in made.choices] == expected
+
+
+def test_token_ids_in_and_out(served: Served) -> None:
+    body = {**EXTRA, "return_token_ids": True}
+    made = served.client().completions.create(model="fake", prompt=IDS, max_tokens=5, extra_body=body)
+    extra = made.choices[0].model_extra
+    assert extra is not None
+    assert extra["token_ids"] == plain(IDS, 5)
+    assert extra["prompt_token_ids"] == IDS
+
+
+def test_a_streamed_completion_and_its_usage(served: Served) -> None:
+    stream = served.client().completions.create(
+        model="fake",
+        prompt=[IDS, TEXT.encode("Once")],
+        max_tokens=6,
+        stream=True,
+        extra_body=EXTRA,
+        stream_options={"include_usage": True},
+    )
+    texts, reasons, usage = ["", ""], {}, None
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    assert texts == [TEXT.decode(plain(ids, 6)) for ids in (IDS, TEXT.encode("Once"))]
+    assert reasons == {0: "length", 1: "length"}
+    assert usage is not None
+    assert usage.completion_tokens == 12
+
+
+def test_echo_and_scores(served: Served) -> None:
+    client = served.client()
+    made = client.completions.create(model="fake", prompt=PROMPT, max_tokens=3, echo=True, extra_body=EXTRA)
+    assert made.choices[0].text == PROMPT + TEXT.decode(plain(IDS, 3))
+    scored = client.completions.create(model="fake", prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    assert scored.choices[0].text == PROMPT
+    logprobs = scored.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert "".join(logprobs.tokens) == PROMPT
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx([-(t + 1) / VOCAB for t in IDS[1:]])
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    chunks = list(
+        client.completions.create(model="fake", prompt=PROMPT, max_tokens=3, echo=True, stream=True, extra_body=EXTRA)
+    )
+    assert "".join(c.choices[0].text for c in chunks) == made.choices[0].text
+
+
+def test_completion_logprobs(served: Served) -> None:
+    made = served.client().completions.create(model="fake", prompt=IDS, max_tokens=4, logprobs=1, extra_body=EXTRA)
+    logprobs = made.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == pytest.approx([-(t + 1) / VOCAB for t in plain(IDS, 4)])
+    assert logprobs.text_offset is not None
+    assert logprobs.text_offset[0] == 0
+    assert logprobs.top_logprobs is not None
+    assert len(logprobs.top_logprobs) == 4
+
+
+def test_a_chat(served: Served) -> None:
+    made = served.client().chat.completions.create(
+        model="fake", messages=MESSAGES, max_completion_tokens=8, logprobs=True, top_logprobs=1, extra_body=EXTRA
+    )
+    assert made.object == "chat.completion"
+    message = made.choices[0].message
+    assert (message.role, message.content) == ("assistant", TEXT.decode(plain(CHAT_IDS, 8)))
+    assert made.choices[0].logprobs is not None
+    content = made.choices[0].logprobs.content
+    assert content is not None
+    assert [bytes(c.bytes or []) for c in content] == [TEXT.id_to_bytes(t) for t in plain(CHAT_IDS, 8)]
+    assert all(len(c.top_logprobs) == 1 for c in content)
+    assert made.usage is not None
+    assert made.usage.prompt_tokens == len(CHAT_IDS)
+    assert made.usage.prompt_tokens_details is not None
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_streamed_chat(served: Served, usage: bool) -> None:
+    options: Any = {"stream_options": {"include_usage": True}} if usage else {}
+    chunks = list(
+        served.client().chat.completions.create(
+            model="fake", messages=MESSAGES, max_tokens=8, n=2, stream=True, extra_body=EXTRA, **options
+        )
+    )
+    assert len({chunk.id for chunk in chunks}) == 1
+    roles = [c.choices[0].delta.role for c in chunks if c.choices and c.choices[0].delta.role]
+    assert roles == ["assistant", "assistant"]
+    for index in (0, 1):
+        mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+        assert "".join(c.delta.content or "" for c in mine) == TEXT.decode(plain(CHAT_IDS, 8))
+        assert [c.finish_reason for c in mine if c.finish_reason] == ["length"]
+    assert (chunks[-1].usage is not None) == usage
+    if usage:
+        assert chunks[-1].choices == []
+        assert chunks[-1].usage.completion_tokens == 16
+
+
+def test_the_async_client(served: Served) -> None:
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+        async def one(k: int) -> None:
+            prompt = [k + 3, 5, 7]
+            stream = await client.completions.create(
+                model="fake", prompt=prompt, max_tokens=10, stream=True, extra_body=EXTRA
+            )
+            text = "".join([chunk.choices[0].text async for chunk in stream])
+            assert text == TEXT.decode(plain(prompt, 10))
+
+        await asyncio.gather(*(one(k) for k in range(24)))
+        chat = await client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=4, extra_body=EXTRA)
+        assert chat.choices[0].message.content == TEXT.decode(plain(CHAT_IDS, 4))
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_stop_strings_and_ids(served: Served) -> None:
+    tokens = plain(IDS, 30)
+    text = TEXT.decode(tokens)
+    stop = text[10:14]
+    client = served.client()
+    made = client.completions.create(model="fake", prompt=PROMPT, max_tokens=30, stop=stop, extra_body=EXTRA)
+    assert made.choices[0].text == text[: text.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+    body = {**EXTRA, "stop_token_ids": [tokens[4]]}
+    made = client.completions.create(model="fake", prompt=PROMPT, max_tokens=30, extra_body=body)
+    assert made.choices[0].model_extra is not None
+    assert made.choices[0].model_extra["stop_reason"] == tokens[4]
+
+
+def test_models_and_text(served: Served) -> None:
+    client = served.client()
+    assert [model.id for model in client.models.list()] == ["fake", "alias"]
+    assert client.models.retrieve("alias").id == "alias"
+    with served.http() as http:
+        found = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
+        assert found["tokens"] == IDS
+        assert found["count"] == len(IDS)
+        assert len(found["token_strs"]) == len(IDS)
+        assert http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == CHAT_IDS
+        assert http.post("/detokenize", json={"tokens": IDS}).json() == {"prompt": PROMPT}
+        long = "word " * 3000
+        assert http.post("/tokenize", json={"prompt": long}).json()["tokens"] == TEXT.encode(long)
+
+
+def test_health_and_version(served: Served) -> None:
+    with served.http() as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/health_generate").status_code == 200
+        assert http.get("/version").json()["version"]
+        assert http.get("/nothing").json()["error"]["type"] == "not_found_error"
+
+
+def test_neutral_fields_are_accepted(served: Served) -> None:
+    body = {
+        **EXTRA,
+        "user": "me",
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "store": False,
+        "prompt_cache_key": "k",
+        "modalities": ["text"],
+        "safety_identifier": "x",
+        "seed": None,
+    }
+    made = served.client().chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, extra_body=body)
+    assert made.choices[0].message.content == TEXT.decode(plain(CHAT_IDS, 2))
+
+
+BAD: list[tuple[str, dict[str, Any], str]] = [
+    ("completions", {"best_of": 2}, "best_of"),
+    ("completions", {"suffix": "end"}, "suffix"),
+    ("completions", {"nonsense": None}, "nonsense"),
+    ("completions", {"temperature": -1}, "temperature"),
+    ("completions", {"temperature": "hot"}, "temperature"),
+    ("completions", {"top_p": 0}, "top_p"),
+    ("completions", {"n": 0}, "n"),
+    ("completions", {"n": 10**9}, "n"),
+    ("completions", {"n": True}, "n"),
+    ("completions", {"max_tokens": 0}, "max_tokens"),
+    ("completions", {"max_tokens": -5}, "max_tokens"),
+    ("completions", {"logprobs": 1000}, "logprobs"),
+    ("completions", {"logit_bias": {"a": 1}}, "logit_bias"),
+    ("completions", {"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
+    ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": [[]]}, "prompt"),
+    ("completions", {"prompt": ""}, "prompt"),
+    ("completions", {"prompt": [VOCAB]}, "prompt"),
+    ("completions", {"prompt": {"a": 1}}, "prompt"),
+    ("completions", {"prompt": [1] * 300}, "prompt"),
+    ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+    ("completions", {"priority": 3}, "priority"),
+    ("completions", {"request_id": "a b"}, "request_id"),
+    ("chat/completions", {"store": True}, "store"),
+    ("chat/completions", {"functions": [{}]}, "functions"),
+    ("chat/completions", {"audio": {}}, "audio"),
+    ("chat/completions", {"messages": []}, "messages"),
+    ("chat/completions", {"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
+    ("chat/completions", {"messages": [{"role": "user", "content": "x " * 400}]}, "messages"),
+    ("chat/completions", {"top_logprobs": 2}, "top_logprobs"),
+    ("chat/completions", {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+    ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+    ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"), BAD, ids=[f"{p}-{next(iter(c))}-{i}" for i, (p, c, _) in enumerate(BAD)]
+)
+def test_what_is_not_allowed_names_its_parameter(served: Served, path: str, change: dict[str, Any], param: str) -> None:
+    base: dict[str, Any] = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+    with served.http() as http:
+        answer = http.post(f"/v1/{path}", json={"model": "fake", **base, **change})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].endswith(".")
+
+
+def test_another_model_is_404(served: Served) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        served.client().completions.create(model="gpt-4", prompt="x")
+    assert caught.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe{}", b'{"prompt": "\xff"}', b"[" * 100_000, b'{"prompt": "\\ud800"}'],
+    ids=["empty", "cut", "list", "text", "bom", "utf8", "deep", "surrogate"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_malformed_bodies(served: Served, path: str, body: bytes) -> None:
+    with served.http() as http:
+        answer = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        assert "error" in answer.json()
+        deep: Any = []
+        for _ in range(400):
+            deep = [deep]
+        for content in ("\ud800", deep):
+            sent = json.dumps({"messages": [{"role": "user", "content": content}]})
+            answer = http.post(
+                "/v1/chat/completions", content=sent.encode(), headers={"content-type": "application/json"}
+            )
+            assert answer.status_code == 400, answer.text
+
+
+def test_session_ids_are_accepted(served: Served) -> None:
+    client = served.client()
+    headers = {"X-Session-ID": "s", "X-Request-Id": "r-1"}
+    made = client.completions.create(model="fake", prompt=IDS, max_tokens=2, extra_headers=headers)
+    assert made.id.startswith("cmpl-r-1-")
+    named = client.completions.create(model="fake", prompt=IDS, max_tokens=2, extra_body={"request_id": "mine"})
+    assert named.id == "cmpl-mine"

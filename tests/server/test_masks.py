@@ -1,0 +1,124 @@
+"""Structured output through scheduler, masker and device: run-ahead, suspensions, aborts, late grammars."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import threading
+from typing import Any
+
+import pytest
+
+from cellar import AsyncLLM, SamplingParams
+from cellar.core.messages import RequestOutput
+from cellar.core.sampling import StructuredOutputsParams
+from cellar.runtime.fake import FakeRuntime
+from cellar.text.grammar import GrammarCompiler
+from cellar.text.masker import Masker
+from tests.fake_front import open_fake
+from tests.server.served import TEXT, VOCAB, plain
+
+
+def opened_with_masks(masker: Masker | None = None, **fake: Any) -> tuple[AsyncLLM, Any, FakeRuntime]:
+    opened, runtime = open_fake(**fake)
+    opened.front.engine.masker = masker or Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
+    return AsyncLLM.over(opened), opened.front.engine, runtime
+
+
+async def last(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> RequestOutput:
+    outputs = [output async for output in llm.generate(prompt, params)]
+    return outputs[-1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_suspended_rows_go_on_where_their_grammar_stood(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def run() -> None:
+        llm, engine, _ = opened_with_masks(num_slots=20, num_rows=6, delay=lambda step: rng.choice([0, 0, 1, 2]))
+
+        async def one(k: int) -> None:
+            prompt = [k + 3] * rng.randrange(1, 40)
+            count = rng.randrange(20, 60)
+            if k % 3 == 0:
+                params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+                assert (await last(llm, prompt, params)).outputs[0].token_ids == plain(prompt, count)
+                return
+            wanted = StructuredOutputsParams(regex=f"([a-z]{{{count}}}|[0-9]{{{count}}})")
+            stop = {"stop": "q"} if k % 3 == 2 else {}
+            params = SamplingParams(
+                temperature=0,
+                max_tokens=150,
+                n=1 + k % 2,
+                structured_outputs=wanted,
+                logprobs=1 if k % 5 == 0 else None,
+                prompt_logprobs=1 if k % 7 == 0 else None,
+                **stop,
+            )
+            for made in (await last(llm, prompt, params)).outputs:
+                assert made.finish_reason == "stop"
+                if made.stop_reason == "q":
+                    assert re.fullmatch("[a-z]*", made.text)
+                else:
+                    assert re.fullmatch(f"[a-z]{{{count}}}|[0-9]{{{count}}}", made.text), made
+
+        await asyncio.gather(*(one(k) for k in range(40)))
+        assert engine.stats().preemptions > 0
+        while engine.has_work():
+            await asyncio.sleep(0.005)
+        engine.scheduler.check_integrity()
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(run())
+
+
+def test_a_request_dropped_while_its_grammar_compiles_never_starts() -> None:
+    go = threading.Event()
+
+    class Slow(GrammarCompiler):
+        def compile(self, wanted: StructuredOutputsParams) -> Any:
+            go.wait(60)
+            return super().compile(wanted)
+
+    async def run() -> None:
+        llm, engine, runtime = opened_with_masks(Masker(Slow(TEXT, VOCAB, (2,))))
+        params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a{9}"), max_tokens=20)
+        dropped = asyncio.create_task(last(llm, [5], params))
+        kept = asyncio.create_task(last(llm, [6], params))
+        # Others go on meanwhile.
+        beside = await last(llm, [7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
+        assert beside.outputs[0].token_ids == plain([7], 9)
+        assert engine.has_work()
+        dropped.cancel()
+        await asyncio.sleep(0.05)
+        go.set()
+        assert (await kept).outputs[0].text == "a" * 9
+        while engine.has_work():
+            await asyncio.sleep(0.005)
+        assert engine.stats().prompt_tokens == 2
+        assert runtime.in_flight == 0
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(run())
+
+
+def test_a_failed_step_and_a_grammar_that_does_not_compile_end_their_requests_only() -> None:
+    async def run() -> None:
+        llm, engine, _ = opened_with_masks(nan=lambda step, row: row == 0 and step == 4)
+        wanted = StructuredOutputsParams(regex="[ab]{30}")
+        params = SamplingParams(temperature=0, structured_outputs=wanted, max_tokens=60)
+        bad = params.clone(structured_outputs=StructuredOutputsParams(grammar="start: x"))
+        found = await asyncio.gather(*(last(llm, [k], params) for k in (4, 5, 6)), last(llm, [7], bad))
+        reasons = [output.outputs[0].finish_reason for output in found]
+        assert sorted(map(str, reasons)) == ["error", "error", "stop", "stop"]
+        assert reasons[3] == "error"
+        assert "cannot be enforced" in str(found[3].outputs[0].stop_reason)
+        for output in found[:3]:
+            made = output.outputs[0]
+            assert made.finish_reason == "error" or re.fullmatch("[ab]{30}", made.text)
+        while engine.has_work():
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(run())

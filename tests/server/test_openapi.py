@@ -1,0 +1,60 @@
+"""schemathesis over the served OpenAPI document: no answer is a 500, whatever is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+
+from tests.server.served import serve
+
+PATHS = {
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/models/{model}",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/health_generate",
+    "/version",
+    "/metrics",
+}
+
+
+def fuzz(examples: int) -> None:
+    with serve(max_model_len=512, num_slots=512) as served:
+        with served.http() as http:
+            document: dict[str, Any] = http.get("/openapi.json").json()
+        assert set(document["paths"]) == PATHS
+        schema = schemathesis.openapi.from_dict(document)
+        seen: dict[str, set[int]] = {}
+        for operation in schema.get_all_operations():
+            found = operation.ok()
+
+            @settings(
+                max_examples=examples,
+                deadline=None,
+                database=None,
+                phases=[Phase.explicit, Phase.generate],
+                suppress_health_check=list(HealthCheck),
+            )
+            def once(case: Any) -> None:
+                answer = case.call(base_url=served.url, timeout=30)
+                seen.setdefault(case.path, set()).add(answer.status_code)
+                assert answer.status_code < 500, answer.text
+
+            given(case=found.as_strategy())(once)()
+        assert seen.keys() == PATHS
+        served.settle()
+
+
+def test_no_500_for_some_requests() -> None:
+    fuzz(25)
+
+
+@pytest.mark.long
+def test_no_500_for_many_requests() -> None:
+    fuzz(500)

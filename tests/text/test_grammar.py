@@ -1,0 +1,137 @@
+"""Grammars: the tokens they allow, schemas with their instances, and the masker's order of things."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.core.errors import RequestError
+from cellar.core.sampling import StructuredOutputsParams
+from cellar.text.grammar import GrammarCompiler, Matcher, check_grammar
+from cellar.text.tokenizer import Tokenizer
+
+TINY = Path(__file__).parents[1] / "data" / "tokenizers" / "gpt-tiny"
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+SAMPLE = SHARED / "json_schema" / "maskbench_sample.jsonl"
+
+
+def compiler(path: Path = TINY) -> tuple[Tokenizer, GrammarCompiler]:
+    tokenizer = Tokenizer.load(path)
+    eos = tokenizer.eos_token_ids or (tokenizer.piece_to_id("<|endoftext|>") or 2,)
+    return tokenizer, GrammarCompiler(tokenizer, tokenizer.vocab_size + 7, eos)
+
+
+def allows(mask: np.ndarray, token: int) -> bool:
+    return bool(mask[token // 32] >> (token % 32) & 1)
+
+
+def walk(matcher: Matcher, tokens: list[int], eos: int, spent: list[float] | None = None) -> bool:
+    """Is a text, as tokens, allowed to its end? Decided by masks alone."""
+    for token in [*tokens, eos]:
+        began = time.perf_counter()
+        mask = matcher.mask()
+        if spent is not None:
+            spent.append(time.perf_counter() - began)
+        if not allows(mask, token):
+            return False
+        matcher.consume(token)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        ({"regex": "[ab]+c"}, ["abc", "bc"], ["c", "ab", "abcd"]),
+        ({"choice": ["yes", 'n"o']}, ["yes", 'n"o'], ["ye", "no"]),
+        ({"grammar": 'start: "a" start | "b"'}, ["b", "aab"], ["a", "ba"]),
+        ({"json_object": True}, ['{"a": [1, null]}', "{}"], ["[1]", "3", "{"]),
+        ({"json": {"type": "integer"}}, ["12", "-3"], ["1.5", '"1"']),
+    ],
+)
+def test_what_a_grammar_allows(wanted: dict[str, Any], good: list[str], bad: list[str]) -> None:
+    tokenizer, made = compiler()
+    start = made.compile(StructuredOutputsParams(**wanted))
+    eos = (tokenizer.eos_token_ids or (2,))[0]
+    for text in (*good, *bad):
+        assert walk(start.copy(), tokenizer.encode(text, add_special_tokens=False), eos) == (text in good), text
+    assert start.mask().shape == (-(-(tokenizer.vocab_size + 7) // 32),)
+    for token in range(tokenizer.vocab_size, tokenizer.vocab_size + 7):
+        assert not allows(start.mask(), token)
+
+
+def test_after_the_end_only_end_symbols() -> None:
+    tokenizer, made = compiler()
+    matcher = made.compile(StructuredOutputsParams(choice=["a"]))
+    eos = (tokenizer.eos_token_ids or (2,))[0]
+    ends = sorted(tokenizer.eos_token_ids)
+    (token,) = tokenizer.encode("a", add_special_tokens=False)
+    matcher.consume(token)
+    for _ in range(3):
+        assert [t for t in range(tokenizer.vocab_size) if allows(matcher.mask(), t)] == ends
+        matcher.consume(eos)
+    broken = made.compile(StructuredOutputsParams(choice=["a"]))
+    broken.consume(eos)
+    assert allows(broken.mask(), eos)
+
+
+@pytest.mark.parametrize(
+    "wanted", [{"regex": "(a|"}, {"grammar": "start: x"}, {"json": {"type": "nothing"}}, {"json": "["}, {"json": "{"}]
+)
+def test_what_does_not_compile(wanted: dict[str, Any]) -> None:
+    _, made = compiler()
+    for call in (check_grammar, made.compile):
+        with pytest.raises(RequestError, match="cannot be enforced") as caught:
+            call(StructuredOutputsParams(**wanted))
+        assert caught.value.parameter == "structured_outputs"
+
+
+def test_whitespace_ends() -> None:
+    tokenizer, made = compiler()
+    start = made.compile(StructuredOutputsParams(json_object=True))
+    eos = (tokenizer.eos_token_ids or (2,))[0]
+    for count, ok in ((30, True), (40, False)):
+        text = '{"a":' + " " * count + "1}"
+        assert walk(start.copy(), tokenizer.encode(text, add_special_tokens=False), eos) == ok
+
+
+def sample(every: int) -> tuple[int, int, int, list[float]]:
+    """-> schemas, those that compile, instances, seconds of each mask; every instance is judged by the masks."""
+    tokenizer, made = compiler(SHARED / "tokenizers" / "gpt2")
+    eos = tokenizer.piece_to_id("<|endoftext|>") or 0
+    spent: list[float] = []
+    schemas = compiled = instances = 0
+    for line in SAMPLE.read_text().splitlines()[::every]:
+        row = json.loads(line)
+        schemas += 1
+        try:
+            start = made.compile(StructuredOutputsParams(json=row["schema"]))
+        except RequestError:
+            continue
+        compiled += 1
+        for test in row["tests"]:
+            text = json.dumps(test["data"], ensure_ascii=False)
+            found = walk(start.copy(), tokenizer.encode(text, add_special_tokens=False), eos, spent)
+            assert found == test["valid"], (row["name"], text[:200])
+            instances += 1
+    return schemas, compiled, instances, spent
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the maskbench sample is not beside this checkout")
+def test_some_schemas_of_maskbench() -> None:
+    schemas, compiled, instances, _ = sample(10)
+    assert compiled >= 0.8 * schemas
+    assert instances > 50
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the maskbench sample is not beside this checkout")
+def test_all_schemas_of_maskbench() -> None:
+    schemas, compiled, instances, spent = sample(1)
+    print(schemas, compiled, instances, len(spent), np.mean(spent), np.percentile(spent, 99))
+    assert (schemas, compiled >= 345) == (400, True)
+    assert np.median(spent) < 1e-3
