@@ -9,6 +9,7 @@ import typer
 
 from cellar.cli.verb import ENGINE, OptionGroup, verb
 from cellar.core.config import EngineConfig
+from cellar.core.errors import ConfigError
 from cellar.server.config import LimitConfig, ServerConfig
 
 _SERVER = OptionGroup("Server", (ServerConfig,))
@@ -28,6 +29,11 @@ def serve(
     """Serve a model to OpenAI clients."""
     config = EngineConfig.of(model=model, **engine)
     options, bounds = ServerConfig(**server), LimitConfig(**limits)
-    from cellar.server.run import serve as run
+    try:
+        from cellar.server.run import serve as run
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
+        ) from error
 
     run(config, options, bounds, typer.echo)

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_without_the_server_extra_one_sentence_says_what_to_install() -> None:
+    """A fresh process in which uvicorn cannot be imported, as after a plain install."""
+    code = (
+        "import sys\n"
+        "sys.modules['uvicorn'] = None\n"
+        "sys.argv = ['cellar', 'serve']\n"
+        "from cellar.cli.main import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "cellar-llm[server]" in done.stderr
+    assert "uvicorn" in done.stderr
+    assert "Traceback" not in done.stderr
