@@ -1,17 +1,16 @@
-"""The loop: mailbox, plan, submit, poll, commit, supply, deliver. One loop for every scheduler and every runtime."""
+"""The engine of transformers: the loop of `loop.py`, with masks of structured output."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, Protocol, TypeVar
 
 from cellar.core.errors import CellarError, IntegrityError, RequestError
-from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput, StepResult
+from cellar.core.messages import CopyResult, FinishReason, Request, SchedulerStats, StepOutput, StepResult
 from cellar.core.sampling import StructuredOutputsParams
+from cellar.loop import Loop, Mailbox
 from cellar.runtime.protocol import Runtime
 from cellar.schedule.scheduler import Scheduler
 from cellar.text.masker import StepMasks
@@ -64,10 +63,10 @@ class Engine(Generic[PlanT]):
         self.masker = masker
         self._compiling: set[str] = set()
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
-        self._mailbox: deque[Callable[[StepOutput], None]] = deque()
-        self._check_seconds = check_seconds
-        self._checked = -math.inf
-        self._idle = True
+        self._mailbox: Mailbox[Callable[[StepOutput], None]] = Mailbox(self.wake)
+        self._loop: Loop[PlanT, StepResult | CopyResult, StepOutput] = Loop(
+            scheduler, runtime, self, lambda: self.clock(), check_seconds
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request; one that could never run comes back as finished with an error."""
@@ -91,9 +90,9 @@ class Engine(Generic[PlanT]):
         Letters that arrive meanwhile wait for the next time.
         """
         refused = StepOutput()
-        for _ in range(len(self._mailbox)):
-            self._idle = False
-            self._mailbox.popleft()(refused)
+        for letter in self._mailbox.read():
+            self._loop.stir()
+            letter(refused)
         return refused
 
     def turn(self, timeout: float | None = None) -> list[StepOutput]:
@@ -101,26 +100,11 @@ class Engine(Generic[PlanT]):
 
         Raises IntegrityError if the bookkeeping is broken, or requests wait and nothing can be planned: a defect.
         """
-        refused = self.receive()
-        outputs = [refused] if refused.finished else []
-        now = self.clock()
-        for worker in self.runtime.workers:
-            while worker.in_flight < self.run_ahead and (plan := self.scheduler.plan(worker.id, now)) is not None:
-                worker.submit(plan)
-                if self.masker is not None:
-                    self._supply(self.masker.submitted(plan))
-        if self.scheduler.has_work() and not any(worker.in_flight for worker in self.runtime.workers):
-            raise IntegrityError("requests wait, but nothing runs and nothing is planned; please report this defect.")
-        for result in self.runtime.poll(0.0 if outputs else timeout):
-            if isinstance(result, StepResult):
-                outputs.append(self._commit(result))
-        if not self.scheduler.has_work():
-            self._rest()
-        return outputs
+        return self._loop.turn(timeout, self.run_ahead)
 
     def has_work(self) -> bool:
         """True while a request waits or runs, or a message is unread."""
-        return bool(self._mailbox or self._compiling) or self.scheduler.has_work()
+        return bool(len(self._mailbox) or self._compiling) or self.scheduler.has_work()
 
     def stats(self) -> SchedulerStats:
         """A snapshot of queues and cache; call it between turns."""
@@ -131,9 +115,33 @@ class Engine(Generic[PlanT]):
         self._compiler.shutdown(wait=False, cancel_futures=True)
         self.runtime.close()
 
+    # -- what the loop asks -----------------------------------------------------------------------
+
+    def received(self) -> list[StepOutput]:
+        """Read the mailbox."""
+        refused = self.receive()
+        return [refused] if refused.finished else []
+
+    def submitted(self, plan: PlanT) -> None:
+        """Hand in the masks that are known by now."""
+        if self.masker is not None:
+            self._supply(self.masker.submitted(plan))
+
+    def committed(self, result: StepResult | CopyResult) -> StepOutput | None:
+        """A step that failed ends the requests that it names, with its reason; the others go on."""
+        if not isinstance(result, StepResult):
+            return None
+        output = self.scheduler.commit(result, self.clock())
+        if self.masker is not None:
+            self._supply(self.masker.committed(result))
+        if result.error is not None:
+            output.finished = {id: (reason, result.error) for id, (reason, _) in output.finished.items()}
+        return output
+
+    # -- letters ----------------------------------------------------------------------------------
+
     def _post(self, letter: Callable[[StepOutput], None]) -> None:
-        self._mailbox.append(letter)
-        self.runtime.wake()
+        self._mailbox.post(letter)
 
     def _admit(self, request: Request, refused: StepOutput) -> None:
         """Queue a request; one whose grammar is not compiled yet comes here again when it is."""
@@ -177,19 +185,3 @@ class Engine(Generic[PlanT]):
     def _supply(self, masks: StepMasks | None) -> None:
         if masks is not None:
             self.runtime.supply(masks.step, masks.masks)
-
-    def _commit(self, result: StepResult) -> StepOutput:
-        """A step that failed ends the requests that it names, with its reason; the others go on."""
-        output = self.scheduler.commit(result, self.clock())
-        if self.masker is not None:
-            self._supply(self.masker.committed(result))
-        if result.error is not None:
-            output.finished = {id: (reason, result.error) for id, (reason, _) in output.finished.items()}
-        return output
-
-    def _rest(self) -> None:
-        """Between work and idleness the books must balance."""
-        if not self._idle and self.clock() >= self._checked + self._check_seconds:
-            self.scheduler.check_integrity()
-            self._checked = self.clock()
-        self._idle = True

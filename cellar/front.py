@@ -55,9 +55,18 @@ class Front:
         self._outputs = OutputProcessor(tokenizer)
         self._siblings: dict[str, tuple[Request, ...]] = {}
 
-    def prepare(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> Prepared:
+    def prepare(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        conversation: str | None = None,
+        salt: bytes = b"",
+    ) -> Prepared:
         """Check a request and start nothing. Raises RequestError."""
-        return Prepared(request_id, prompt, params, self.reader.requests(request_id, prompt, params, priority))
+        sequences = self.reader.requests(request_id, prompt, params, priority, conversation, salt)
+        return Prepared(request_id, prompt, params, sequences)
 
     def start(self, prepared: Sequence[Prepared], stream: bool = False) -> None:
         """Start requests; all of them, or none and RequestError if one could never run."""

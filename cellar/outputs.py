@@ -33,7 +33,8 @@ LogprobTable = dict[int, TokenLogprob]
 class Delta:
     """What one frame added to one sequence of a streamed request. The texts of all deltas are the whole text.
 
-    `finished` says that the whole request has ended, not only this sequence.
+    `finished` says that the whole request has ended, not only this sequence. A sequence's first delta has the
+    log-probabilities of the prompt, if they were asked for.
     """
 
     request_id: str
@@ -44,6 +45,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     finished: bool = False
+    prompt_logprobs: list[LogprobTable | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,9 @@ class OutputProcessor:
             asked = sequence.request.num_logprobs is not None
             delta = Delta(sequence.request.id, sequence.index, logprobs=[] if asked else None)
             self._news[sequence.id] = delta
+            if not sequence.told:
+                sequence.told = True
+                delta.prompt_logprobs = sequence.request.prompt_logprobs
         delta.text += text
         if token is not None:
             delta.token_ids.append(token)
@@ -297,6 +302,7 @@ class _Sequence:
         "request",
         "stop_reason",
         "token_ids",
+        "told",
     )
 
     def __init__(self, request: _Request, id: str, index: int, detokenizer: Detokenizer | None) -> None:
@@ -309,6 +315,7 @@ class _Sequence:
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.told = False  # it has had a delta
         self._parts: list[str] = []
         self._detokenizer = detokenizer
         self._min_tokens = params.min_tokens

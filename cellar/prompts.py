@@ -88,7 +88,13 @@ class PromptReader:
             )
 
     def requests(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        conversation: str | None = None,
+        salt: bytes = b"",
     ) -> tuple[Request, ...]:
         """The `params.n` sequences of one request, each with a seed of its own."""
         if isinstance(priority, bool) or not isinstance(priority, int):
@@ -106,6 +112,8 @@ class PromptReader:
                 stop_ids=stops,
                 max_tokens=min(params.max_tokens or room, room),
                 priority=priority,
+                salt=salt,
+                conversation=conversation,
             )
             for k in range(params.n)
         )
@@ -140,8 +148,11 @@ class PromptReader:
             raise RequestError(
                 f"token ids are {ids.ndim}-dimensional of {ids.dtype}; they must be one row of integers.", "prompt"
             )
-        if not isinstance(ids, np.ndarray) and (wrong := next((t for t in ids if not _integer(t)), None)) is not None:
-            raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
+        # One look at all types, in C, before any look at each.
+        if not isinstance(ids, np.ndarray) and set(map(type, ids)) != {int}:
+            wrong = next((t for t in ids if not _integer(t)), None)
+            if wrong is not None:
+                raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
         if len(ids) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens, but the context holds {self.max_model_len}, at least one of them "
@@ -160,7 +171,8 @@ def as_list(prompts: object) -> list[Any]:
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    if (wrong := next((int(t) for t in ids if not 0 <= t < vocab_size), None)) is not None:
+    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(int(t) for t in ids if not 0 <= t < vocab_size)
         raise RequestError(
             f"{name} contains token id {wrong}, but the model knows 0 to {vocab_size - 1}; use ids in that range.", name
         )

@@ -45,13 +45,17 @@ class AsyncLLM:
         self._take(open_front(EngineConfig.of(model=name, **options)))
 
     @classmethod
-    def over(cls, opened: Opened) -> AsyncLLM:
-        """An AsyncLLM over a front that is open already, which is its own from now on."""
+    def over(cls, opened: Opened, begin: Callable[[], None] | None = None) -> AsyncLLM:
+        """An AsyncLLM over a front that is open already, which is its own from now on.
+
+        `begin` is done first by the loop's thread.
+        """
         llm = cls.__new__(cls)
-        llm._take(opened)
+        llm._take(opened, begin)
         return llm
 
-    def _take(self, opened: Opened) -> None:
+    def _take(self, opened: Opened, begin: Callable[[], None] | None = None) -> None:
+        self._begin = begin
         self._opened = opened
         self._front: Front = opened.front
         self._letters: deque[Callable[[], None]] = deque()
@@ -86,9 +90,15 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        conversation: str | None = None,
+        salt: bytes = b"",
     ) -> AsyncIterator[Delta | RequestOutput]:
-        """As `generate`, but yields what each step added, and at the end the whole request as a RequestOutput."""
-        return self._news(self._prepare(prompt, sampling_params, request_id, priority), deltas=True)
+        """As `generate`, but yields what each step added, and at the end the whole request as a RequestOutput.
+
+        `conversation` names what the request belongs to; KV is shared with requests of equal `salt` only.
+        """
+        prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt)
+        return self._news(prepared, deltas=True)
 
     def read(self, prompt: object) -> Prompt:
         """A prompt, checked and as token ids; `generate` takes it. Raises RequestError."""
@@ -148,11 +158,18 @@ class AsyncLLM:
     # -- one stream -------------------------------------------------------------------------------
 
     def _prepare(
-        self, prompt: object, sampling_params: SamplingParams | None, request_id: str | None, priority: int
+        self,
+        prompt: object,
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        conversation: str | None = None,
+        salt: bytes = b"",
     ) -> Prepared:
         id = request_id if request_id is not None else f"cellar-{self._count}"
         self._count += 1
-        return self._front.prepare(id, self.read(prompt), sampling_params or SamplingParams(), priority)
+        params = sampling_params or SamplingParams()
+        return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt)
 
     async def _outputs(self, prepared: Prepared) -> AsyncIterator[RequestOutput]:
         async for news in self._news(prepared, deltas=False):
@@ -188,6 +205,8 @@ class AsyncLLM:
     def _run(self) -> None:
         error: BaseException = CellarError("the engine was closed; open a new one.")
         try:
+            if self._begin is not None:
+                self._begin()
             while not self._closing:
                 while self._letters:
                     self._letters.popleft()()

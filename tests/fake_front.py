@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
+from cellar.core.messages import StepPlan
 from cellar.core.specs import KVGroup, KVSpec, ModelSpec
 from cellar.engine import Engine
 from cellar.front import Front, Opened
 from cellar.prompts import PromptReader
 from cellar.runtime.fake import FakeRuntime, next_token
-from cellar.runtime.protocol import Capacity
+from cellar.runtime.protocol import Capacity, Runtime
 from cellar.schedule.steps import StepScheduler
 from cellar.text.chat import ChatTemplate
 from cellar.text.tokenizer import Tokenizer
@@ -33,16 +35,17 @@ def open_fake(
     seed: int = 0,
     caching: bool = True,
     policy: str = "fcfs",
+    wrap: Callable[[FakeRuntime], Runtime[StepPlan]] = lambda runtime: runtime,
     **fake: Any,
 ) -> tuple[Opened, FakeRuntime]:
-    """The front as `open_front` makes it, and the runtime below it."""
+    """The front as `open_front` makes it, and the runtime below it, seen by the engine through `wrap`."""
     text = Tokenizer.load(TOKENIZER) if tokenizer else None
     vocab = text.vocab_size if text is not None else 97
     runtime = FakeRuntime(Capacity(num_slots, num_rows, CHUNK, max_model_len), vocab_size=vocab, **fake)
     config = EngineConfig.of(max_num_seqs=num_rows, max_num_batched_tokens=64, seed=seed, scheduling_policy=policy)
     scheduler = StepScheduler(num_slots, num_rows, CHUNK, max_model_len, config.schedule, caching)
     reader = PromptReader(vocab_size=vocab, max_model_len=max_model_len, eos_token_ids=(2,), tokenizer=text, seed=seed)
-    front = Front(Engine(scheduler, runtime), reader, text, ChatTemplate(TEMPLATE) if text else None)
+    front = Front(Engine(scheduler, wrap(runtime)), reader, text, ChatTemplate(TEMPLATE) if text else None)
     return Opened(front, config, _spec(vocab, max_model_len), None), runtime
 
 

@@ -54,15 +54,18 @@ def dissect(model: str | None, dtype: str = "auto", max_model_len: int | None = 
 
     Raises CheckpointError if there is none, or of an unknown architecture; ConfigError for options out of range.
     """
-    name = model or "demo"
-    config = shipped_config(name) if model is not None else None
+    device, memory = _memory()
+    spec = spec_of(model, "cpu" if device == "cpu" else "gpu", dtype, max_model_len)
+    return anatomy(model or "demo", spec, device, int(memory * CacheConfig().gpu_memory_utilization))
+
+
+def spec_of(model: str | None, device: str, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
+    """What a model is, by the name that `dissect` takes; `device` is cpu or another kind, for dtype `auto`."""
+    config = shipped_config(model) if model is not None else None
     if config is None:
         config = read_config(resolve(model if model is not None else demo.path()))
-    device, memory = _memory()
-    kind = auto_dtype(config, "cpu" if device == "cpu" else "gpu") if dtype == "auto" else dtype
-    cache = CacheConfig()
-    spec = open_model(config, kind, cache.block_size, max_model_len).spec
-    return anatomy(name, spec, device, int(memory * cache.gpu_memory_utilization))
+    kind = auto_dtype(config, device) if dtype == "auto" else dtype
+    return open_model(config, kind, CacheConfig().block_size, max_model_len).spec
 
 
 def anatomy(name: str, spec: ModelSpec, device: str, memory: int) -> Anatomy:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from cellar.bench.machine import default_path
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Profile
 from cellar.runtime.probes import matmul, memory
 from cellar.runtime.probes.context import ProbeContext, best_seconds
-from cellar.runtime.probes.registry import machine_name, measure
+from cellar.runtime.probes.registry import default_path, machine_name, measure, profiles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Limits:
 
 
 def limits_of(device: str, dtype: str, profile: Profile | None = None) -> Limits:
-    """From a given profile, else from this machine's own, else measured now, in about a second.
+    """From a given profile, else from this machine's own or a shipped one of the same accelerator, else measured now.
 
     Raises ConfigError if `profile` lacks the device or the dtype.
     """
@@ -35,10 +34,14 @@ def limits_of(device: str, dtype: str, profile: Profile | None = None) -> Limits
         if found is None:
             raise ConfigError(f"the profile has no figures for {dtype} on {device}; make one with `cellar profile`.")
         return found
-    accelerator = None if device == "cpu" else torch.device(device)
-    own = default_path(machine_name(accelerator))
-    known = _limits(Profile.load(own), device, dtype, f"profile {own.name}") if own.is_file() else None
-    return known or _probed(accelerator, device, dtype)
+    if device == "cpu":
+        own = default_path(machine_name(None))
+        profiles: tuple[Profile, ...] = (Profile.load(own),) if own.is_file() else ()
+    else:
+        profiles = profiles_of("auto", torch.device(device))
+    known = (_limits(p, device, dtype, f"profile of {p.machine}") for p in profiles)
+    found = next(filter(None, known), None)
+    return found or _probed(None if device == "cpu" else torch.device(device), device, dtype)
 
 
 def _probed(accelerator: torch.device | None, device: str, dtype: str) -> Limits:

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from cellar.bench.anatomy import spec_of
 from cellar.core.hardware import Measure, Profile
+from cellar.ops.linear_choice import inflections, timings_of
 from cellar.runtime.device import resolve_device
 from cellar.runtime.probes.context import ProbeContext
-from cellar.runtime.probes.registry import machine_name, measure
+from cellar.runtime.probes.registry import default_path, machine_name, measure
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n"))
 
 
-def default_path(machine: str) -> Path:
-    """Where the profile of a machine lies unless the user says otherwise."""
-    return Path.home() / ".cache" / "cellar" / f"profile-{machine}.json"
-
-
 def measure_machine(
-    device: str, threads: int | None, output: Path | None, report: Callable[[str], None]
+    device: str, threads: int | None, output: Path | None, report: Callable[[str], None], model: str | None = None
 ) -> tuple[Profile, Path]:
     """Measure and save. The disk measured is the one that the profile is written to.
 
-    Raises DeviceError for a device that is not there.
+    `model` is what `cellar inspect` takes; None measures the machine alone. Raises DeviceError for a device that is
+    not there, CheckpointError for a model that is not.
     """
     resolved = resolve_device(device)
     accelerator = None if resolved.type == "cpu" else resolved
     path = output or default_path(machine_name(accelerator))
+    context = ProbeContext(accelerator, path.parent)
+    if model is not None:
+        context = replace(context, model=model, spec=spec_of(model, resolved.type))
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
     try:
-        profile = measure(ProbeContext(accelerator, path.parent), report)
+        profile = measure(context, report)
     finally:
         torch.set_num_threads(before)
     profile.save(path)
@@ -70,12 +72,32 @@ def rows(profile: Profile) -> list[tuple[str, str, str]]:
     return [(what, human(value), value.source) for what, value in found]
 
 
+def linear_rows(profile: Profile) -> list[tuple[str, str, str, str]]:
+    """[N, K], M1, M2, and how the best kernel compares with the library's at one token and at 8."""
+    found = []
+    for (n, k), timings in timings_of(profile.tables).items():
+        m1, m2 = inflections(timings)
+        gain = {t.m: t.library / min(s for s in (t.gemv, t.flat, t.library) if s is not None) for t in timings}
+        gains = ", ".join(f"{gain[m]:.2f}x at {m}" for m in (1, 8) if m in gain)
+        beyond = f"> {timings[-1].m}"
+        found.append((f"{n} x {k}", str(m1 or beyond), str(m2 or beyond), gains))
+    return found
+
+
 def print_profile(profile: Profile, console: Console | None = None) -> None:
-    """A table of the profile."""
+    """A table of the profile, and one of its linear layers if they were measured."""
     table = Table(title=profile.machine, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
     table.add_column("where from")
     for row in rows(profile):
         table.add_row(*row)
-    (console or Console()).print(table)
+    console = console or Console()
+    console.print(table)
+    if linear := linear_rows(profile):
+        table = Table(title="linear layers: GEMV, from M1 tokens on flat, from M2 on the library", title_justify="left")
+        for name in ("N x K", "M1", "M2", "ours over the library"):
+            table.add_column(name, justify="right")
+        for line in linear:
+            table.add_row(*line)
+        console.print(table)

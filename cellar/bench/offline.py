@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cellar.bench.limits import Limits, limits_of
-from cellar.bench.meter import MeteredRuntime, PhaseTotal, totals
+from cellar.bench.meter import MeteredRuntime, PhaseTotal, StepRecord, totals
 from cellar.bench.transformers_peer import ORDERS, TransformersPeer
 from cellar.bench.workload import LengthRange, Workload, random_workload
 from cellar.core.config import EngineConfig
@@ -58,6 +58,11 @@ class Bench:
     def llm(self) -> LLM:
         """The engine."""
         return self._llm
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """Steps that have finished; clear it before a run."""
+        return self._meters[0].records
 
     def workload(self, num_prompts: int, inputs: LengthRange, outputs: LengthRange, seed: int) -> Workload:
         """Random prompts that fit the model."""

@@ -8,10 +8,16 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cellar.cli.bench_cells import cells
+from cellar.cli.bench_serve import serve
+from cellar.cli.bench_step import step
 from cellar.cli.verb import ENGINE, verb
 from cellar.core.errors import ConfigError
 
-bench = typer.Typer(help="Measure this machine with a model.", no_args_is_help=True)
+bench = typer.Typer(help="Measure this machine with a model, or a server.", no_args_is_help=True)
+bench.command()(cells)
+bench.command()(serve)
+bench.command()(step)
 
 # A second run must not find the first one's prompts in the cache.
 _ENGINE = replace(ENGINE, defaults={"enable_prefix_caching": False})

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cellar.cli.batch import batch
 from cellar.cli.bench import bench
 from cellar.cli.chat import chat
 from cellar.cli.generate import generate
@@ -13,6 +14,7 @@ from cellar.cli.inspect import inspect
 from cellar.cli.plan import plan
 from cellar.cli.profile import profile
 from cellar.cli.serve import serve
+from cellar.cli.simulate import simulate
 from cellar.version import __version__
 
 
@@ -43,8 +45,10 @@ def build() -> typer.Typer:
     app.command()(generate)
     app.command()(chat)
     app.command()(serve)
+    app.command()(batch)
     app.command()(inspect)
     app.command()(plan)
+    app.command()(simulate)
     app.add_typer(bench, name="bench")
     app.command()(profile)
     return app

@@ -19,13 +19,17 @@ def profile(
     num_threads: Annotated[
         int | None, typer.Option(min=1, help="Threads of the host's figures; default: all cores.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Also measure this model's linear layers: directory, hub name, or a shipped config's name."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the file's path only.")] = False,
 ) -> None:
     """Measure memory, matrix products, links, disk and launches of this machine, and write them to a file."""
     from cellar.bench.machine import measure_machine, print_profile
 
     found, path = measure_machine(
-        device, num_threads, output, lambda name: None if quiet else typer.echo(f"measuring {name}")
+        device, num_threads, output, lambda name: None if quiet else typer.echo(f"measuring {name}"), model
     )
     if not quiet:
         print_profile(found)

@@ -1,8 +1,10 @@
-"""`cellar serve`: the OpenAI HTTP API over a model."""
+"""`cellar serve`: the OpenAI HTTP API over a model, or with --cells an endpoint for each of a user's own models."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,14 +23,20 @@ def serve(
     model: Annotated[
         str | None, typer.Argument(help="Directory, hub name, or a shipped config; default: the demo model.")
     ] = None,
+    cells: Annotated[
+        Path | None, typer.Option(help="Python file whose CellModels are served instead, at /v1/cells/MODEL.")
+    ] = None,
     *,
     engine: dict[str, Any],
     server: dict[str, Any],
     limits: dict[str, Any],
 ) -> None:
-    """Serve a model to OpenAI clients."""
+    """Serve a model to OpenAI clients, or recurrent models of one's own."""
     config = EngineConfig.of(model=model, **engine)
     options, bounds = ServerConfig(**server), LimitConfig(**limits)
+    if cells is not None:
+        _serve_cells(cells, config, options, bounds)
+        return
     try:
         from cellar.server.run import serve as run
     except ModuleNotFoundError as error:
@@ -37,3 +45,34 @@ def serve(
         ) from error
 
     run(config, options, bounds, typer.echo)
+
+
+def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits: LimitConfig) -> None:
+    _check_unused(config)
+    from cellar.cell_engine import CellEngine
+    from cellar.cli.cells_file import load_models
+
+    try:
+        from cellar.server.cells_run import serve_cells
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serving needs the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
+        ) from error
+
+    def opened() -> CellEngine:
+        place = config.device
+        return CellEngine.open(
+            load_models(file), (place.device,), num_threads=place.num_threads, enforce_eager=place.enforce_eager
+        )
+
+    serve_cells(opened, server, limits, typer.echo)
+
+
+def _check_unused(config: EngineConfig) -> None:
+    """Options of language models are refused with --cells."""
+    defaults = EngineConfig()
+    for part in ("model", "cache", "schedule"):
+        given: Mapping[str, Any] = vars(getattr(config, part))
+        for name, value in given.items():
+            if value != getattr(getattr(defaults, part), name):
+                raise ConfigError(f"{name} has no effect with --cells; leave it out.")

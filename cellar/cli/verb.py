@@ -61,7 +61,12 @@ def _has(kind: type, name: str) -> bool:
 # Options that may be given several times; the fields take any sequence.
 _LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
 
-ENGINE = OptionGroup("Engine", (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig))
+ENGINE = OptionGroup(
+    "Engine",
+    (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig),
+    # `cellar profile` writes where it is found without being named; the option is for the Python API and benchmarks.
+    skip=frozenset({"machine_profile"}),
+)
 
 SAMPLING = OptionGroup(
     "Sampling",

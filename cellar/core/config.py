@@ -87,6 +87,7 @@ class DeviceConfig:
     device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
     num_threads: int | None = _option(None, "Threads of the CPU runtime; default: all cores.")
     enforce_eager: bool = _option(False, "Launch every kernel of a decode step by itself: no CUDA graphs.")
+    machine_profile: str = _option("auto", "Profile that chooses kernels: auto, none, a file, or a shipped one's name.")
 
     def __post_init__(self) -> None:
         kind, _, index = self.device.partition(":")

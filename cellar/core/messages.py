@@ -63,7 +63,8 @@ class Request:
     """One sequence to be continued. `params.seed` is set; n > 1 is several requests by now.
 
     `stop_ids` are the end symbols and stop ids that end it; `max_tokens` is at least 1 and fits the
-    context. Equal prefixes are shared between requests of equal `salt` only.
+    context. Equal prefixes are shared between requests of equal `salt` only. `conversation` names the conversation
+    that it continues, if its sender said so; it changes no token and no lookup.
     """
 
     id: str
@@ -73,6 +74,7 @@ class Request:
     max_tokens: int
     priority: int = 0
     salt: bytes = b""
+    conversation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

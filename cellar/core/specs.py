@@ -17,6 +17,21 @@ _TABLES = ("vocab", "position")
 
 
 @dataclass(frozen=True, slots=True)
+class HeadRows:
+    """How a checkpoint stores the rows of q, k and v in one tensor, if not as q, then k, then v, with rotary halves.
+
+    The first `interleaved` dimensions of each q and k head are stored as pairs (2i, 2i + 1) that are rotated together;
+    in memory they are halves (i, i + interleaved / 2). `by_head`: the q, k and v of one head are stored together.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    interleaved: int = 0
+    by_head: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor of a model.
 
@@ -24,7 +39,7 @@ class TensorSpec:
     (`("heads", "embed")`). `stored` are the names in the checkpoint, concatenated along dimension 0 in
     this order; empty means that the tensor is made (a tied head has its source's name here).
     `parts` are the rows that each of them has; empty means equal shares. `transposed` says that the stored
-    matrix is [in, out] and is to be turned to [out, in].
+    matrix is [in, out] and is to be turned to [out, in]. `heads` says that the stored rows come in another order.
     """
 
     name: str
@@ -34,6 +49,7 @@ class TensorSpec:
     stored: tuple[str, ...] = ()
     transposed: bool = False
     parts: tuple[int, ...] = ()
+    heads: HeadRows | None = None
 
     @property
     def size(self) -> int:

@@ -26,7 +26,6 @@ from cellar.ops.embedding import embedding
 from cellar.ops.fused import norm_gated_linear, norm_linear
 from cellar.ops.linear import linear
 from cellar.ops.norm import add_rms_norm, rms_norm
-from cellar.ops.rotary import rotary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,9 +217,7 @@ class Decoder:
         if "q_norm" in weights:
             q = rms_norm(q, weights["q_norm"], self._eps)
             k = rms_norm(k, weights["k_norm"], self._eps)
-        assert ctx.cos_sin is not None
-        q, k = rotary(q, k, ctx.positions, ctx.cos_sin)
-        attended = ctx.attend(j, q, k, v)
+        attended = ctx.attend(j, q, k, v, rotate=True)
         delta = linear(attended.flatten(1), weights["out"], get("out_bias"))
         x, residual = norm_gated_linear(
             residual, delta, weights["post_norm"], self._eps, weights["gate_up"], get("gate_up_bias"), self._activation
@@ -228,7 +225,9 @@ class Decoder:
         return Hidden(residual, linear(x, weights["down"], get("down_bias")))
 
     def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
-        """Hidden rows after the last norm: [n, hidden]."""
+        """Hidden rows after the last norm, if there is one: [n, hidden]."""
+        if "norm" not in weights:
+            return h.residual if h.delta is None else h.residual + h.delta
         return add_rms_norm(h.residual, h.delta, weights["norm"], self._eps)[0]
 
     def head(self, weights: Weights, h: Hidden) -> Tensor:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import CheckpointError
-from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.core.specs import HeadRows, ModelSpec, TensorSpec
 from cellar.models.checkpoint import FLOATS, Checkpoint
 
 Transform = Callable[[TensorSpec, Tensor], Tensor]
 
 # Tensors of old checkpoints that follow from config.json: frequencies of the rotary embedding, a format version.
-_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$|^(model\.)?decoder\.version$")
+_HARMLESS = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|^(model\.)?decoder\.version$")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,18 @@ def _joined(tensor: TensorSpec, names: list[str], checkpoint: Checkpoint, device
         target = part.T if tensor.transposed else part
         for first, block in checkpoint.read(name):
             target[first : first + len(block)].copy_(block.to(device))
+    if tensor.heads is not None:
+        _reorder(whole, tensor.heads)
     return whole
+
+
+def _reorder(whole: Tensor, rows: HeadRows) -> None:
+    """Turn q, k, v as stored into q, then k, then v, with rotary halves; in place."""
+    heads = whole.view(-1, rows.head_dim, *whole.shape[1:])
+    if rows.by_head:
+        heads.copy_(torch.cat([heads[part::3] for part in range(3)]))
+    rotated = heads[: rows.num_heads + rows.num_kv_heads, : rows.interleaved]
+    rotated.copy_(torch.cat((rotated[:, 0::2], rotated[:, 1::2]), dim=1))
 
 
 def _random(tensor: TensorSpec, seed: int, device: torch.device) -> Tensor:

@@ -34,8 +34,8 @@ class LayerContext(Protocol):
     def cos_sin(self) -> Tensor | None:
         """Rotary table float32 [max_position, rotary_dim], cosines then sines; None if the model has none."""
 
-    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k, v into layer j's cache, then attend.
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
+        """Write k, v into layer j's cache, then attend; `rotate`: turn q and k by their positions first.
 
         q: [tokens, heads, head_dim], k and v: [tokens, kv_heads, head_dim]; -> [tokens, heads, head_dim].
         """

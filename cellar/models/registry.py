@@ -13,7 +13,7 @@ import torch
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import ModelSpec
-from cellar.models import llama, mistral, opt, qwen2, qwen3
+from cellar.models import chatglm, llama, mistral, opt, qwen2, qwen3
 from cellar.models.model import Model
 
 Config = Mapping[str, Any]
@@ -37,6 +37,7 @@ MODELS: dict[str, ModelModule] = {
     "qwen2": qwen2,
     "qwen3": qwen3,
     "opt": opt,
+    "chatglm": chatglm,
 }
 
 

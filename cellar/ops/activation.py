@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from cellar.core.errors import ConfigError
 from cellar.ops.registry import Case, Op
-from cellar.ops.triton_support import kernel
+from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -79,7 +79,8 @@ def _launch(x: Tensor, n: int, kind: str, *, gate: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     if out.numel():
-        _activation_kernel[x.shape[0], -(-n // _BLOCK)](x, out, n, x.stride(0), KIND=kind, GATE=gate, BLOCK=_BLOCK)
+        grid = (x.shape[0], -(-n // _BLOCK))
+        _activation_kernel[grid](x, out, n, x.stride(0), KIND=kind, GATE=gate, BLOCK=_BLOCK, **dependent_launch(x))
     return out
 
 
@@ -92,10 +93,14 @@ def _activation_kernel(  # type: ignore[no-untyped-def]
     KIND: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < n
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     v = tl.load(x + token * stride + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == "silu":
         y = v * tl.sigmoid(v)

@@ -15,6 +15,7 @@ Within a class the costly items stand first: cost = 2 * tile + KV length.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
 
@@ -34,6 +36,9 @@ ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER
 NARROW_TILE = 16
 MAX_PARTS = 64
 PIECE = 128
+
+# Rows of the wide tiles in captured steps, which are too short for larger ones.
+GRAPH_TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,14 @@ class Items:
     wide_tile: int
     partial_rows: int
     counters: int
+
+    def write(self, words: IntArray) -> int:
+        """Put the list there as kernels read it; -> how many words it takes."""
+        size = HEADER + self.table.size
+        words[0] = self.narrow
+        words[1] = len(self.table) - self.narrow
+        words[HEADER:size] = self.table.reshape(-1)
+        return size
 
 
 class AttentionBuffers:
@@ -102,10 +115,21 @@ class AttentionBuffers:
         pieces = 2 * -(-2 * programs // shape.kv_heads)
         return cls(tiles + pieces, pieces * 128, pieces, shape, device, depth)
 
+    def holds(self, items: Items) -> bool:
+        """Whether there is room for such a list."""
+        needed = (len(items.table), items.partial_rows, items.counters)
+        return all(n <= c for n, c in zip(needed, self.capacity, strict=True))
+
+    def placed_at(self, meta: Tensor) -> AttentionBuffers:
+        """The same scratch for lists that somebody else copies to `meta`."""
+        other = copy(self)
+        other.meta = meta
+        return other
+
     def fill(self, items: Items) -> None:
         """Copy a work list to the device, in stream order. Raises CapacityError if it is larger than the buffers."""
-        needed = (len(items.table), items.partial_rows, items.counters)
-        if any(n > c for n, c in zip(needed, self.capacity, strict=True)):
+        if not self.holds(items):
+            needed = (len(items.table), items.partial_rows, items.counters)
             raise CapacityError(
                 f"the step needs {needed} attention items, partial rows and counters, but {self.capacity} are "
                 "reserved; lower max_num_batched_tokens or reserve more."
@@ -114,14 +138,42 @@ class AttentionBuffers:
         self._next = (self._next + 1) % len(self._hosts)
         if copied is not None:
             copied.synchronize()
-        size = HEADER + items.table.size
-        words = host.numpy()
-        words[0] = items.narrow
-        words[1] = len(items.table) - items.narrow
-        words[HEADER:size] = items.table.reshape(-1)
+        size = items.write(host.numpy())
         self.meta[:size].copy_(host[:size], non_blocking=True)
         if copied is not None:
             copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How many items of each class a graph computes at most. The wide ones are tiles of GRAPH_TILE rows."""
+
+    narrow: int
+    wide: int = 0
+
+    @classmethod
+    def decodes(cls, rows: int, shape: AttentionShape, programs: int) -> Captured:
+        """Enough for every plan by load of `rows` spans of one token."""
+        return cls(rows + _cuts(shape, programs))
+
+    @classmethod
+    def prompts(cls, tokens: int, rows: int, shape: AttentionShape, programs: int) -> Captured:
+        """Enough for every plan by load of `tokens` in at most `rows` spans."""
+        spans, cuts = min(tokens, rows), _cuts(shape, programs)
+        return cls(spans + cuts, -(-tokens * shape.group // GRAPH_TILE) + spans + cuts)
+
+    def holds(self, items: Items) -> bool:
+        """Whether the graph computes all of the list."""
+        return items.narrow <= self.narrow and len(items.table) - items.narrow <= self.wide
+
+
+def _cuts(shape: AttentionShape, programs: int) -> int:
+    """By how many more items than tiles a plan by load has at most.
+
+    A tile of length n is cut into at most max(1, n / share + 1/2) < 1 + n / share parts, and with the share rounded
+    down the sum of n / share is at most programs / kv_heads (1 + 1 / PIECE).
+    """
+    return -(-programs * (PIECE + 1) // (PIECE * shape.kv_heads))
 
 
 @dataclass
@@ -142,29 +194,44 @@ class AttentionWork:
     split: int | None = None
     buffers: AttentionBuffers | None = None
     prepared: dict[Any, Any] = field(default_factory=dict)
-    is_captured: bool = False
+    captured: Captured | None = None
+    unified: bool = True
 
     @classmethod
-    def captured(cls, shape: AttentionShape, buffers: AttentionBuffers) -> AttentionWork:
-        """Work for a graph of decodes: the list is what `buffers` hold when the graph is replayed.
+    def for_graph(cls, shape: AttentionShape, buffers: AttentionBuffers, captured: Captured) -> AttentionWork:
+        """Work for a graph: the list is what `buffers` hold when it is replayed.
 
-        The group must fit the narrow tile.
+        Of decodes alone, the group must fit the narrow tile.
         """
         none = np.zeros(0, np.int32)
         device = buffers.device
         programs = default_programs(device)
         offset = np.zeros(1, np.int32)
-        return cls(shape, none, none, none, offset, device, programs, buffers=buffers, is_captured=True)
+        return cls(shape, none, none, none, offset, device, programs, buffers=buffers, captured=captured)
 
     @property
     def launches(self) -> list[tuple[bool, int, int]]:
-        """One launch per class of tiles that the list has: (wide, rows of a tile, programs)."""
-        if self.is_captured:
-            return [(False, NARROW_TILE, self.programs)]
-        items = self.items
-        counts = (items.narrow, len(items.table) - items.narrow)
-        classes = zip((False, True), (NARROW_TILE, items.wide_tile), counts, strict=True)
-        return [(wide, tile, min(n * self.shape.kv_heads, self.programs)) for wide, tile, n in classes if n]
+        """One launch per class of tiles that the list has: (wide, rows of a tile, programs).
+
+        A program for each (item, KV head), the long ones first: what the device cannot run at once starts when others
+        end. A captured launch has as many as its steps may need.
+        """
+        if self.captured is not None:
+            counts, wide_tile = (self.captured.narrow, self.captured.wide), GRAPH_TILE
+        else:
+            counts = (self.items.narrow, len(self.items.table) - self.items.narrow)
+            wide_tile = self.items.wide_tile
+        classes = zip((False, True), (NARROW_TILE, wide_tile), counts, strict=True)
+        return [(wide, tile, n * self.shape.kv_heads) for wide, tile, n in classes if n]
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """True if `decode_attention` may compute it: every span is one token, and the group fits the narrow tile."""
+        if self.shape.group > NARROW_TILE:
+            return False
+        if self.captured is not None:
+            return self.captured.wide == 0
+        return bool((self.stop - self.start == 1).all())
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +247,7 @@ class AttentionWork:
     def resident(self) -> AttentionBuffers:
         """The work list on the device."""
         buffers = self.buffers
-        if self.is_captured:
+        if self.captured is not None:
             assert buffers is not None
             return buffers
         items = self.items
@@ -252,13 +319,18 @@ def work_items(
     offset: IntArray,
     programs: int,
     split: int | None = None,
+    wide_tile: int | None = None,
 ) -> Items:
-    """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class."""
+    """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class.
+
+    `wide_tile`: rows of wide tiles, 64 or 128; None: by load.
+    """
     rows = (stop - start) * shape.group
     narrow = rows <= NARROW_TILE
     wide_rows = int(rows[~narrow].sum())
-    fills = wide_rows * shape.kv_heads >= 128 * programs
-    wide_tile = 128 if fills and split is None and shape.head_dim <= 128 else 64
+    if wide_tile is None:
+        fills = wide_rows * shape.kv_heads >= 128 * programs
+        wide_tile = 128 if fills and split is None and shape.head_dim <= 128 else 64
 
     tiles = np.where(narrow, 1, -(-rows // wide_tile))
     if len(rows) == int(tiles.sum()):

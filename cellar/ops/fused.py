@@ -1,7 +1,7 @@
 """Norm and matrix in one: the first half of attention and of the feed-forward.
 
-On a GPU one token goes through in a single launch (`linear_cuda.norm_gemv`); more tokens, and the CPU, take the
-operations one after another.
+On a GPU one token goes through in a single launch (`linear_cuda.norm_gemv`), unless the matrix's choice says that this
+is slower; more tokens, and the CPU, take the operations one after another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cellar.ops.activation import gated, gated_definition
 from cellar.ops.linear import linear, linear_definition
-from cellar.ops.linear_cuda import MAX_FUSED_COLUMNS, norm_gemv
+from cellar.ops.linear_choice import Fused
+from cellar.ops.linear_cuda import choice_of, norm_gemv
 from cellar.ops.norm import add_rms_norm, add_rms_norm_definition
 from cellar.ops.registry import Case, Op
 
@@ -23,8 +24,8 @@ def norm_linear(
 
     residual, delta: [t, k] (delta None: nothing to add); norm: [k]; weight: [n, k], plain or packed; bias: [n] or None.
     """
-    if _is_one_token(residual):
-        return norm_linear_kernel(residual, delta, norm, eps, weight, bias)
+    if _is_one_token(residual) and (sizes := choice_of(weight).fused) is not None:
+        return norm_gemv(residual, delta, norm, eps, weight, bias, sizes, gate=False)
     normed, total = add_rms_norm(residual, delta, norm, eps)
     return linear(normed, weight, bias), total
 
@@ -41,7 +42,7 @@ def norm_linear_kernel(
     residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token in one launch."""
-    return norm_gemv(residual, delta, norm, eps, weight, bias, gate=False)
+    return norm_gemv(residual, delta, norm, eps, weight, bias, _sizes(weight), gate=False)
 
 
 def norm_gated_linear(
@@ -57,8 +58,9 @@ def norm_gated_linear(
 
     weight: [2 n, k], gate rows first; `kind` as in `gated`.
     """
-    if kind == "silu" and _is_one_token(residual):
-        return norm_gated_linear_kernel(residual, delta, norm, eps, weight, bias, kind)
+    one = _is_one_token(residual)
+    if kind == "silu" and one and (sizes := choice_of(weight).fused) is not None:
+        return norm_gemv(residual, delta, norm, eps, weight, bias, sizes, gate=True)
     product, total = norm_linear(residual, delta, norm, eps, weight, bias)
     return gated(product, kind), total
 
@@ -88,11 +90,15 @@ def norm_gated_linear_kernel(
 ) -> tuple[Tensor, Tensor]:
     """One token in one launch; SiLU only."""
     assert kind == "silu"
-    return norm_gemv(residual, delta, norm, eps, weight, bias, gate=True)
+    return norm_gemv(residual, delta, norm, eps, weight, bias, _sizes(weight), gate=True)
 
 
 def _is_one_token(x: Tensor) -> bool:
-    return x.is_cuda and x.shape[0] == 1 and x.shape[1] <= MAX_FUSED_COLUMNS
+    return x.is_cuda and x.shape[0] == 1
+
+
+def _sizes(weight: Tensor) -> Fused:
+    return choice_of(weight).fused or Fused(2, 4)
 
 
 def _case(k: int, n: int, add: bool, bias: bool, kind: str | None = None) -> Case:

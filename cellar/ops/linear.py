@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.linear_cuda import MAX_FLAT_TOKENS, linear_kernel
+from cellar.ops.linear_choice import MAX_FLAT_TOKENS
+from cellar.ops.linear_cuda import linear_kernel
 from cellar.ops.registry import Case, Op
 
 # Rows of 16-bit weights that are widened at a time: 1 M elements stay in the cache and bound the extra memory.

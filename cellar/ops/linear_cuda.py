@@ -1,8 +1,10 @@
 """Linear layers of few tokens on a GPU, where reading the weights is all that takes time (FlashDecoding++ §4, §5).
 
-    m = 1         GEMV on the CUDA cores (ImplA): a program owns some rows of the matrix and reads all of them
-    m = 2 .. 64   flat product (ImplB): the weights are the tall operand, the tokens are padded to 8, 16, 32 or 64
-    beyond        the library's GEMM (ImplC)
+    ImplA   m = 1         GEMV on the CUDA cores: a program owns some rows of the matrix and reads all of them
+    ImplB   m = 1 .. 64   flat product: the weights are the tall operand, the tokens are padded to 8, 16, 32 or 64
+    ImplC   any m         the library's GEMM
+
+Which of them runs a matrix, and in what sizes, is looked up in its `LinearChoice` (`linear_choice.py`).
 
 A program starts its weight loads before it waits for the kernel in front of it (programmatic dependent launch), because
 weights depend on nothing. What is small and needed by everyone - the residual add, the norm - each program of a GEMV
@@ -11,89 +13,49 @@ computes for itself, so that a layer of one token has few launches. Figures: doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cellar.ops.triton_support import interpreted, kernel
+from cellar.ops.linear_choice import LEAST_FLAT_ROWS, Flat, Fused, Gemv, Kernel, LinearChoice, default_choice
+from cellar.ops.triton_support import dependent_launch, interpreted, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
-
-MAX_FLAT_TOKENS = 64
-
-# The widest row that the fused GEMV holds in registers at once.
-MAX_FUSED_COLUMNS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class Gemv:
-    """Sizes of the GEMV: rows per program, columns per turn, turns requested before the wait, warps."""
-
-    rows: int
-    block: int
-    ahead: int
-    warps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Flat:
-    """Sizes of the flat product: rows and columns per turn, stages in flight, programs that share a row block."""
-
-    rows: int
-    depth: int
-    stages: int
-    splits: int
-
-
-def choose_gemv(n: int, k: int) -> Gemv:
-    """The GEMV that was fastest on an H200 for weights of about this shape."""
-    widest = _power_of_2(k)
-    if k > 8192:
-        return Gemv(1, 2048, 4, 4)
-    if n <= 8192:
-        return Gemv(2, min(2048, widest), 1, 4)
-    return Gemv(1, min(2048, widest), 0, 8 if widest >= 2048 else 4)
-
-
-def choose_flat(m: int, n: int, k: int) -> Flat | None:
-    """The flat product that was fastest on an H200 for about this shape; None where the library is faster."""
-    if m <= 8:
-        if n <= 5000:
-            return Flat(64, 128, 5, 2) if k > 8192 else Flat(32, 256, 4, 1)
-        if n <= 8192:
-            return Flat(64, 128, 5, 1)
-        return Flat(64, 128, 4, 1) if n <= 20000 else Flat(128, 128, 3, 1)
-    if m > MAX_FLAT_TOKENS:
-        return None
-    if n <= 5000:
-        return Flat(64, 128, 5 if k > 8192 else 4, 2)
-    if n <= 8192:
-        return Flat(64, 128, 5, 1)
-    return None if n <= 20000 else Flat(128, 64, 4, 1)
 
 
 def linear_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear` for 1 to 64 tokens. x: [m, k], weight: [n, k], bias: [n] or None -> [m, n]; all of one dtype.
 
-    Falls back to the library's product where that is faster.
+    By the kernel of the weight's choice (`prepare`), which may be the library's.
     """
-    m, k = x.shape
-    n = weight.shape[0]
-    if m == 1:
-        return _gemv(x.contiguous(), weight, bias, choose_gemv(n, k))
-    flat = choose_flat(m, n, k) if m else None
-    if flat is None:
-        return torch.nn.functional.linear(x, weight, bias)
-    return _flat(x.contiguous(), weight, bias, flat)
+    return multiply(x, weight, bias, choice_of(weight).at(x.shape[0]) if x.shape[0] else None)
 
 
-def prepare(weight: Tensor) -> Tensor:
-    """Give a matrix on a GPU the counters that split products want zero, and leave zero: one clearing less per call."""
-    weight.arrivals = torch.zeros(-(-weight.shape[0] // 32), dtype=torch.int32, device=weight.device)  # type: ignore[attr-defined]
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    """x W^T + b by one kernel; a `Gemv` wants one token, a `Flat` at most 64."""
+    if isinstance(kernel, Gemv):
+        return _gemv(x.contiguous(), weight, bias, kernel)
+    if isinstance(kernel, Flat):
+        return _flat(x.contiguous(), weight, bias, kernel)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def prepare(weight: Tensor, choice: LinearChoice | None = None) -> Tensor:
+    """Give a matrix on a GPU what its products look up: which kernel runs them (None: what its shape suggests), and the
+    counters that split products want zero, and leave zero: one clearing less per call.
+    """
+    blocks = -(-weight.shape[0] // LEAST_FLAT_ROWS)
+    weight.arrivals = torch.zeros(blocks, dtype=torch.int32, device=weight.device)  # type: ignore[attr-defined]
+    weight.choice = choice or default_choice(*weight.shape)  # type: ignore[attr-defined]
     return weight
+
+
+def choice_of(weight: Tensor) -> LinearChoice:
+    """What `prepare` has set, or what the shape suggests."""
+    prepared: LinearChoice | None = getattr(weight, "choice", None)
+    return default_choice(*weight.shape) if prepared is None else prepared
 
 
 def _arrivals(weight: Tensor, blocks: int) -> Tensor:
@@ -116,7 +78,8 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Gemv) -> Tensor
         BLOCK=sizes.block,
         AHEAD=min(sizes.ahead, turns),
         HAS_BIAS=bias is not None,
-        **_launch(x, sizes.warps),
+        num_warps=sizes.warps,
+        **dependent_launch(x),
     )
     return out
 
@@ -147,7 +110,8 @@ def _flat(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Flat) -> Tensor
         STAGES=sizes.stages,
         HAS_BIAS=bias is not None,
         UPCAST=interpreted(x),
-        **_launch(x, 4),
+        num_warps=sizes.warps,
+        **dependent_launch(x),
     )
     return out
 
@@ -159,6 +123,7 @@ def norm_gemv(
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
+    sizes: Fused,
     *,
     gate: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -170,7 +135,7 @@ def norm_gemv(
     n = weight.shape[0] // 2 if gate else weight.shape[0]
     out = torch.empty((1, n), dtype=residual.dtype, device=residual.device)
     total = residual if delta is None else torch.empty_like(residual)
-    _norm_gemv_kernel[(-(-n // 2),)](
+    _norm_gemv_kernel[(-(-n // sizes.rows),)](
         residual,
         residual if delta is None else delta,
         norm,
@@ -181,23 +146,15 @@ def norm_gemv(
         n,
         eps,
         k=k,
-        ROWS=2,
+        ROWS=sizes.rows,
         BLOCK=_power_of_2(k),
         HAS_DELTA=delta is not None,
         HAS_BIAS=bias is not None,
         GATED=gate,
-        **_launch(residual, 4 if k <= 4096 else 8),
+        num_warps=sizes.warps,
+        **dependent_launch(residual),
     )
     return out, total
-
-
-def _launch(x: Tensor, warps: int) -> dict[str, Any]:
-    """Launch options: programmatic dependent launch where there is hardware for it."""
-    dependent = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    options: dict[str, Any] = {"PDL": dependent, "num_warps": warps}
-    if dependent:
-        options["launch_pdl"] = True
-    return options
 
 
 def _power_of_2(size: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.ops.registry import Case, Op
-from cellar.ops.triton_support import kernel
+from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -153,6 +153,7 @@ def _launch_add_norm(
             BIAS=bias is not None,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
+            **dependent_launch(residual),
         )
     return normed, total
 
@@ -171,17 +172,21 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     CENTER: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
     mask = column < d
     at = tl.program_id(0).to(tl.int64) * d + column
+    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(delta + at, mask=mask, other=0.0).to(tl.float32)
         rounded = x.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if CENTER:
         x = tl.where(mask, x - tl.sum(x, 0) / d, 0.0)
         y = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / d + eps)) * w

@@ -419,8 +419,8 @@ def choose_kernel(
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     finite = torch.empty(n, dtype=torch.bool, device=logits.device)
     if n:
-        # The searches are bound by latency, so they want all the warps that a program can have (measured).
-        block = min(4096 if greedy else 8192, 1 << max(5, (vocab - 1).bit_length()))
+        # Readings and searches are bound by latency, so they want all the warps that a program can have (measured).
+        block = min(16384 if greedy else 8192, 1 << max(5, (vocab - 1).bit_length()))
         _choose_kernel[(n,)](
             logits,
             temperature,

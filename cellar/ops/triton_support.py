@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cellar.core.errors import DeviceError
@@ -32,6 +33,17 @@ def triton_available() -> bool:
 def interpreted(x: Tensor) -> bool:
     """True if a kernel that is given `x` runs in the interpreter."""
     return not x.is_cuda
+
+
+def dependent_launch(x: Tensor) -> dict[str, Any]:
+    """Options of a launch that may begin before the kernel in front of it has ended (programmatic dependent launch).
+
+    A kernel that is launched so has a constexpr PDL and, where that is true, calls `gdc_wait` before it touches what
+    earlier kernels of the step read or write. PDL is true on NVIDIA's GPUs from sm_90 on.
+    """
+    if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
 
 
 class Kernel:

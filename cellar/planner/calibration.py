@@ -1,6 +1,7 @@
-"""Published times, and constants fitted to them.
+"""Published and measured times, and constants fitted to them.
 
-PaLM on TPU v4 (arXiv 2211.05102, tables 2 and 3; 004): 2,048 tokens of prompt, 64 generated.
+PaLM on TPU v4 (arXiv 2211.05102, tables 2 and 3; 004): 2,048 tokens of prompt, 64 generated. Steps of a model on a
+machine: whatever was measured there (`cellar.bench.steps`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from cellar.core.hardware import Measure
 from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.partition import BF16, INT8, Choice, Formats, Work, choices, torus
+from cellar.planner.steps import StepPrices, StepWork
 
 PROMPT, GENERATE = 2048, 64
 
@@ -82,6 +84,8 @@ def with_constants(machine: Machine, matmul: float, hbm: float, network: float, 
             c,
             matmul=Measure(matmul, "share", "fitted"),
             hbm=Measure(hbm, "share", "fitted"),
+            attention_matmul=Measure(matmul, "share", "fitted"),
+            attention_hbm=Measure(hbm, "share", "fitted"),
             network=Measure(network, "share", "fitted"),
         ),
         networks=tuple(replace(n, hop=Measure(hop, "s", "fitted")) for n in machine.networks),
@@ -109,3 +113,46 @@ def fit(cases: Sequence[Case], models: dict[str, Dimensions], machine: Machine) 
     found = least_squares(errors, np.log(GUESS), bounds=(np.full(4, -np.inf), upper), diff_step=1e-3)
     matmul, hbm, network, hop = np.exp(found.x)
     return float(matmul), float(hbm), float(network), float(hop)
+
+
+# Shares and seconds a step before its steps were seen: products, memory, both in attention, and what does not grow.
+STEP_GUESS = np.array([0.7, 0.7, 0.3, 0.5, 1e-3])
+STEP_LOOSE = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
+STEP_TRUST = 0.3
+
+
+def fit_steps(
+    d: Dimensions, machine: Machine, formats: Formats, dtype: str, seen: Sequence[tuple[StepWork, float]]
+) -> Machine:
+    """A machine whose constants make the cost model meet measured steps of one model: (work, seconds) of each.
+
+    Fitted are the shares that products and attention reach of compute and memory, and the seconds of a step that do not
+    grow with it. Shares may pass 1: a small model lives in a processor's cache, beyond the memory's rate. Errors are in
+    log time and count less the larger they are, since a shared machine stalls now and then.
+    """
+
+    def prices(log: np.ndarray) -> StepPrices:
+        return StepPrices(d, _with_steps(machine, *np.exp(log)), formats, dtype=dtype)
+
+    def errors(log: np.ndarray) -> np.ndarray:
+        candidate = prices(log)
+        missed = [np.log(candidate.seconds(work) / taken) / STEP_TRUST for work, taken in seen]
+        return np.array([*missed, *((log - np.log(STEP_GUESS)) / STEP_LOOSE)])
+
+    found = least_squares(errors, np.log(STEP_GUESS), loss="soft_l1", diff_step=1e-3)
+    return _with_steps(machine, *np.exp(found.x))
+
+
+def _with_steps(machine: Machine, matmul: float, hbm: float, scores: float, cache: float, step: float) -> Machine:
+    return replace(
+        machine,
+        constants=replace(
+            machine.constants,
+            matmul=Measure(float(matmul), "share", "fitted"),
+            hbm=Measure(float(hbm), "share", "fitted"),
+            attention_matmul=Measure(float(scores), "share", "fitted"),
+            attention_hbm=Measure(float(cache), "share", "fitted"),
+            layer_seconds=Measure(0.0, "s", "fitted"),
+            step_seconds=Measure(float(step), "s", "fitted"),
+        ),
+    )

@@ -42,7 +42,8 @@ def _flops(value: float, source: Origin, *dtypes: str) -> dict[str, Measure]:
 class Network:
     """One tier that joins `size` devices of one unit. `bandwidth` is per device and direction.
 
-    A collective over k devices takes (k - 1) hops of `hop` seconds on a ring or torus axis, one on a switch.
+    A collective over k devices takes (k - 1) hops of `hop` seconds on a ring or torus axis, one on a switch. A box of
+    fewer than `closes` devices is a torus that was cut open: its rings are lines, which go one way at a time.
     """
 
     name: str
@@ -50,16 +51,30 @@ class Network:
     bandwidth: Measure
     hop: Measure
     topology: Literal["torus", "switch"] = "switch"
+    closes: int = 1
+
+    def rate(self, devices: int) -> float:
+        """Bytes/s of each device in a box of so many."""
+        return self.bandwidth.value * (1.0 if devices >= self.closes else 0.5)
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What turns peak rates into times. All are shares of a peak unless they say seconds or bytes/s."""
+    """What turns peak rates into times. All are shares of a peak unless they say seconds or bytes/s.
+
+    `attention_*` are what attention over a cache reaches of the two peaks that products reach `matmul` and `hbm` of.
+    `step_seconds` pass once in each step, whatever its size. A step with prompts is launched kernel by kernel, which
+    takes the host `eager_seconds` a layer: the step lasts at least that long.
+    """
 
     matmul: Measure
     hbm: Measure
+    attention_matmul: Measure
+    attention_hbm: Measure
     network: Measure
     layer_seconds: Measure
+    step_seconds: Measure
+    eager_seconds: Measure
     overlap: Measure
     host_attention: Measure
     device_usable: Measure
@@ -118,13 +133,17 @@ class Machine:
                 return self.disk.capacity.value if self.disk else 0.0
 
 
-# Shares that no run of ours has measured yet on the machine at hand: big bf16 products reach about 0.7 of the peak of
-# A100 and H100 in cuBLAS, streaming kernels 0.85 of the HBM rate, NCCL 0.75 of NVLink's.
+# Big bf16 products reach about 0.7 of the peak of A100 and H100 in cuBLAS, streaming kernels 0.85 of the HBM rate, NCCL
+# 0.75 of NVLink's. Attention's shares are those of our kernels on an H200 (docs/performance/simulate.md).
 _GPU = Constants(
     matmul=_share(0.70, "assumed"),
     hbm=_share(0.85, "assumed"),
+    attention_matmul=_share(0.22, "assumed"),
+    attention_hbm=_share(0.50, "assumed"),
     network=_share(0.75, "assumed"),
     layer_seconds=_seconds(10e-6, "assumed"),  # a few launches inside a captured graph
+    step_seconds=_seconds(0.0, "assumed"),
+    eager_seconds=_seconds(2.9e-4, "assumed"),
     overlap=_share(0.95, "assumed"),
     host_attention=_rate(100 * GB, "assumed"),  # bytes of KV that the CPU attends to per second
     device_usable=_share(0.90, "assumed"),
@@ -168,8 +187,12 @@ def flexgen_t4() -> Machine:
         constants=Constants(
             matmul=_share(0.318, "fitted"),  # 002 table 4: 4.59e16 FLOPs of prefill in 2,220 s are 20.7 TFLOP/s
             hbm=_share(0.78, "assumed"),
+            attention_matmul=_share(0.318, "fitted"),  # part of the same 2,220 s
+            attention_hbm=_share(0.78, "assumed"),
             network=_share(1.0, "assumed"),
             layer_seconds=_seconds(2e-4, "assumed"),  # eager PyTorch: some ten launches and Python
+            step_seconds=_seconds(0.0, "assumed"),
+            eager_seconds=_seconds(0.0, "assumed"),  # it is in layer_seconds
             overlap=_share(0.90, "fitted"),  # 002 table 5: between 0.59 (none) and 0.69 (all) tok/s
             host_attention=_rate(14 * GB, "fitted"),  # between 30B of table 5 (8.8 GB/s) and 175B of table 4 (17 GB/s)
             device_usable=_share(0.95, "assumed"),
@@ -204,44 +227,39 @@ def _server(name: str, device: Device, pcie: tuple[Link, Link], nvlink: float, w
     )
 
 
+def _gpu(name: str, gigabytes: float, rate: float, bf16: float, launch: float) -> Device:
+    """A datasheet: memory in GB and GB/s, dense bf16 in TFLOP/s (int8 is twice that); and microseconds of a launch."""
+    return Device(
+        name,
+        "gpu",
+        _bytes(gigabytes * GB, "datasheet"),
+        _rate(rate * GB, "datasheet"),
+        _flops(bf16 * 1e12, "datasheet", "bfloat16", "float16") | _flops(2 * bf16 * 1e12, "datasheet", "int8"),
+        _seconds(launch * 1e-6, "assumed"),
+    )
+
+
 def a100() -> Machine:
     """A100 SXM 80 GB, PCIe 4, NVLink 3."""
-    device = Device(
-        "A100 80 GB",
-        "gpu",
-        _bytes(80 * GB, "datasheet"),
-        _rate(2039 * GB, "datasheet"),
-        _flops(312e12, "datasheet", "bfloat16", "float16") | _flops(624e12, "datasheet", "int8"),
-        _seconds(4e-6, "assumed"),
-    )
     # 40.96 dollars an hour for eight: 002, section 6.3.
+    device = _gpu("A100 80 GB", 80, 2039, 312, 4)
     return _server("A100", device, _pcie(25 * GB, 25 * GB, "assumed"), 300 * GB, 25 * GB, 5.12)
 
 
 def h100() -> Machine:
     """H100 SXM, PCIe 5, NVLink 4."""
-    device = Device(
-        "H100 SXM",
-        "gpu",
-        _bytes(80 * GB, "datasheet"),
-        _rate(3350 * GB, "datasheet"),
-        _flops(989e12, "datasheet", "bfloat16", "float16") | _flops(1979e12, "datasheet", "int8"),
-        _seconds(3e-6, "assumed"),
-    )
+    device = _gpu("H100 SXM", 80, 3350, 989, 3)
     return _server("H100", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 4.0)
 
 
 def h200() -> Machine:
     """H200 SXM: an H100 with 141 GB at 4.8 TB/s. The PCIe rate was measured with pinned memory."""
-    device = Device(
-        "H200 SXM",
-        "gpu",
-        _bytes(141 * GB, "datasheet"),
-        _rate(4800 * GB, "datasheet"),
-        _flops(989e12, "datasheet", "bfloat16", "float16") | _flops(1979e12, "datasheet", "int8"),
-        _seconds(3e-6, "assumed"),
-    )
-    return _server("H200", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 5.0)
+    device = _gpu("H200 SXM", 141, 4800, 989, 3)
+    machine = _server("H200", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 5.0)
+    # The same constants, but here they are known: they meet the steps of Llama-3-8B within 13 % (a test holds it).
+    seen = ("matmul", "hbm", "attention_matmul", "attention_hbm", "layer_seconds", "eager_seconds")
+    measured = {name: replace(getattr(_GPU, name), source="measured") for name in seen}
+    return replace(machine, constants=replace(_GPU, **measured))
 
 
 def tpu_v4(count: int = 64) -> Machine:
@@ -262,13 +280,16 @@ def tpu_v4(count: int = 64) -> Machine:
         host=Device("host of 4 TPU v4", "cpu", _bytes(400 * GB, "assumed"), _rate(200 * GB, "assumed")),
         to_device=to_device,
         to_host=to_host,
-        networks=(Network("ICI", 4096, _rate(270 * GB, "datasheet"), _seconds(TPU_HOP, "fitted"), "torus"),),
+        networks=(Network("ICI", 4096, _rate(270 * GB, "datasheet"), _seconds(TPU_HOP, "fitted"), "torus", TPU_CUBE),),
         constants=replace(
             _GPU,
             matmul=_share(TPU_MATMUL, "fitted"),
             hbm=_share(TPU_HBM, "fitted"),
+            attention_matmul=_share(TPU_MATMUL, "fitted"),
+            attention_hbm=_share(TPU_HBM, "fitted"),
             network=_share(TPU_NETWORK, "fitted"),
             layer_seconds=_seconds(0.0, "assumed"),
+            eager_seconds=_seconds(0.0, "assumed"),
             device_usable=_share(1.0, "assumed"),
         ),
         price=Measure(3.22, "dollars/h", "datasheet"),  # list price per chip
@@ -277,7 +298,9 @@ def tpu_v4(count: int = 64) -> Machine:
 
 # Fitted to the eight published times of PaLM (`calibration.py`; a test repeats the fit, and fits 540B alone). The share
 # of the network is low because 270 GB/s needs all three axes of the torus busy, and a collective over one has a third.
-TPU_MATMUL, TPU_HBM, TPU_NETWORK, TPU_HOP = 0.738, 0.719, 0.266, 3.38e-6
+TPU_MATMUL, TPU_HBM, TPU_NETWORK, TPU_HOP = 0.748, 0.803, 0.368, 3.85e-6
+# The maker's pages: only slices whose sides are multiples of 4 are tori, smaller ones are meshes.
+TPU_CUBE = 64
 
 
 def laptop() -> Machine:
@@ -338,13 +361,6 @@ def from_profile(profile: Profile) -> Machine:
     count = sum(d.kind == "gpu" for d in profile.devices)
     down = _wire(profile, host.name, device.name)
     up = _wire(profile, device.name, host.name)
-    # Rates of a profile are what was reached, so they need no share of a peak.
-    measured = replace(
-        _GPU,
-        matmul=_share(1.0, "measured"),
-        hbm=_share(1.0, "measured"),
-        host_attention=_rate(0.5 * host.bandwidth.value, "assumed"),
-    )
     return Machine(
         name=profile.machine,
         device=device,
@@ -356,7 +372,50 @@ def from_profile(profile: Profile) -> Machine:
         disk=disk,
         disk_write=_wire(profile, host.name, disk.name).bandwidth if disk else None,
         networks=(Network("links", count, down.bandwidth, _seconds(1e-5, "assumed")),) if count > 1 else (),
-        constants=measured,
+        constants=_of_measured(host),
+    )
+
+
+def processor(profile: Profile) -> Machine:
+    """The processor of a profile as the device that computes, with its own memory: a machine without an accelerator.
+
+    Raises ConfigError if its speed was not measured.
+    """
+    host = profile.device("cpu")
+    if host is None or not host.flops:
+        raise ConfigError(
+            f"the profile of {profile.machine} has no speed of its processor; make it again with `cellar profile`."
+        )
+    start = host.launch.value if host.launch else 5e-6
+    within = Link(host.name, host.name, host.bandwidth)
+    return Machine(
+        name=profile.machine,
+        device=host,
+        num_devices=1,
+        per_host=1,
+        host=host,
+        to_device=within,
+        to_host=within,
+        constants=replace(
+            _of_measured(host),
+            layer_seconds=_seconds(LAYER_LAUNCHES * start, "assumed"),
+            eager_seconds=_seconds(0.0, "assumed"),
+        ),
+    )
+
+
+LAYER_LAUNCHES = 12  # operations of an eager layer: norms, products, rotation, writes, attention, activation
+
+
+def _of_measured(host: Device) -> Constants:
+    """Rates of a profile are what was reached, so they need no share of a peak; attention reaches less than both."""
+    return replace(
+        _GPU,
+        matmul=_share(1.0, "measured"),
+        hbm=_share(1.0, "measured"),
+        attention_matmul=_share(0.3, "assumed"),
+        attention_hbm=_share(0.5, "assumed"),
+        host_attention=_rate(0.5 * host.bandwidth.value, "assumed"),
     )
 
 

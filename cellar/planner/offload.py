@@ -198,6 +198,7 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
     hbm_peak = machine.device.bandwidth.value
     hbm, peak = hbm_peak * c.hbm.value, machine.flops("bfloat16")
     rate = peak * c.matmul.value
+    attention_hbm, attention_flops = hbm_peak * c.attention_hbm.value, peak * c.attention_matmul.value
     operation = c.disk_op_seconds.value
     layers, wire, gathering = part.layers, float("inf"), 0.0
     if machine.networks:
@@ -241,10 +242,12 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
             ),
         ]
         if prefill:
-            terms.append(Term("device", "compute", m["none"], scores / rate, c.matmul.value))
+            terms.append(Term("device", "compute", m["none"], scores / attention_flops, c.attention_matmul.value))
             return tuple(terms)
+        attending = max(scores / attention_flops, cache / attention_hbm)
+        bound = max(scores / peak, cache / hbm_peak) / attending
         terms += [
-            Term("device", "compute", m["kv on device"] * max(scores / rate, cache / hbm), 0.0, c.hbm.value),
+            Term("device", "compute", m["kv on device"] * attending, 0.0, bound),
             Term("cpu", "compute", m["kv cpu"] * cache / attention_rate),
             Term("host to device", "kv read", m["kv fetched"] * cache / down),
             Term("disk read", "kv read", m["kv disk"] * cache * (1 - c.read_cached.value) / read),

@@ -107,13 +107,13 @@ class Sent:
         """Elements over both networks, for so many tokens."""
         return (self.inner + self.outer) * tokens
 
-    def seconds(self, machine: Machine, item: float, tokens: float = 1.0) -> float:
-        """Time of all the collectives, `item` bytes an element, one after another."""
+    def seconds(self, machine: Machine, item: float, tokens: float, chips: int) -> float:
+        """Time of all the collectives, `item` bytes an element, one after another, in a box of so many chips."""
         if not machine.networks:
             return 0.0
         near, far = machine.networks[0], machine.networks[-1]
         share = machine.constants.network.value
-        sending = self.inner / near.bandwidth.value + self.outer / far.bandwidth.value
+        sending = self.inner / near.rate(chips) + self.outer / far.bandwidth.value
         return sending * tokens * item / share + self.inner_hops * near.hop.value + self.outer_hops * far.hop.value
 
 
@@ -200,19 +200,21 @@ def block_timeline(
     tokens = float(work.tokens)
     peak, hbm_peak = machine.flops("bfloat16"), machine.device.bandwidth.value
 
-    def on_device(flops: float, nbytes: float) -> tuple[Channel, Channel]:
+    def on_device(flops: float, nbytes: float, matmul: float, hbm: float) -> tuple[Channel, Channel]:
         return (
-            Channel("compute", flops / (peak * c.matmul.value), flops, "FLOP", flops / peak),
-            Channel("device memory", nbytes / (hbm_peak * c.hbm.value), nbytes, "bytes", nbytes / hbm_peak),
+            Channel("compute", flops / (peak * matmul), flops, "FLOP", flops / peak),
+            Channel("device memory", nbytes / (hbm_peak * hbm), nbytes, "bytes", nbytes / hbm_peak),
         )
 
+    shares = (c.matmul.value, c.hbm.value)
+
     read = unit.weight_elements * formats.weight_bytes + 2 * tokens * unit.activation_elements
-    products = [*on_device(unit.flops * tokens, read)]
-    gathering = unit.weights.seconds(machine, formats.weight_bytes)
+    products = [*on_device(unit.flops * tokens, read, *shares)]
+    gathering = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
     if gathering:
         sent = unit.weights.elements() * formats.weight_bytes
         products.append(Channel("weight gathers", gathering, sent))
-    exposed = unit.activations.seconds(machine, 2.0, tokens)
+    exposed = unit.activations.seconds(machine, 2.0, tokens, mesh.size)
     talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
     repeat = float(d.layers if layers is None else layers)
     groups = []
@@ -228,12 +230,15 @@ def block_timeline(
     batch = work.batch / mesh.count(layout.batch_axes)
     kv = d.kv_elements() / mesh.count(layout.kv_axes(d.kv_heads))
     cache = batch * d.seen(work.context) * kv * formats.kv_bytes
-    attention = on_device(4 * unit.query_elements * tokens * seen, cache)
+    reached = (c.attention_matmul.value, c.attention_hbm.value)
+    attention = on_device(4 * unit.query_elements * tokens * seen, cache, *reached)
     groups.append(Group("attention", attention, 1.0, repeat))
     if c.layer_seconds.value:
         groups.append(Group("launches", (Channel("launches", c.layer_seconds.value),), 1.0, repeat))
     elements = d.head_elements / mesh.size
-    groups.append(Group("head", on_device(2.0 * work.batch * elements, elements * 2.0)))
+    groups.append(Group("head", on_device(2.0 * work.batch * elements, elements * 2.0, *shares)))
+    if c.step_seconds.value:
+        groups.append(Group("step", (Channel("launches", c.step_seconds.value),)))
     return Timeline(tuple(groups))
 
 

@@ -1,7 +1,7 @@
 """How many slots a runtime gets: what memory is left beside weights and the buffers of the largest step.
 
 On an accelerator those buffers are not estimated but seen: the largest steps are run once with a cache of one slot,
-and what the allocator has taken by then stays taken.
+and what the allocator has taken by then is not given to the cache.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def rehearse(
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
-    Returns the bytes that captured decode steps take, which are given back; what the steps took stays taken.
+    Returns the bytes that captured steps take, which are given back; what the largest steps took stays taken.
     Raises CapacityError if the device has too little memory for them.
     """
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
@@ -71,12 +71,15 @@ def rehearse(
     executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device)
     try:
         with torch.inference_mode(), torch.cuda.device(device):
-            before = device_used(device)
+            graphs = 0
             if capture:
-                executor.capture(rows)
-            graphs = device_used(device) - before
-            executor.release()
-            torch.cuda.empty_cache()
+                executor.capture(rows, tokens)
+                torch.cuda.empty_cache()
+                taken = device_used(device)
+                executor.release()
+                torch.cuda.empty_cache()
+                # What stays are kernels and workspaces, which the second capture finds.
+                graphs = taken - device_used(device)
             for step, lengths in enumerate((_shares(tokens, rows, longest), [min(tokens, longest)])):
                 executor.launch(_rehearsal(step, lengths, model.spec.kv.chunk_size), MaskBox())()
     except torch.OutOfMemoryError as error:

@@ -27,7 +27,7 @@ from cellar.ops.penalties import Masks
 from cellar.ops.sampling import Sampled, SamplingRows, sample
 from cellar.runtime.arena import Arena
 from cellar.runtime.forward import Forward, select
-from cellar.runtime.graphs import DecodeGraphs
+from cellar.runtime.graphs import StepGraphs
 from cellar.runtime.masks import MaskBox
 from cellar.runtime.rows import Drawing, Rows
 from cellar.runtime.step_inputs import LongArray, StepInputs, step_inputs
@@ -91,7 +91,7 @@ class StepExecutor:
         self.arena = Arena(spec.kv, num_slots, device)
         self.forward = Forward(model, weights, self.arena, device)
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
 
     def launch(self, plan: StepPlan, masks: MaskBox) -> Callable[[], StepResult]:
@@ -133,10 +133,12 @@ class StepExecutor:
             self.rows.mirror(*tensors[changed])
         if not inputs.num_tokens:
             return _Finish(plan.step, [], {}, {}, clock())
-        positions, slot_mapping = tensors[core]
-        tokens = self._tokens(tensors[given_tokens], tensors[fed])
-        planned = self.forward.plan(inputs)
-        h = self.forward.run(planned, tokens, positions, slot_mapping, self.rows.table)
+        h = None if self._graphs is None else self._graphs.hidden(inputs)
+        if h is None:
+            positions, slot_mapping = tensors[core]
+            tokens = self._tokens(tensors[given_tokens], tensors[fed])
+            planned = self.forward.plan(inputs)
+            h = self.forward.run(planned, tokens, positions, slot_mapping, self.rows.table)
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
@@ -150,7 +152,7 @@ class StepExecutor:
     def _replay(
         self,
         step: int,
-        graphs: DecodeGraphs,
+        graphs: StepGraphs,
         inputs: StepInputs,
         group: _Group,
         delta: list[NDArray[Any]],
@@ -171,11 +173,13 @@ class StepExecutor:
             outcome = self._sample(step, logits, group, tensors[len(delta) :], masks)
         return _Finish(step, [outcome], {}, {}, clock())
 
-    def capture(self, most: int) -> None:
-        """Capture the decode steps of up to `most` rows, if device and model allow it."""
-        if self._device.type == "cuda" and DecodeGraphs.possible(self.forward):
+    def capture(self, most_rows: int, most_tokens: int) -> None:
+        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, if
+        device and model allow it.
+        """
+        if self._device.type == "cuda" and StepGraphs.possible(self.forward):
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = DecodeGraphs(self.forward, self.rows, most, self._device)
+                self._graphs = StepGraphs(self.forward, self.rows, most_rows, most_tokens, self._device)
 
     def release(self) -> None:
         """Let go of the captured steps."""

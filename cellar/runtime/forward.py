@@ -10,10 +10,11 @@ from torch import Tensor
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Hidden, Model
-from cellar.ops.attention import attention
-from cellar.ops.attention_plan import AttentionBuffers, AttentionShape, AttentionWork, plan_attention
+from cellar.ops.attention import attention, decode_attention
+from cellar.ops.attention_plan import AttentionShape, AttentionWork, plan_attention
 from cellar.ops.kv import write_kv
 from cellar.ops.rotary import rope_table
+from cellar.ops.rotary_kv import rotary_kv
 from cellar.runtime.arena import Arena
 from cellar.runtime.step_inputs import StepInputs
 
@@ -45,11 +46,18 @@ class StepContext:
         self._works = works
         self._scale = scale
 
-    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Write k, v of all spans, then attend: a span may see what another of its row writes in this step."""
-        k_cache, v_cache = self._k[j], self._v[j]
-        write_kv(k, v, k_cache, v_cache, self._slot_mapping)
-        return attention(q, k_cache, v_cache, self._table, self._works[j], self._scale)
+        k_cache, v_cache, work = self._k[j], self._v[j], self._works[j]
+        if q.is_cuda and work.is_decode:
+            cos_sin = self.cos_sin if rotate else None
+            return decode_attention(q, k, v, cos_sin, k_cache, v_cache, self._table, work, self._scale)
+        if rotate:
+            assert self.cos_sin is not None
+            q = rotary_kv(q, k, v, self.positions, self.cos_sin, k_cache, v_cache, self._slot_mapping)
+        else:
+            write_kv(k, v, k_cache, v_cache, self._slot_mapping)
+        return attention(q, k_cache, v_cache, self._table, work, self._scale)
 
 
 class Forward:
@@ -71,8 +79,8 @@ class Forward:
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
 
-    def plan(self, inputs: StepInputs, buffers: Sequence[AttentionBuffers] | None = None) -> list[AttentionWork]:
-        """The attention work of a step, one for each of `shapes`; on a device in `buffers`, also one for each."""
+    def plan(self, inputs: StepInputs) -> list[AttentionWork]:
+        """The attention work of a step, one for each of `shapes`."""
         return [
             plan_attention(
                 inputs.row,
@@ -84,9 +92,8 @@ class Forward:
                 chunk_size=shape.chunk_size,
                 window=shape.window,
                 device=self._device,
-                buffers=None if buffers is None else buffers[n],
             )
-            for n, shape in enumerate(self.shapes)
+            for shape in self.shapes
         ]
 
     def run(

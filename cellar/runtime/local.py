@@ -21,12 +21,15 @@ from cellar.models import hub, loader, registry
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.ops.linear import pack
+from cellar.ops.linear_choice import LinearChoice, Shape
 from cellar.ops.linear_cuda import prepare
 from cellar.runtime.capacity import plan_slots
 from cellar.runtime.device import resolve_device
 from cellar.runtime.executor import StepExecutor
 from cellar.runtime.masks import MaskBox
 from cellar.runtime.memory import device_free, human
+from cellar.runtime.probes.linear import choices_of
+from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.worker import StepWorker
 
@@ -36,6 +39,7 @@ class LocalRuntime:
 
     `weights` lie on `device` in the form that its operations want (`open_local` packs them for the CPU).
     `num_threads` is the worker's number of CPU threads; None leaves torch's. `enforce_eager`: capture no graphs.
+    `most_tokens`: the largest step with prompts that comes, for capturing the short ones.
     Raises ConfigError for a placement that puts anything elsewhere.
     """
 
@@ -49,6 +53,7 @@ class LocalRuntime:
         device: torch.device,
         num_threads: int | None = None,
         enforce_eager: bool = False,
+        most_tokens: int = 0,
         placement: Placement | None = None,
     ) -> None:
         if placement is not None:
@@ -63,7 +68,7 @@ class LocalRuntime:
             model, weights, num_slots=num_slots, num_rows=num_rows, device=device
         )
         if not enforce_eager:
-            self.executor.capture(num_rows)
+            self.executor.capture(num_rows, most_tokens)
         if device.type != "cpu":
             # Weights and arena were filled by this thread; the worker's first step must find them.
             torch.cuda.synchronize(device)
@@ -164,7 +169,9 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
     spec = model.spec
     _check_fits(spec, device)
     start = time.perf_counter()
-    change = _pack_linear if device.type == "cpu" else _prepare_linear
+    change: loader.Transform = _pack_linear
+    if device.type != "cpu":
+        change = _preparing(choices_of(profiles_of(config.device.machine_profile, device)))
     if model_config.load_format == "dummy":
         weights = loader.dummy(spec, device, model_config.seed, change)
     else:
@@ -181,6 +188,7 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
         device=device,
         num_threads=config.device.num_threads,
         enforce_eager=config.device.enforce_eager,
+        most_tokens=config.schedule.max_num_batched_tokens or 0,
     )
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     return OpenedModel(runtime, spec, resolved, directory, seconds)
@@ -190,8 +198,16 @@ def _pack_linear(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
     return pack(tensor) if loader.is_linear(spec) else tensor
 
 
-def _prepare_linear(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-    return prepare(tensor) if loader.is_linear(spec) else tensor
+def _preparing(choices: Mapping[Shape, LinearChoice]) -> loader.Transform:
+    """Each matrix gets its counters and its choice of kernels; one that no profile knows chooses by its shape."""
+
+    def change(spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
+        if not loader.is_linear(spec):
+            return tensor
+        n, k = tensor.shape
+        return prepare(tensor, choices.get((n, k)))
+
+    return change
 
 
 def _check_fits(spec: ModelSpec, device: torch.device) -> None:

@@ -2,10 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import fcntl
+import mmap
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Protocol
 
 from cellar.server.config import LimitConfig
 from cellar.server.errors import unavailable
+
+
+class Waiting(Protocol):
+    """Counts of who waits: requests, and their prompt tokens."""
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Nobody else changes the totals meanwhile."""
+
+    def totals(self) -> tuple[int, int]:
+        """Requests and tokens, at all fronts."""
+
+    def add(self, requests: int, tokens: int) -> None:
+        """Change this front's part."""
+
+
+class OwnWaiting:
+    """The counts of a server with one front."""
+
+    def __init__(self) -> None:
+        self._requests = 0
+        self._tokens = 0
+
+    def locked(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def totals(self) -> tuple[int, int]:
+        return self._requests, self._tokens
+
+    def add(self, requests: int, tokens: int) -> None:
+        self._requests += requests
+        self._tokens += tokens
+
+
+class SharedWaiting:
+    """The counts of all fronts in one file: two int64 for each. The lock is the file's, and ends with its process."""
+
+    def __init__(self, path: Path, index: int, count: int) -> None:
+        size = 16 * max(count, 1)
+        self._file = open(path, "a+b")  # noqa: SIM115 (open as long as this is)
+        self._file.truncate(size)
+        self._counts = memoryview(mmap.mmap(self._file.fileno(), size)).cast("q")
+        self._mine = 2 * index
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def totals(self) -> tuple[int, int]:
+        return sum(self._counts[0::2]), sum(self._counts[1::2])
+
+    def add(self, requests: int, tokens: int) -> None:
+        self._counts[self._mine] += requests
+        self._counts[self._mine + 1] += tokens
+
+    def clear(self) -> None:
+        """Forget what waited at this front: it has ended."""
+        self._counts[self._mine] = self._counts[self._mine + 1] = 0
 
 
 class Ticket:
@@ -26,30 +92,41 @@ class Ticket:
 
 
 class Admission:
-    """Counts who waits. One thread."""
+    """Lets in, or refuses, by the counts of who waits. One thread."""
 
-    def __init__(self, limits: LimitConfig) -> None:
+    def __init__(self, limits: LimitConfig, waiting: Waiting | None = None) -> None:
         self._limits = limits
-        self.num_requests = 0
-        self.num_tokens = 0
+        self._waiting: Waiting = waiting or OwnWaiting()
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait."""
+        return self._waiting.totals()[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Their prompt tokens."""
+        return self._waiting.totals()[1]
 
     def enter(self, prompt_lengths: Sequence[int]) -> list[Ticket]:
         """Tickets for the prompts of one request, all or none. Raises ApiError (503).
 
         A request alone is never refused for its tokens: it could not be served later either.
         """
-        requests, tokens = self.num_requests + len(prompt_lengths), self.num_tokens + sum(prompt_lengths)
-        if self.num_requests and (
-            requests > self._limits.max_queued_requests or tokens > self._limits.max_queued_tokens
-        ):
-            raise unavailable(
-                f"{self.num_requests} requests with {self.num_tokens} prompt tokens wait already; try again later.",
-                retry_after=2,
-            )
-        self.num_requests, self.num_tokens = requests, tokens
+        requests, tokens = len(prompt_lengths), sum(prompt_lengths)
+        with self._waiting.locked():
+            others, their_tokens = self._waiting.totals()
+            if others and (
+                others + requests > self._limits.max_queued_requests
+                or their_tokens + tokens > self._limits.max_queued_tokens
+            ):
+                raise unavailable(
+                    f"{others} requests with {their_tokens} prompt tokens wait already; try again later.",
+                    retry_after=2,
+                )
+            self._waiting.add(requests, tokens)
         return [Ticket(self, count) for count in prompt_lengths]
 
     def leave(self, num_tokens: int) -> None:
         """One of them waits no longer."""
-        self.num_requests -= 1
-        self.num_tokens -= num_tokens
+        self._waiting.add(-1, -num_tokens)

@@ -18,17 +18,20 @@ from fastapi.responses import JSONResponse, Response
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.prompts import Prompt
-from cellar.server import errors
+from cellar.server import errors, page
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.desk import LONG_TEXT, Desk
 from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
 from cellar.server.fields import unknown
-from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, read_keys
+from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords, read_keys
 from cellar.server.host import EngineHost, ServedModel
 from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cellar.server.shared import Shared
+from cellar.server.status import PATH as STATUS
+from cellar.server.status import EngineStatus
 from cellar.server.stream import ClientGone, EventStream, until_gone
 from cellar.server.tools import tool_use
 from cellar.text.grammar import check_grammar
@@ -48,12 +51,20 @@ _ID = re.compile(r"[\w.:-]{1,128}")
 class Api:
     """What the routes need. One event loop."""
 
-    def __init__(self, host: EngineHost, model: ServedModel, server: ServerConfig, limits: LimitConfig) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        model: ServedModel,
+        server: ServerConfig,
+        limits: LimitConfig,
+        shared: Shared | None = None,
+    ) -> None:
         self.host = host
         self.model = model
         self.limits = limits
-        self.metrics = Metrics(model.names[0], host.stats)
-        self.desk = Desk(host, limits, self.metrics, server.enable_log_requests)
+        self.metrics = Metrics(model.names[0], host.stats, shared)
+        waiting = None if shared is None else shared.waiting()
+        self.desk = Desk(host, limits, self.metrics, server.enable_log_requests, waiting)
         self._tool_call_parser = server.tool_call_parser
         self._started = int(time.time())
 
@@ -63,11 +74,12 @@ class Api:
         """Continue each prompt."""
         body.check()
         self._check_shared(body.model, body.priority)
+        conversation = body.conversation(request.headers.get("x-session-id"))
         params = body.params(await self._grammar(body.structured(), body.response_format is not None))
         prompts = [await self._prompt(one, body.add_special_tokens is not False) for one in body.prompts()]
         id = _request_id("cmpl", body.request_id, request)
         answer = Completions(id, self._name(body.model), body, prompts, self.model.tokenizer)
-        session = self.desk.open(id, prompts, params, body.priority or 0)
+        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt)
         if body.stream:
             return EventStream(answer.events(session), None, self.limits.request_timeout)
         return await self._whole(request, answer.whole(session))
@@ -76,6 +88,7 @@ class Api:
         """Answer the conversation."""
         body.check()
         self._check_shared(body.model, body.priority)
+        conversation = body.conversation(request.headers.get("x-session-id"))
         try:
             tools = tool_use(body, self._tool_call_parser)
             structured = await self._grammar(body.structured(), body.response_format is not None)
@@ -89,7 +102,7 @@ class Api:
             )
             id = _request_id("chatcmpl", body.request_id, request)
             answer = Chat(id, self._name(body.model), body, prompt, self._tokenizer(), tools)
-            session = self.desk.open(id, [prompt], params, body.priority or 0)
+            session = self.desk.open(id, [prompt], params, body.priority or 0, conversation, body.salt)
         except RequestError as error:
             raise as_api_error(error, body.names) from error
         if body.stream:
@@ -283,10 +296,14 @@ def build_app(
     model: ServedModel,
     server: ServerConfig | None = None,
     limits: LimitConfig | None = None,
+    shared: Shared | None = None,
 ) -> FastAPI:
-    """The application over an engine that runs; it closes the host when it ends."""
+    """The application over an engine that runs; it closes the host when it ends.
+
+    `shared` is for one of several fronts.
+    """
     server, limits = server or ServerConfig(), limits or LimitConfig()
-    api = Api(host, model, server, limits)
+    api = Api(host, model, server, limits, shared)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -296,6 +313,14 @@ def build_app(
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.api = api
     errors.install(app)
+    page.install(app)
+    keys = read_keys(server.api_key, server.api_key_file)
+    engine_status = EngineStatus(host, model, bool(keys))
+
+    async def engine_now() -> Response:
+        """The engine at this moment, in figures; the page draws them."""
+        return JSONResponse(engine_status.now(), headers={"cache-control": "no-store"})
+
     answers: dict[int | str, dict[str, Any]] = {
         status: {"description": text}
         for status, text in (
@@ -321,19 +346,20 @@ def build_app(
         "/health_generate": api.health_generate,
         "/version": api.version,
         "/metrics": api.metrics_text,
+        STATUS: engine_now,
     }
     for method, routes in (("POST", post), ("GET", get)):
         for path, endpoint in routes.items():
             app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
     # The last added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    keys = read_keys(server.api_key, server.api_key_file)
     if keys:
         app.add_middleware(ApiKeys, keys=keys)
     if server.allowed_origins:
         origins = [origin.strip() for origin in server.allowed_origins.split(",")]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(AnswerCount, count=api.metrics.answered)
+    app.add_middleware(LastWords)
     return app
 
 

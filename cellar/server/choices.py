@@ -15,15 +15,18 @@ FLOOR = -9999.0
 
 
 def completion_logprobs(
-    ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int
+    ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int, unscored: str = ""
 ) -> dict[str, Any]:
-    """Parallel lists: tokens, their log-probabilities, the best of each place, offsets in the text from `offset` on."""
+    """Parallel lists: tokens, their log-probabilities, the best of each place, offsets in the text from `offset` on.
+
+    `unscored` is the text of a token without a table, the first one of a prompt.
+    """
     tokens: list[str] = []
     chosen: list[float | None] = []
     best: list[dict[str, float] | None] = []
     offsets: list[int] = []
     for id, table in zip(ids, tables, strict=True):
-        text = "" if table is None else table[id].decoded_token or ""
+        text = unscored if table is None else table[id].decoded_token or ""
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)

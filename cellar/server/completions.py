@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -47,18 +48,38 @@ class Completions:
         request, done = self._request, list[RequestOutput]()
         counts = [0] * len(session.prompts)
         offsets: dict[tuple[int, int], int] = {}
+        scored: dict[int, list[Table | None]] = {}
+        plain = not (
+            request.logprobs is not None
+            or request.echo
+            or request.scores_only
+            or request.include_usage
+            or request.return_token_ids
+        )
+        fast = json.dumps(self._head, separators=(",", ":"))[:-1]
         async with session, aclosing(session.news()) as news:
             async for k, one in news:
                 if isinstance(one, RequestOutput):
                     check_complete(one)
                     done.append(one)
                     continue
+                if plain and one.finish_reason is None:
+                    if one.text:
+                        index = k * self._n + one.index
+                        yield (
+                            f'data: {fast},"choices":[{{"index":{index},"text":{json.dumps(one.text)},'
+                            '"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+                        ).encode()
+                    continue
                 first = (k, one.index) not in offsets
                 before = self._echo(k) if first and request.echo else ""
+                if one.prompt_logprobs is not None:
+                    scored[k] = one.prompt_logprobs
                 counts[k] += len(one.token_ids)
                 if request.scores_only and one.finish_reason is None:
                     continue
-                choice = self._part(k, one, before, offsets.get((k, one.index), 0))
+                tables = scored.get(k) if first and request.echo else None
+                choice = self._part(k, one, before, offsets.get((k, one.index), 0), tables)
                 offsets[k, one.index] = offsets.get((k, one.index), 0) + len(choice["text"])
                 if first and request.return_token_ids:
                     choice["prompt_token_ids"] = self._prompts[k].token_ids.tolist()
@@ -78,12 +99,7 @@ class Completions:
         tables: list[Table | None] = [] if request.scores_only else list(made.logprobs or ())
         logprobs = None
         if request.logprobs is not None:
-            if request.echo:
-                ids = [*(int(t) for t in output.prompt_token_ids), *ids]
-                tables = [*(output.prompt_logprobs or ()), *tables]
-            logprobs = completion_logprobs(ids, tables, request.logprobs, 0)
-            if request.echo and logprobs["tokens"] and self._tokenizer is not None:
-                logprobs["tokens"][0] = self._tokenizer.id_to_text(ids[0])
+            logprobs = self._logprobs(k, ids, tables, output.prompt_logprobs if request.echo else None, 0)
         choice: dict[str, Any] = {
             "index": k * self._n + made.index,
             "text": echo + text,
@@ -98,12 +114,17 @@ class Completions:
             choice["token_ids"] = [] if request.scores_only else made.token_ids
         return choice
 
-    def _part(self, k: int, delta: Delta, before: str, offset: int) -> dict[str, Any]:
+    def _part(
+        self, k: int, delta: Delta, before: str, offset: int, scored: Sequence[Table | None] | None
+    ) -> dict[str, Any]:
+        """A chunk's choice. `scored` are the log-probabilities of the prompt, where it is echoed."""
         request = self._request
         text = before + ("" if request.scores_only else delta.text)
+        ids: list[int] = [] if request.scores_only else delta.token_ids
         logprobs = None
         if request.logprobs is not None:
-            logprobs = completion_logprobs(delta.token_ids, list(delta.logprobs or ()), request.logprobs, offset)
+            tables: list[Table | None] = [] if request.scores_only else list(delta.logprobs or ())
+            logprobs = self._logprobs(k, ids, tables, scored, offset)
         if delta.finish_reason == "error":
             raise ApiError(500, f"the engine could not complete this request ({delta.stop_reason}).")
         choice: dict[str, Any] = {
@@ -116,6 +137,22 @@ class Completions:
         if request.return_token_ids:
             choice["token_ids"] = [] if request.scores_only else delta.token_ids
         return choice
+
+    def _logprobs(
+        self,
+        k: int,
+        ids: Sequence[int],
+        tables: Sequence[Table | None],
+        scored: Sequence[Table | None] | None,
+        offset: int,
+    ) -> dict[str, Any]:
+        """Of tokens from `offset` in the text on, those of the prompt before them if it is `scored`."""
+        count = self._request.logprobs or 0
+        if scored is None:
+            return completion_logprobs(ids, tables, count, offset)
+        prompt: list[int] = self._prompts[k].token_ids.tolist()
+        first = "" if self._tokenizer is None else self._tokenizer.id_to_text(prompt[0])
+        return completion_logprobs([*prompt, *ids], [*scored, *tables], count, offset, first)
 
     def _echo(self, k: int) -> str:
         """A prompt's text; of a prompt that came as ids, the text they have."""

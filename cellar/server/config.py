@@ -22,6 +22,7 @@ class ServerConfig:
     api_key: str | None = _option(None, "Key that clients must present; several with commas between.")
     api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
     allowed_origins: str | None = _option(None, "Web origins that may call the API, with commas between; * for any.")
+    api_server_count: int = _option(1, "Front processes that share the port and one engine.")
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")
     tool_call_parser: str | None = _option(None, "How the model writes tool calls: hermes or llama3_json.")
     log_level: str = _option("info", "critical, error, warning, info or debug.")
@@ -30,6 +31,13 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65536).")
+        if self.api_server_count < 1:
+            raise ConfigError(f"api_server_count is {self.api_server_count}; it must be at least 1.")
+        if self.api_server_count > 1 and self.disable_frontend_multiprocessing:
+            raise ConfigError(
+                f"api_server_count is {self.api_server_count}, but fronts without a process of their own are one; "
+                "leave disable_frontend_multiprocessing out."
+            )
         if self.tool_call_parser not in (None, "hermes", "llama3_json"):
             raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use hermes or llama3_json.")
         if self.log_level not in ("critical", "error", "warning", "info", "debug"):

@@ -14,7 +14,7 @@ from cellar.core.messages import RequestOutput
 from cellar.core.sampling import SamplingParams
 from cellar.outputs import Delta
 from cellar.prompts import Prompt
-from cellar.server.admission import Admission, Ticket
+from cellar.server.admission import Admission, Ticket, Waiting
 from cellar.server.config import LimitConfig
 from cellar.server.errors import ApiError, refused, unavailable, whole_characters
 from cellar.server.host import EngineHost
@@ -88,12 +88,19 @@ class Session:
 class Desk:
     """Starts sessions."""
 
-    def __init__(self, host: EngineHost, limits: LimitConfig, metrics: Metrics, log_requests: bool = False) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        limits: LimitConfig,
+        metrics: Metrics,
+        log_requests: bool = False,
+        waiting: Waiting | None = None,
+    ) -> None:
         self._host = host
         self._limits = limits
         self._metrics = metrics
         self._log_requests = log_requests
-        self.admission = Admission(limits)
+        self.admission = Admission(limits, waiting)
         self.metrics = metrics
 
     def engine(self) -> AsyncLLM:
@@ -119,14 +126,25 @@ class Desk:
             )
         return found
 
-    def open(self, request_id: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int = 0) -> Session:
+    def open(
+        self,
+        request_id: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        priority: int = 0,
+        conversation: str | None = None,
+        salt: bytes = b"",
+    ) -> Session:
         """Start prompts, all or none. Raises RequestError if they are not allowed, ApiError if too many wait."""
         llm = self.engine()
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{k}" for k in range(len(prompts))]
-        news = [llm.deltas(prompt, params, id, priority=priority) for id, prompt in zip(ids, prompts, strict=True)]
+        news = [
+            llm.deltas(prompt, params, id, priority=priority, conversation=conversation, salt=salt)
+            for id, prompt in zip(ids, prompts, strict=True)
+        ]
         lengths = [len(prompt.token_ids) for prompt in prompts]
         tickets = self.admission.enter(lengths)
-        timings = [self._metrics.arrived(length) for length in lengths]
+        timings = [self._metrics.arrived(length, conversation is not None) for length in lengths]
         if self._log_requests:
             logger.info("request %s: prompt tokens %s, %r", request_id, lengths, without_text(params))
         works = [_Work(*parts, params.n) for parts in zip(news, tickets, timings, strict=True)]

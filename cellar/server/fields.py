@@ -34,8 +34,6 @@ COMMON: Mapping[str, tuple[Accepts, str]] = {
     "safety_identifier": (_text, "a string"),
     "metadata": (lambda value: isinstance(value, dict), "an object"),
     "service_tier": (_one_of("auto", "default"), "auto or default"),
-    # names the conversation, as the header X-Session-ID does: a hint for the cache
-    "prompt_cache_key": (_text, "a string"),
     "prompt_cache_retention": (_text, "a string"),
     # what vLLM knows and this engine does not do
     "use_beam_search": (_one_of(False), "false"),

@@ -3,6 +3,7 @@ client that hangs up is seen at once."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable
@@ -12,10 +13,13 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cellar.core.errors import ConfigError
-from cellar.server.errors import ApiError
+from cellar.server.errors import ApiError, unavailable
+from cellar.server.page import PREFIX
+from cellar.server.stream import DONE, event
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/ping"})
-"""What probes and scrapers ask for; it tells nothing of anybody's requests."""
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/ping", "/engine/status", "/"})
+"""What probes and scrapers ask for, and the page, which asks for the key itself: it tells nothing of anybody's
+requests."""
 
 
 def read_keys(option: str | None, file: str | None) -> tuple[str, ...]:
@@ -42,7 +46,8 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        public = scope["type"] == "lifespan" or scope.get("path") in OPEN_PATHS
+        path = scope.get("path", "")
+        public = scope["type"] == "lifespan" or path in OPEN_PATHS or path.startswith(PREFIX)
         if public or scope.get("method") == "OPTIONS" or self._known(scope):
             await self._app(scope, receive, send)
             return
@@ -116,6 +121,37 @@ class AnswerCount:
             await send(message)
 
         await self._app(scope, receive, seen)
+
+
+class LastWords:
+    """Tells clients whose requests outlast the time for a drain that the server ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on; a request that the server itself cancels gets an error, as an answer or as a stream's last event."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = streams = False
+
+        async def seen(message: Message) -> None:
+            nonlocal begun, streams
+            if message["type"] == "http.response.start":
+                begun = True
+                streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, seen)
+        except asyncio.CancelledError:
+            error = unavailable("the server ends, and the time for running requests is over; try again.", retry_after=5)
+            if not begun:
+                await error.response()(scope, receive, send)
+                return
+            last = event(error.body) + DONE if streams else b""
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def _digest(key: bytes) -> bytes:

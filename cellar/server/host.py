@@ -23,6 +23,8 @@ class ServedModel:
     has_priorities: bool
     tokenizer: Tokenizer | None
     templates: ChatTemplate | None
+    chunk_nbytes: int
+    kv_tier: str
 
     @classmethod
     def of(cls, opened: Opened, names: tuple[str, ...]) -> ServedModel:
@@ -34,6 +36,8 @@ class ServedModel:
             opened.config.schedule.scheduling_policy == "priority",
             opened.front.tokenizer,
             opened.front.templates,
+            opened.spec.kv.chunk_nbytes(),
+            "host" if opened.config.device.device in ("auto", "cpu") else "device",
         )
 
 

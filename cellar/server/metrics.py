@@ -1,14 +1,21 @@
-"""Prometheus metrics with vLLM's stems under the prefix `cellar:`."""
+"""Prometheus metrics with vLLM's stems under the prefix `cellar:`.
+
+What the fronts count stands in their tallies, summed when somebody asks; what the engine counts comes with its steps.
+Whichever front is asked, the answer is the whole server's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from cellar.core.messages import RequestOutput, SchedulerStats
+from cellar.server.shared import Shared
+from cellar.server.tally import Tally
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -16,124 +23,136 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+REASONS = ("stop", "length", "abort", "error", "tool_calls")
+
+ENGINE_RESTARTS, FRONT_RESTARTS = "engine_restarts", "front_restarts"
+
+_COUNTERS = {
+    "conversation_requests": "Requests that named their conversation.",
+    "conversation_prompt_tokens": "Prompt tokens of requests that named their conversation.",
+    "conversation_cached_tokens": "Of these, tokens found in the cache.",
+    ENGINE_RESTARTS: "Times that the engine was started again.",
+    FRONT_RESTARTS: "Times that a front process was started again.",
+}
+
+
+class Histogram:
+    """Counts of values by bucket, not cumulated, and their sum, in a tally."""
+
+    def __init__(self, tally: Tally, stem: str, help: str, bounds: tuple[float, ...]) -> None:
+        self.stem = stem
+        self._help = help
+        self._bounds = bounds
+        self._names = [f"{stem}/{k}" for k in range(len(bounds) + 1)] + [f"{stem}/sum"]
+        self._values = tally.values
+        self._first = tally.places(self._names)
+        self._sum = self._first + len(bounds) + 1
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self._values[self._first + bisect_left(self._bounds, value)] += times
+        self._values[self._sum] += value * times
+
+    def family(self, labels: Mapping[str, str], counts: Mapping[str, float]) -> Metric:
+        """The histogram as Prometheus has it."""
+        cumulated, buckets = 0.0, list[tuple[str, float]]()
+        for bound, name in zip((*map(float, self._bounds), "+Inf"), self._names, strict=False):
+            cumulated += counts.get(name, 0.0)
+            buckets.append((str(bound), cumulated))
+        family = HistogramMetricFamily(f"cellar:{self.stem}", self._help, labels=list(labels))
+        family.add_metric(list(labels.values()), buckets, counts.get(self._names[-1], 0.0))
+        return family
+
 
 class Metrics:
-    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine."""
+    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine.
 
-    def __init__(self, model_name: str, stats: Callable[[], SchedulerStats | None]) -> None:
+    One thread counts, except that `restarted` may come from another.
+    """
+
+    def __init__(
+        self, model_name: str, stats: Callable[[], SchedulerStats | None], shared: Shared | None = None
+    ) -> None:
+        self._tally = Tally() if shared is None else shared.tally()
+        self._counts = self._tally.counts if shared is None else shared.counts
+        self._labels = {"model_name": model_name}
+        self._stats = stats
+        tally = self._tally
+        self.first_token = Histogram(tally, "time_to_first_token_seconds", "From arrival to the first token.", _LONG)
+        self.inter_token = Histogram(tally, "inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
+        self.per_token = Histogram(
+            tally,
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first, per request.",
+            _SHORT,
+        )
+        self.end_to_end = Histogram(tally, "e2e_request_latency_seconds", "From arrival to the end.", _LONG)
+        self.queue = Histogram(tally, "request_queue_time_seconds", "From arrival to the first step.", _LONG)
+        self.prompt_length = Histogram(tally, "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = Histogram(tally, "request_generation_tokens", "Tokens made for a request.", _TOKENS)
+        self._histograms = (
+            *(self.first_token, self.inter_token, self.per_token, self.end_to_end, self.queue),
+            *(self.prompt_length, self.output_length),
+        )
+        for reason in REASONS:
+            tally.place(f"ended/{reason}")
+        for name in _COUNTERS:
+            tally.place(name)
         self._registry = CollectorRegistry()
-        names, values = ("model_name",), (model_name,)
+        self._registry.register(self)
 
-        def histogram(stem: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"cellar:{stem}", help, names, buckets=buckets, registry=self._registry)
-            return made.labels(*values)
-
-        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _LONG)
-        self.inter_token = histogram("inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
-        self.per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean time per token after the first, per request.", _SHORT
-        )
-        self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the end.", _LONG)
-        self.queue = histogram("request_queue_time_seconds", "From arrival to the first step.", _LONG)
-        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self.output_length = histogram("request_generation_tokens", "Tokens made for a request.", _TOKENS)
-        success = Counter(
-            "cellar:request_success",
-            "Sequences that ended, by reason.",
-            (*names, "finished_reason"),
-            registry=self._registry,
-        )
-        self._ended = {
-            reason: success.labels(*values, reason) for reason in ("stop", "length", "abort", "error", "tool_calls")
-        }
-        self._responses = Counter(
-            "cellar:http_responses",
-            "HTTP answers, by route and status.",
-            (*names, "route", "status"),
-            registry=self._registry,
-        )
-        self._model_name = model_name
-        self._restarts = Counter(
-            "cellar:engine_restarts", "Times that the engine was started again.", names, registry=self._registry
-        ).labels(*values)
-        self._registry.register(_EngineMetrics(model_name, stats))
-
-    def arrived(self, num_prompt: int) -> Timing:
-        """A request begins."""
+    def arrived(self, num_prompt: int, named: bool = False) -> Timing:
+        """A request begins. `named`: it said to which conversation it belongs."""
         self.prompt_length.observe(num_prompt)
-        return Timing(self)
+        return Timing(self, named)
 
     def ended(self, reason: str) -> None:
         """A sequence ended."""
-        self._ended[reason].inc()
+        self._tally.add(f"ended/{reason}")
+
+    def returned(self, num_prompt: int, num_cached: int) -> None:
+        """A request that named its conversation is complete."""
+        self._tally.add("conversation_requests")
+        self._tally.add("conversation_prompt_tokens", num_prompt)
+        self._tally.add("conversation_cached_tokens", num_cached)
 
     def answered(self, route: str, status: int) -> None:
         """An HTTP answer was begun."""
-        self._responses.labels(self._model_name, route, str(status)).inc()
+        self._tally.add(f"answers/{status}/{route}")
 
     def restarted(self) -> None:
         """The engine was started again."""
-        self._restarts.inc()
+        self._tally.add(ENGINE_RESTARTS)
 
     def text(self) -> bytes:
         """Everything in Prometheus' text format."""
         return generate_latest(self._registry)
 
-
-class Timing:
-    """The clock of one request; times in seconds."""
-
-    __slots__ = ("_arrived", "_last", "_metrics", "_num_tokens", "first")
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._arrived = perf_counter()
-        self._last: dict[int, float] = {}
-        self._num_tokens = 0
-        self.first: float | None = None
-
-    def delta(self, index: int, num_tokens: int) -> None:
-        """Tokens of one of the request's sequences came."""
-        if not num_tokens:
-            return
-        now, last = perf_counter(), self._last.get(index)
-        if self.first is None:
-            self.first = now
-            self._metrics.first_token.observe(now - self._arrived)
-        if last is not None:
-            for _ in range(num_tokens):
-                self._metrics.inter_token.observe((now - last) / num_tokens)
-        self._last[index] = now
-        self._num_tokens += num_tokens
-
-    def ended(self, output: RequestOutput) -> None:
-        """The whole request is there."""
-        metrics = self._metrics
-        elapsed = perf_counter() - self._arrived
-        metrics.end_to_end.observe(elapsed)
-        metrics.queue.observe(output.queue_seconds)
-        metrics.output_length.observe(self._num_tokens)
-        longest = max(len(completion.token_ids) for completion in output.outputs)
-        if self.first is not None and longest > 1:
-            metrics.per_token.observe((elapsed - (self.first - self._arrived)) / (longest - 1))
-        for completion in output.outputs:
-            metrics.ended(completion.finish_reason or "abort")
-
-    def left(self, num_sequences: int) -> None:
-        """The client went away before the end."""
-        for _ in range(num_sequences):
-            self._metrics.ended("abort")
-
-
-class _EngineMetrics:
-    """The engine's own figures, read when somebody asks."""
-
-    def __init__(self, model_name: str, stats: Callable[[], SchedulerStats | None]) -> None:
-        self._model_name = model_name
-        self._stats = stats
-
     def collect(self) -> Iterator[Metric]:
-        """All families; without an engine only that it is down."""
+        """All families."""
+        counts = self._counts()
+        for histogram in self._histograms:
+            yield histogram.family(self._labels, counts)
+        ended = CounterMetricFamily(
+            "cellar:request_success", "Sequences that ended, by reason.", labels=[*self._labels, "finished_reason"]
+        )
+        for reason in REASONS:
+            ended.add_metric([*self._labels.values(), reason], counts.get(f"ended/{reason}", 0.0))
+        yield ended
+        answers = CounterMetricFamily(
+            "cellar:http_responses", "HTTP answers, by route and status.", labels=[*self._labels, "route", "status"]
+        )
+        for name, count in counts.items():
+            if name.startswith("answers/"):
+                _, status, route = name.split("/", 2)
+                answers.add_metric([*self._labels.values(), route, status], count)
+        yield answers
+        for name, help in _COUNTERS.items():
+            yield self._counter(name, help, counts.get(name, 0.0))
+        yield from self._engine()
+
+    def _engine(self) -> Iterator[Metric]:
+        """The engine's own figures; without an engine only that it is down."""
         stats = self._stats()
         yield self._gauge("engine_up", "1 while the engine runs.", 0 if stats is None else 1)
         if stats is None:
@@ -151,11 +170,58 @@ class _EngineMetrics:
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
 
     def _gauge(self, stem: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"cellar:{stem}", help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = GaugeMetricFamily(f"cellar:{stem}", help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
         return family
 
     def _counter(self, stem: str, help: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"cellar:{stem}", help, labels=["model_name"])
-        family.add_metric([self._model_name], value)
+        family = CounterMetricFamily(f"cellar:{stem}", help, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
         return family
+
+
+class Timing:
+    """The clock of one request; times in seconds."""
+
+    __slots__ = ("_arrived", "_last", "_metrics", "_named", "_num_tokens", "first")
+
+    def __init__(self, metrics: Metrics, named: bool = False) -> None:
+        self._metrics = metrics
+        self._named = named
+        self._arrived = perf_counter()
+        self._last: dict[int, float] = {}
+        self._num_tokens = 0
+        self.first: float | None = None
+
+    def delta(self, index: int, num_tokens: int) -> None:
+        """Tokens of one of the request's sequences came."""
+        if not num_tokens:
+            return
+        now, last = perf_counter(), self._last.get(index)
+        if self.first is None:
+            self.first = now
+            self._metrics.first_token.observe(now - self._arrived)
+        if last is not None:
+            self._metrics.inter_token.observe((now - last) / num_tokens, num_tokens)
+        self._last[index] = now
+        self._num_tokens += num_tokens
+
+    def ended(self, output: RequestOutput) -> None:
+        """The whole request is there."""
+        metrics = self._metrics
+        elapsed = perf_counter() - self._arrived
+        metrics.end_to_end.observe(elapsed)
+        metrics.queue.observe(output.queue_seconds)
+        metrics.output_length.observe(self._num_tokens)
+        if self._named:
+            metrics.returned(len(output.prompt_token_ids), output.num_cached_tokens)
+        longest = max(len(completion.token_ids) for completion in output.outputs)
+        if self.first is not None and longest > 1:
+            metrics.per_token.observe((elapsed - (self.first - self._arrived)) / (longest - 1))
+        for completion in output.outputs:
+            metrics.ended(completion.finish_reason or "abort")
+
+    def left(self, num_sequences: int) -> None:
+        """The client went away before the end."""
+        for _ in range(num_sequences):
+            self._metrics.ended("abort")

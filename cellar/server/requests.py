@@ -16,6 +16,9 @@ from cellar.server.fields import CHAT, COMPLETION, Accepts, check_extra, unknown
 
 MAX_N = 128
 
+MAX_NAME = 256
+"""Characters of a conversation's name."""
+
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -68,6 +71,8 @@ class _Sampling(_Body):
     return_token_ids: bool | None = None
     priority: int | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -102,6 +107,22 @@ class _Sampling(_Body):
                 raise unknown(f"structured_outputs.{name}")
         return StructuredOutputsParams(**wanted)
 
+    def conversation(self, session_id: str | None) -> str | None:
+        """Which conversation it continues: by `prompt_cache_key`, else by the header X-Session-ID. Raises ApiError."""
+        by_field = self.prompt_cache_key is not None
+        name = self.prompt_cache_key if by_field else session_id
+        if name and len(name) > MAX_NAME:
+            raise refused(
+                f"the name of the conversation has {len(name)} characters, but may have {MAX_NAME}; use a shorter one.",
+                "prompt_cache_key" if by_field else "X-Session-ID",
+            )
+        return name or None
+
+    @property
+    def salt(self) -> bytes:
+        """What keeps its KV apart from that of others."""
+        return (self.cache_salt or "").encode(errors="surrogatepass")
+
     @property
     def include_usage(self) -> bool:
         """True if the stream ends with a chunk of usage."""
@@ -131,8 +152,6 @@ class CompletionRequest(_Sampling):
             raise refused("max_tokens is 0, which only makes sense with echo; ask for at least 1.", "max_tokens")
         shared = self.shared_params()
         if self.echo and self.logprobs is not None:
-            if self.stream:
-                raise refused("the log-probabilities of an echoed prompt cannot be streamed.", "stream")
             shared.setdefault("prompt_logprobs", self.logprobs)
         return SamplingParams(
             **shared, max_tokens=max_tokens or 1, logprobs=self.logprobs, structured_outputs=structured

@@ -3,56 +3,39 @@
 from __future__ import annotations
 
 import logging
-import signal
-import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
-
-import uvicorn
-from fastapi import FastAPI
+from pathlib import Path
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.front import open_front
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.engine_process import Opener
+from cellar.server.fronts import FrontPlan, Fronts
+from cellar.server.guard import read_keys
+from cellar.server.heap import one_heap
 from cellar.server.host import EngineHost, SameProcess, ServedModel
-from cellar.server.supervisor import Supervisor, open_config
+from cellar.server.metrics import ENGINE_RESTARTS
+from cellar.server.priority import yield_to_engine
+from cellar.server.serving import listen, listen_beside, run
+from cellar.server.shared import Shared
+from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config, private_directory
 from cellar.stream import AsyncLLM
 
-logger = logging.getLogger(__name__)
+Say = Callable[[str], None]
 
 
-class DrainingServer(uvicorn.Server):
-    """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving; the caller's handlers are back afterwards, and get nothing of it."""
-        before = {number: signal.signal(number, self._drain) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _drain(self, number: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            self.force_exit = True
-        else:
-            logger.warning("%s: no new requests; running ones have time to finish", signal.Signals(number).name)
-        self.should_exit = True
-
-
-def serve(
-    engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: Callable[[str], None] = lambda line: None
-) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: Say = lambda line: None) -> None:
     """Serve until a signal comes. Raises CellarError if it cannot start."""
+    one_heap()
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    listener = listen(server.host, server.port)  # before the model is read: a port in use is found at once
     names = model_names(engine, server)
+    if server.api_server_count > 1:
+        serve_by_several(partial(open_config, engine), names, server, limits, say)
+        return
+    listener = listen(server.host, server.port)  # before the model is read: a port in use is found at once
     host: EngineHost
     if server.disable_frontend_multiprocessing:
         opened = open_front(engine)
@@ -62,30 +45,38 @@ def serve(
         host = Supervisor(partial(open_config, engine), log_level=server.log_level)
         app = build_app(host, ServedModel.of(host.opened, names), server, limits)
         host.on_restart(app.state.api.metrics.restarted)
-    address = f"http://{server.host}:{listener.getsockname()[1]}"
-    say(f"{names[0]} is served at {address}/v1")
+        yield_to_engine()
+    say(served_at(names, server, listener.getsockname()[1]))
     run(app, listener, server, limits)
 
 
-def run(app: FastAPI, listener: socket.socket, server: ServerConfig, limits: LimitConfig) -> None:
-    """Run an application on a socket until a signal comes."""
-    config = uvicorn.Config(
-        app,
-        log_level=server.log_level,
-        access_log=server.log_level in ("info", "debug"),
-        timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout)),
-        server_header=False,
-    )
-    DrainingServer(config).run([listener])
+def serve_by_several(
+    opener: Opener,
+    names: tuple[str, ...],
+    server: ServerConfig,
+    limits: LimitConfig,
+    say: Say,
+    attach: Attach | None = None,
+    first_pause: float = 0.5,
+) -> None:
+    """Serve by `server.api_server_count` front processes over one engine, until a signal comes."""
+    read_keys(server.api_key, server.api_key_file)  # what is wrong with them is found at once
+    with private_directory() as directory, listen_beside(server.host, server.port) as place:
+        shared = Shared(Path(directory), server.api_server_count, server.api_server_count)
+        restarted = partial(shared.tally().add, ENGINE_RESTARTS)
+        keeper = EngineKeeper(opener, shared.address, server.log_level, first_pause, restarted)
+        try:
+            port = place.getsockname()[1]
+            fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach))
+            say(served_at(names, server, port))
+            fronts.run()
+        finally:
+            keeper.close()
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError if the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another host or port.") from error
+def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:
+    """The line that says so."""
+    return f"{names[0]} is served at http://{server.host}:{port}/v1"
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:

@@ -1,20 +1,28 @@
-"""Supervisor: keeps an engine process alive, and starts it again when it has died."""
+"""Who keeps an engine's process alive, and who keeps a front connected with it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import wait
+from pathlib import Path
 from typing import cast
 
 from cellar.core.config import EngineConfig
-from cellar.core.errors import CellarError
+from cellar.core.errors import CellarError, ConfigError
 from cellar.core.messages import SchedulerStats, StepPlan
 from cellar.engine import Engine
 from cellar.front import Front, Opened, open_reader, open_text
-from cellar.server.remote import Opener, Ready, RemoteEngine
+from cellar.server.engine_process import EngineProcess, Opener
+from cellar.server.priority import yield_to_engine
+from cellar.server.remote import RemoteEngine
+from cellar.server.shared import Shared
+from cellar.server.wire import Ready
 from cellar.stream import AsyncLLM
 
 logger = logging.getLogger(__name__)
@@ -23,6 +31,12 @@ Attach = Callable[[Ready, Engine[StepPlan]], Opened]
 
 STABLE_SECONDS = 30.0
 LONGEST_PAUSE = 30.0
+KNOCK_SECONDS = (0.02, 0.5)
+"""A front without an engine asks for one after the first pause, then at up to the second."""
+
+
+def nothing() -> None:
+    """What is done when nobody wants anything done."""
 
 
 class FrontMaker:
@@ -40,24 +54,81 @@ class FrontMaker:
         return Opened(Front(engine, reader, tokenizer, templates), ready.config, ready.spec, ready.checkpoint)
 
 
-class Supervisor:
-    """An `EngineHost` whose engine is a process. Raises CellarError if it does not start the first time.
+class EngineKeeper:
+    """Keeps an engine's process alive at `address`. Raises CellarError if it does not start the first time.
 
     A process that dies within 30 s of its start is started again after a pause that doubles each time.
     """
 
     def __init__(
-        self, opener: Opener, attach: Attach | None = None, log_level: str = "warning", first_pause: float = 0.5
+        self,
+        opener: Opener,
+        address: str,
+        log_level: str = "warning",
+        first_pause: float = 0.5,
+        on_restart: Callable[[], None] = nothing,
     ) -> None:
-        self._opener = opener
-        self._attach = attach or FrontMaker()
-        self._log_level = log_level
+        self._start = partial(EngineProcess, opener, address, log_level)
         self._first_pause = first_pause
+        self._on_restart = on_restart
         self._closing = threading.Event()
-        self._restarted: Callable[[], None] = lambda: None
-        self._remote, self.opened = self._start()
-        self._llm: AsyncLLM | None = AsyncLLM.over(self.opened)
-        self._thread = threading.Thread(target=self._watch, name="cellar-supervisor", daemon=True)
+        self.process = self._start()
+        self._thread = threading.Thread(target=self._watch, name="cellar-keeper", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the process and start it no more."""
+        self._closing.set()
+        self.process.close()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        pause, started = self._first_pause, time.monotonic()
+        while True:
+            wait([self.process.process.sentinel])
+            if self._closing.is_set():
+                return
+            if time.monotonic() - started > STABLE_SECONDS:
+                pause = self._first_pause
+            logger.error("%s; it is started again in %.1f s", self.process.how_it_ended(), pause)
+            self.process.close()
+            if self._closing.wait(pause):
+                return
+            pause, started = min(2 * pause, LONGEST_PAUSE), time.monotonic()
+            try:
+                self.process = self._start()
+            except (CellarError, OSError) as error:
+                logger.error("the engine did not start (%s)", error)
+                continue
+            self._on_restart()
+            if self._closing.is_set():
+                self.process.close()
+                return
+
+
+class Link:
+    """An `EngineHost` that keeps a front connected with the engine at `address`, whenever there is one.
+
+    The constructor waits for the engine. `reason` says why a connection was lost; `begin` is done first by the
+    thread of each front.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        attach: Attach | None = None,
+        reason: Callable[[], str] = lambda: "the engine process has ended",
+        begin: Callable[[], None] = nothing,
+    ) -> None:
+        self._address = address
+        self._attach = attach or FrontMaker()
+        self._reason = reason
+        self._begin = begin
+        self._on_return: Callable[[], None] = nothing
+        self._closing = threading.Event()
+        self._remote, self.opened = self._knock()
+        self._llm: AsyncLLM | None = AsyncLLM.over(self.opened, begin)
+        self._thread = threading.Thread(target=self._keep, name="cellar-link", daemon=True)
         self._thread.start()
 
     @property
@@ -66,62 +137,106 @@ class Supervisor:
         llm = self._llm
         return llm if llm is not None and llm.running else None
 
-    @property
-    def pid(self) -> int | None:
-        """The engine process's id."""
-        return self._remote.process.pid
-
     def stats(self) -> SchedulerStats | None:
         """The last snapshot; None while the engine does not run."""
         llm = self.llm
         return None if llm is None else llm.stats()
 
-    def on_restart(self, call: Callable[[], None]) -> None:
-        """Have something called, from another thread, whenever the engine was started again."""
-        self._restarted = call
+    def on_return(self, call: Callable[[], None]) -> None:
+        """Have something called, from another thread, whenever the engine is there again."""
+        self._on_return = call
 
     async def close(self) -> None:
-        """End the engine process and start it no more."""
-        self._closing.set()
-        await asyncio.to_thread(self._close)
+        """Leave the engine."""
+        await asyncio.to_thread(self.leave)
 
-    def _close(self) -> None:
+    def leave(self) -> None:
+        """Leave the engine."""
+        self._closing.set()
         if self._llm is not None:
             self._llm.close()
         self._thread.join()
 
-    def _start(self) -> tuple[RemoteEngine, Opened]:
-        remote = RemoteEngine(self._opener, self._log_level)
-        try:
-            # A RemoteEngine has all of an Engine that a front for streams calls.
-            return remote, self._attach(remote.ready, cast(Engine[StepPlan], remote))
-        except BaseException:
-            remote.close()
-            raise
+    def _knock(self) -> tuple[RemoteEngine, Opened]:
+        """A connection, as soon as there is an engine; CellarError when there shall be none any more."""
+        pause, longest = KNOCK_SECONDS
+        while not self._closing.is_set():
+            try:
+                remote = RemoteEngine(self._address, self._reason)
+            except (CellarError, OSError):
+                self._closing.wait(pause)
+                pause = min(2 * pause, longest)
+                continue
+            try:
+                # A RemoteEngine has all of an Engine that a front for streams calls.
+                return remote, self._attach(remote.ready, cast(Engine[StepPlan], remote))
+            except BaseException:
+                remote.close()
+                raise
+        raise CellarError("the server ends.")
 
-    def _watch(self) -> None:
-        pause, started = self._first_pause, time.monotonic()
+    def _keep(self) -> None:
         while True:
             self._remote.ended.wait()
-            if self._closing.is_set():
-                return
             self._llm = None
-            if time.monotonic() - started > STABLE_SECONDS:
-                pause = self._first_pause
-            logger.error("the engine has ended; it is started again in %.1f s", pause)
-            if self._closing.wait(pause):
-                return
-            pause, started = min(2 * pause, LONGEST_PAUSE), time.monotonic()
             try:
-                self._remote, self.opened = self._start()
-            except (CellarError, OSError) as error:
-                logger.error("the engine did not start (%s)", error)
-                continue
-            self._llm = AsyncLLM.over(self.opened)
-            self._restarted()
+                self._remote, self.opened = self._knock()
+            except CellarError as error:
+                if not self._closing.is_set():
+                    logger.error("this front is of no use any more (%s)", error)
+                return
+            self._llm = AsyncLLM.over(self.opened, self._begin)
             if self._closing.is_set():
                 self._llm.close()
                 return
+            self._on_return()
+
+
+class Supervisor(Link):
+    """An `EngineHost` with an engine's process of its own, for a server with one front.
+
+    Raises CellarError if it does not start the first time.
+    """
+
+    def __init__(
+        self, opener: Opener, attach: Attach | None = None, log_level: str = "warning", first_pause: float = 0.5
+    ) -> None:
+        self._directory = private_directory()
+        try:
+            address = Shared(Path(self._directory.name), 0, 1).address
+            self._keeper = EngineKeeper(opener, address, log_level, first_pause)
+            try:
+                super().__init__(address, attach, lambda: self._keeper.process.how_it_ended(), yield_to_engine)
+            except BaseException:
+                self._keeper.close()
+                raise
+        except BaseException:
+            self._directory.cleanup()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """The engine process's id."""
+        return self._keeper.process.process.pid
+
+    def on_restart(self, call: Callable[[], None]) -> None:
+        """Have something called, from another thread, whenever the engine was started again."""
+        self.on_return(call)
+
+    def leave(self) -> None:
+        """End the engine's process."""
+        super().leave()
+        self._keeper.close()
+        self._directory.cleanup()
+
+
+def private_directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory for what the processes of one server share. Raises ConfigError if no socket can lie there."""
+    directory = tempfile.TemporaryDirectory(prefix="cellar-")
+    if len(directory.name) > 90:  # a socket's name has 108 bytes at most
+        directory.cleanup()
+        raise ConfigError(f"the temporary directory {directory.name} has too long a name; set TMPDIR to a shorter one.")
+    return directory
 
 
 def open_config(config: EngineConfig) -> Opened:

@@ -9,7 +9,7 @@ from typing import Any
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.server.errors import refused
 from cellar.server.requests import ChatRequest
-from cellar.text.tools import PARSERS, Parsed, ToolCall, ToolParser, functions, required_calls, required_schema
+from cellar.text.tools import PARSERS, CallPiece, ListParser, Parsed, ToolParser, functions, required_schema
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class ToolUse:
         if self.forced is not None:
             return _Forced(self.forced)
         if self.required:
-            return _Required()
+            return ListParser()
         return PARSERS[self.parser]() if self.parser is not None else _Plain()
 
     @property
@@ -90,20 +90,17 @@ class Calls:
 
     def _told(self, parsed: Parsed) -> tuple[str, list[dict[str, Any]]]:
         entries: list[dict[str, Any]] = []
-        for call in parsed.calls:
-            if isinstance(self._reader, _Forced) and self.calls:
-                self.calls[0]["function"]["arguments"] += call.arguments
-                entries.append({"index": 0, "function": {"arguments": call.arguments}})
+        for piece in parsed.calls:
+            if self._use.single and piece.index > 0:
                 continue
-            if self._use.single and self.calls:
+            if piece.name is None:
+                self.calls[piece.index]["function"]["arguments"] += piece.arguments
+                entries.append({"index": piece.index, "function": {"arguments": piece.arguments}})
                 continue
-            entry: dict[str, Any] = {
-                "id": f"call_{uuid.uuid4().hex[:24]}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            entries.append({"index": len(self.calls), **entry, "function": entry["function"].copy()})
-            self.calls.append(entry)
+            function = {"name": piece.name, "arguments": piece.arguments}
+            entry: dict[str, Any] = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            self.calls.append({**entry, "function": function})
+            entries.append({"index": piece.index, **entry, "function": function.copy()})
         return parsed.content, entries
 
 
@@ -118,28 +115,16 @@ class _Plain:
 
 
 class _Forced:
-    """All text is the arguments of one function, told as they come."""
+    """All text is the arguments of one function."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name: str | None = name
 
     def push(self, text: str) -> Parsed:
-        return Parsed(calls=[ToolCall(self._name, text)]) if text else Parsed()
+        if not text:
+            return Parsed()
+        name, self._name = self._name, None
+        return Parsed(calls=[CallPiece(0, name, text)])
 
     def flush(self) -> Parsed:
         return Parsed()
-
-
-class _Required:
-    """All text is a list of calls, told at its end."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def push(self, text: str) -> Parsed:
-        self._text += text
-        return Parsed()
-
-    def flush(self) -> Parsed:
-        calls = required_calls(self._text)
-        return Parsed(self._text) if calls is None else Parsed(calls=calls)

@@ -18,6 +18,7 @@ from cellar.bench.transformers_peer import ORDERS, TransformersPeer
 from cellar.bench.workload import LengthRange, Workload, random_workload
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Measure, Profile
+from cellar.runtime.fake import FakeRuntime
 from cellar.runtime.probes.context import ProbeContext
 from tests.fake_front import open_fake
 from tests.tiny_checkpoint import write_checkpoint
@@ -53,12 +54,16 @@ def test_a_workload_is_a_function_of_its_seed() -> None:
 
 
 def test_the_meter_counts_by_hand() -> None:
-    opened, runtime = open_fake()
-    meter = MeteredRuntime(runtime)
-    opened.front.engine.runtime = meter
+    meters: list[MeteredRuntime] = []
+
+    def wrap(runtime: FakeRuntime) -> MeteredRuntime:
+        meters.append(MeteredRuntime(runtime))
+        return meters[0]
+
+    opened, _ = open_fake(wrap=wrap)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     LLM.over(opened).generate([[1] * 10, [2] * 20], params, use_tqdm=False)
-    prefill, *decodes = meter.records
+    prefill, *decodes = meters[0].records
     assert (prefill.phase, prefill.num_tokens, prefill.num_sampled) == ("prefill", 30, 2)
     assert prefill.context == 10 * 11 // 2 + 20 * 21 // 2
     assert prefill.resident == 30

@@ -14,6 +14,7 @@ import torch
 
 from cellar.models.loader import load
 from cellar.models.registry import MODELS, open_model, read_config
+from tests.conformance.chatglm import config_of, saved_glm
 from tests.models.dense_context import logits_of
 
 TOLERANCE = 1e-4
@@ -128,6 +129,12 @@ CASES = [
     Case(
         "without its last norm", "opt", {"hidden_size": 32, "num_attention_heads": 4, "_remove_final_layer_norm": True}
     ),
+    Case("grouped", "chatglm", config_of(4, 2, 16, 64)),
+    Case("mqa, heads wider than hidden", "chatglm", config_of(3, 1, 36, 56)),
+    Case("16 heads to one", "chatglm", config_of(32, 2, 8, 100)),
+    Case("no bias, own k and v of each head", "chatglm", config_of(5, 5, 12, 44, add_qkv_bias=False)),
+    Case("stretched base", "chatglm", config_of(4, 2, 16, 64, rope_ratio=9, _name_or_path="glm-4")),
+    Case("stretched positions", "chatglm", config_of(2, 2, 40, 48, rope_ratio=2.5, _name_or_path="chatglm2-6b-32k")),
 ]
 
 
@@ -135,11 +142,13 @@ def saved_model(case: Case, folder: Path) -> Any:
     """A model of transformers with random parameters, saved to `folder`."""
     import transformers
 
+    torch.manual_seed(len(case.name))
+    if case.kind == "chatglm":
+        return saved_glm(case.config, folder)
     sizes: dict[str, Any] = {"vocab_size": 101, "num_hidden_layers": case.layers, "max_position_embeddings": 64}
     sizes |= {"ffn_dim": 52} if case.kind == "opt" else {"intermediate_size": 52}
     settings = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "attn_implementation": "eager"}
     config = transformers.AutoConfig.for_model(case.kind, **(sizes | settings | case.config))
-    torch.manual_seed(len(case.name))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -8,7 +8,7 @@ from torch import Tensor
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
-from cellar.ops.rotary import rope_table
+from cellar.ops.rotary import rope_table, rotary_definition
 
 
 class DenseContext:
@@ -21,8 +21,11 @@ class DenseContext:
         self.k: list[Tensor] = [torch.zeros(0)] * spec.num_layers
         self.v: list[Tensor] = [torch.zeros(0)] * spec.num_layers
 
-    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Causal attention of the newest positions over all, or over the layer's window."""
+        if rotate:
+            assert self.cos_sin is not None
+            q, k = rotary_definition(q, k, self.positions, self.cos_sin)
         self.k[j] = k.clone() if len(self.k[j]) == 0 else torch.cat((self.k[j], k))
         self.v[j] = v.clone() if len(self.v[j]) == 0 else torch.cat((self.v[j], v))
         group = self.spec.num_heads // self.spec.num_kv_heads

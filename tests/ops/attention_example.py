@@ -102,3 +102,14 @@ def example(
     tokens = sum(stop - start for _, start, stop in spans)
     q = (loud * torch.randn(tokens, heads + 2 * kv_heads, dim, generator=noise)).to(dtype)[:, :heads]
     return Example(q, k_cache, v_cache, table, spans, keys, values, heads, window, dim**-0.5)
+
+
+def shifted(e: Example, by: float) -> Example:
+    """The same example with `by` added to (about) all scores: one dimension of queries and keys is made constant."""
+    loud = 8.0
+    e.q[:, :, 0] = loud
+    key = by / (loud * e.scale)
+    e.k_cache[..., 0] = key
+    for keys in e.keys.values():
+        keys[:, :, 0] = key
+    return e

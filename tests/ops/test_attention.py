@@ -21,11 +21,13 @@ from cellar.ops.attention import (
     attention_definition,
     attention_kernel,
     launch_settings,
+    may_unify,
     plan_attention,
 )
 from cellar.ops.attention_plan import (
     COUNTER,
     FIRST,
+    GRAPH_TILE,
     KV_FIRST,
     KV_LAST,
     LAST,
@@ -36,9 +38,10 @@ from cellar.ops.attention_plan import (
     ROW,
     START,
     TOKEN,
+    Captured,
     work_items,
 )
-from tests.ops.attention_example import Example, Span, example
+from tests.ops.attention_example import Example, Span, example, shifted
 
 # Of Triton's interpreter, with this NumPy.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
@@ -260,6 +263,17 @@ def test_full_devices_are_not_split_and_empty_ones_are() -> None:
     assert parts(8, 1024) > 2
 
 
+@pytest.mark.parametrize("by", [-100.0, 0.0, 100.0])
+@pytest.mark.parametrize("unified", [False, True])
+def test_scores_far_from_zero(by: float, unified: bool) -> None:
+    """Powers without a maximum leave float32's range at a shift of 100: such tiles are computed once more."""
+    e = shifted(example([(0, 140, 141), (1, 30, 31), (2, 0, 40)], garbage=0.0), by)
+    work = e.work(programs=64)
+    work.unified = unified
+    result = attention_kernel(e.q, e.k_cache, e.v_cache, e.table, work, e.scale)
+    np.testing.assert_allclose(result.double().numpy(), e.oracle(), atol=20 * FLOAT32_LIMIT)
+
+
 def test_a_fixed_split_does_not_depend_on_company() -> None:
     def cuts(contexts: list[int]) -> list[list[int]]:
         start = np.array(contexts, np.int32)
@@ -302,6 +316,29 @@ def test_buffers_for_limits_hold_every_plan_in_the_limits(
     assert all(n <= c for n, c in zip(needed, limits, strict=True)), (needed, limits)
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 20_000), min_size=1, max_size=300),
+    st.sampled_from([(32, 8), (6, 2), (8, 1), (32, 32)]),
+    st.sampled_from([8, 264]),
+)
+def test_a_graph_of_decodes_holds_every_plan(starts: list[int], kind: tuple[int, int], programs: int) -> None:
+    start = np.array(starts, np.int32)
+    work = plan_attention(np.arange(len(start)), start, start + 1, *kind, 128, 32, programs=programs)
+    assert Captured.decodes(len(start), work.shape, programs).holds(work.items)
+
+
+@settings(max_examples=100, deadline=None)
+@given(span_lists(rows=7, longest=4000), st.sampled_from([(32, 8), (6, 2), (8, 1)]), st.sampled_from([8, 264]))
+def test_a_graph_with_prompts_holds_every_plan(spans: list[Span], kind: tuple[int, int], programs: int) -> None:
+    row, start, stop = zip(*spans, strict=True)
+    work = plan_attention(row, start, stop, *kind, 128, 32, programs=programs)
+    items = work_items(work.shape, work.row, work.start, work.stop, work.offset, programs, wide_tile=GRAPH_TILE)
+    assert items.wide_tile == GRAPH_TILE
+    assert Captured.prompts(work.num_tokens, len(spans), work.shape, programs).holds(items)
+    assert not Captured(items.narrow, len(items.table) - items.narrow - 1).holds(items)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"heads": 5}, "multiple"), ({"kv_heads": 0}, "multiple"), ({"window": 0}, "window"), ({"split": 0}, "split")],
@@ -315,25 +352,38 @@ def test_impossible_shapes_are_refused(change: dict[str, int], message: str) -> 
 # -- compiled for a GPU that is not here ------------------------------------------------------------------------------
 
 
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 @pytest.mark.parametrize(
-    ("tile", "dim", "dtype", "wgmma"),
+    ("tile", "dim", "dtype", "wgmma", "new"),
     [
-        (16, 128, "bf16", False),
-        (64, 128, "bf16", True),
-        (128, 80, "fp16", True),
-        (64, 256, "bf16", True),
-        (64, 128, "fp32", False),
+        (16, 128, "bf16", False, True),
+        (16, 128, "bf16", False, False),
+        (64, 128, "bf16", True, False),
+        (128, 128, "bf16", True, False),
+        (128, 80, "fp16", True, False),
+        (64, 256, "bf16", True, False),
+        (64, 128, "fp32", False, False),
     ],
 )
-def test_compiles_for_sm_90_without_spills(tile: int, dim: int, dtype: str, wgmma: bool, tmp_path: Path) -> None:
+def test_compiles_for_sm_90_without_spills(
+    tile: int, dim: int, dtype: str, wgmma: bool, new: bool, tmp_path: Path
+) -> None:
     settings_ = launch_settings(tile, dim, 4 if dtype == "fp32" else 2)
     options = {name: settings_.pop(name) for name in ("num_warps", "num_stages")}
-    pointers = dict.fromkeys(("q", "k_cache", "v_cache", "out"), f"*{dtype}")
+    pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "out"), f"*{dtype}")
     lists = {"table": "*i32", "meta": "*i32", "partial": "*fp32", "extents": "*fp32", "counters": "*i32"}
+    lists |= {"cos_sin": "*fp32"}
     strides = dict.fromkeys(
         (
+            "rotary_dim",
             "q_token_stride",
             "q_head_stride",
+            "k_token_stride",
+            "k_head_stride",
+            "v_token_stride",
+            "v_head_stride",
             "k_slot_stride",
             "v_slot_stride",
             "kv_head_stride",
@@ -344,10 +394,16 @@ def test_compiles_for_sm_90_without_spills(tile: int, dim: int, dtype: str, wgmm
         "i32",
     )
     constants = {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "CHUNK": 32, "WINDOW": 0, "WIDE": tile > 16, "TILE": tile}
+    constants |= {
+        "NEW": new,
+        "UNIFIED": may_unify(getattr(torch, TORCH_NAMES[dtype]), tile > 16),
+        "UPCAST": False,
+        "PDL": True,
+    }
     compiled = _attention_kernel.compile_for(
         90,
         pointers | lists | {"scale": "fp32"} | strides,
-        constants | {"UPCAST": False} | settings_,
+        constants | settings_,
         aligned={*pointers, *lists, *strides},
         **options,
     )

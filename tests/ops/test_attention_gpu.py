@@ -16,7 +16,7 @@ from cellar.ops.attention import (
     plan_attention,
 )
 from cellar.ops.kv import write_kv, write_kv_definition
-from tests.ops.attention_example import Span, example
+from tests.ops.attention_example import Span, example, shifted
 
 pytestmark = pytest.mark.gpu
 
@@ -89,6 +89,21 @@ def test_many_launches_with_one_set_of_buffers() -> None:
             # Bit for bit: partial results are summed in the order of their parts, whoever arrives last.
             assert all(torch.equal(a, b) for a, b in zip(first, results, strict=True))
         assert int(buffers.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("by", [-100.0, 100.0])
+@pytest.mark.parametrize("dtype", list(LIMITS))
+def test_scores_far_from_zero(dtype: torch.dtype, by: float) -> None:
+    """Decodes, cut and whole, and a prompt whose sums leave the range without a maximum: computed once more."""
+    spans = [(0, 900, 901), (1, 30, 31), (2, 4000, 4001), (3, 100, 400)]
+    e = shifted(example(spans, heads=8, kv_heads=2, dtype=dtype, garbage=0.0), by)
+    tensors = [t.to(DEVICE) for t in (e.q, e.k_cache, e.v_cache, e.table)]
+    wanted = torch.from_numpy(e.oracle())
+    for unified in (True, False):
+        work = e.work(DEVICE, programs=264)
+        work.unified = unified
+        got = attention(*tensors, work, e.scale).double().cpu()
+        torch.testing.assert_close(got, wanted, atol=2 * LIMITS[dtype], rtol=2 * LIMITS[dtype])
 
 
 @pytest.mark.parametrize("dtype", list(LIMITS))

@@ -31,10 +31,10 @@ def test_parameters(name: str, billions: float) -> None:
 
 
 @pytest.mark.parametrize("case", PALM, ids=case_name)
-def test_the_layout_is_the_papers_and_the_time_within_a_sixth(case: Case) -> None:
+def test_the_layout_is_the_papers_and_the_time_within_six_percent(case: Case) -> None:
     d = MODELS[case.model]
     assert best(case, d, MACHINE).name == case.layout
-    assert seconds(case, d, MACHINE) == pytest.approx(case.seconds, rel=0.16)
+    assert seconds(case, d, MACHINE) == pytest.approx(case.seconds, rel=0.06)
 
 
 def test_the_shipped_constants_are_the_fits() -> None:
@@ -48,7 +48,7 @@ def test_constants_of_540b_predict_62b() -> None:
     for case in PALM:
         d = MODELS[case.model]
         assert best(case, d, machine).name == case.layout
-        assert seconds(case, d, machine) == pytest.approx(case.seconds, rel=0.06 if case in large else 0.25)
+        assert seconds(case, d, machine) == pytest.approx(case.seconds, rel=0.06 if case in large else 0.08)
 
 
 @pytest.mark.parametrize("case", PALM, ids=case_name)

@@ -155,11 +155,23 @@ def story() -> list[Step]:
 
 
 def runtime_of(
-    model: Model, weights: LoadedWeights, num_slots: int = 32, num_rows: int = 8, device: str = "cpu"
+    model: Model,
+    weights: LoadedWeights,
+    num_slots: int = 32,
+    num_rows: int = 8,
+    device: str = "cpu",
+    enforce_eager: bool = False,
 ) -> LocalRuntime:
-    """A runtime with one thread, so that tests do not fight for cores."""
+    """A runtime with one thread, so that tests do not fight for cores; on a GPU it captures short prompts, too."""
     return LocalRuntime(
-        model, weights, num_slots=num_slots, num_rows=num_rows, device=torch.device(device), num_threads=1
+        model,
+        weights,
+        num_slots=num_slots,
+        num_rows=num_rows,
+        device=torch.device(device),
+        num_threads=1,
+        most_tokens=200,
+        enforce_eager=enforce_eager,
     )
 
 

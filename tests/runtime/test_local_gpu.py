@@ -64,6 +64,34 @@ def test_float32_gives_the_tokens_of_the_cpu() -> None:
     there.close()
 
 
+PROMPTS = ((1,), (5, 2), (16,), (60, 1, 5), (60, 60), (40, 40, 40, 5, 1, 1), (60, 60, 60, 60, 2, 2))
+
+
+def test_graphs_give_the_tokens_of_launches() -> None:
+    """Prompts of every size class beside a decode, and a step beyond all graphs; greedy, float32."""
+    model, weights = tiny_model("float32", **SHAPE)
+
+    def moved(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("cuda") for name, tensor in values.items()}
+
+    there = LoadedWeights(moved(weights.embedding), [moved(layer) for layer in weights.layers], moved(weights.head))
+    found = []
+    for eager in (False, True):
+        runtime = runtime_of(model, there, num_slots=64, device="cuda:0", enforce_eager=eager)
+        assert runtime.executor is not None
+        assert (runtime.executor._graphs is None) == eager
+        steps = [Step(0).open(0).place(0, list(range(8))).prompt(0, prompt_of(3, 1))]
+        for k, lengths in enumerate(PROMPTS):
+            steps.append(step := Step(1 + k).decode(0, 3 + k))
+            for row, length in enumerate(lengths, 1):
+                step.open(row).place(row, range(8 * row, 8 * row + 8)).prompt(row, prompt_of(length, 10 * k + row))
+            step.closes = tuple(range(1, len(lengths) + 1))
+        found.append([tokens_of(result) for result in run(runtime, *steps)])
+        runtime.close()
+    assert found[0] == found[1]
+    assert sum(map(len, found[0])) == 1 + sum(1 + len(lengths) for lengths in PROMPTS)
+
+
 @pytest.mark.parametrize(("dtype", "median", "most"), [("bfloat16", 0.5, 2.0), ("float16", 0.1, 1.0)])
 def test_halves_stay_close_to_the_cpu(dtype: str, median: float, most: float) -> None:
     """Log-probabilities here deviate by 15; bfloat16 on the CPU alone is 0.15 from float32 in the median."""
@@ -184,7 +212,6 @@ def test_the_memory_plan_is_true(tmp_path: Any) -> None:
     limit = 0.5 * device_total(device)
     chunk = opened.spec.kv.chunk_nbytes()
     assert device_used(device) <= 1.005 * limit
-    assert device_used(device) >= limit - chunk - 0.005 * limit
     plans = [
         capacity._rehearsal(k, lengths, 32)
         for k, lengths in enumerate((capacity._shares(8192, 256, 8192), [8192], [32] * 256, [5000, 3192]))
@@ -193,7 +220,8 @@ def test_the_memory_plan_is_true(tmp_path: Any) -> None:
     for plan in plans:
         worker.submit(plan)
     assert [result.error for result in results(opened.runtime, len(plans), 300)] == [None] * len(plans)
-    assert device_used(device) <= 1.005 * limit
+    # Only now: capturing gives the memory of the rehearsed steps back, and the first large one takes it again.
+    assert limit - chunk - 0.005 * limit <= device_used(device) <= 1.005 * limit
     opened.runtime.close()
     del opened, worker
     torch.cuda.empty_cache()

@@ -54,7 +54,7 @@ def test_figures_are_plausible_for_any_machine(found: Profile) -> None:
 def test_probes_leave_no_file_and_report_their_names(tmp_path: Path) -> None:
     names: list[str] = []
     registry.measure(tiny(tmp_path), names.append)
-    assert names == ["memory", "matmul", "links", "launch"]
+    assert names == ["memory", "matmul", "links", "launch", "cells"]
     assert list(tmp_path.iterdir()) == []
 
 

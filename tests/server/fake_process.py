@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 
 from cellar.core.config import ScheduleConfig
@@ -19,16 +23,24 @@ from cellar.schedule.steps import StepScheduler
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.host import ServedModel
-from cellar.server.remote import Ready
-from cellar.server.run import listen, run
+from cellar.server.priority import yield_to_engine
+from cellar.server.run import serve_by_several
+from cellar.server.serving import listen, run
 from cellar.server.supervisor import Supervisor
-from cellar.text.masker import sampled_rows
+from cellar.server.wire import Ready
+from cellar.text.grammar import GrammarCompiler
+from cellar.text.masker import Masker, sampled_rows
 from tests.fake_front import open_fake
 
 
 def open_engine(**fake: Any) -> Opened:
-    """What runs in the engine's process."""
-    return open_fake(**fake)[0]
+    """What runs in the engine's process. It checks its books whenever work ends: a breach is the end of it."""
+    opened = open_fake(**fake)[0]
+    engine, tokenizer = opened.front.engine, opened.front.tokenizer
+    assert tokenizer is not None
+    engine._loop.check_seconds = 0.0
+    engine.masker = Masker(GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,)))
+    return opened
 
 
 class IdleRuntime(FakeRuntime):
@@ -89,14 +101,43 @@ def supervise(opener: Any = open_engine, **fake: Any) -> Supervisor:
 
 
 def main() -> None:
-    latency, timeout = float(sys.argv[1]), float(sys.argv[2])
-    limits = LimitConfig(shutdown_timeout=timeout)
-    server = ServerConfig(port=0, log_level="warning")
-    host = supervise(latency=latency, num_rows=64, num_slots=1024)
+    """Options are a JSON object: `fronts`, `limits` and those of `open_fake`."""
+    options = json.loads(sys.argv[1])
+    count, limits = options.pop("fronts", 1), LimitConfig(**options.pop("limits", {}))
+    server = ServerConfig(port=0, log_level="warning", api_server_count=count)
+    fake = {"num_rows": 64, "num_slots": 1024, **options}
+    if count > 1:
+        opener, say = partial(open_engine, **fake), partial(print, flush=True)
+        serve_by_several(opener, ("fake",), server, limits, say, partial(attach, **fake), first_pause=0.3)
+        return
+    host = supervise(**fake)
     app = build_app(host, ServedModel.of(host.opened, ("fake",)), server, limits)
     listener = listen(server.host, 0)
-    print(listener.getsockname()[1], flush=True)
+    print(f"fake is served at http://127.0.0.1:{listener.getsockname()[1]}/v1", flush=True)
+    yield_to_engine()
     run(app, listener, server, limits)
+
+
+def started(**options: Any) -> tuple[subprocess.Popen[str], str]:
+    """A server as a program, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.server.fake_process", json.dumps(options)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
+    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+    return process, url
+
+
+def children_of(pid: int) -> list[Path]:
+    """The processes that a server has started, oldest first: entries of /proc that are there while they live."""
+    pids = [p for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    found = [Path(f"/proc/{p}") for p in sorted(pids, key=int)]
+    return [path for path in found if b"spawn_main" in (path / "cmdline").read_bytes()]
 
 
 if __name__ == "__main__":

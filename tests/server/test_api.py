@@ -99,6 +99,29 @@ def test_echo_and_scores(served: Served) -> None:
     assert "".join(c.choices[0].text for c in chunks) == made.choices[0].text
 
 
+@pytest.mark.parametrize("count", [0, 3])
+def test_echo_and_scores_in_a_stream(served: Served, count: int) -> None:
+    client = served.client()
+    options: Any = {"model": "fake", "prompt": [PROMPT, "Once"], "max_tokens": count, "echo": True, "logprobs": 1}
+    whole = client.completions.create(**options, n=1, extra_body=EXTRA)
+    texts: dict[int, str] = {}
+    joined: dict[int, dict[str, list[Any]]] = {}
+    for chunk in client.completions.create(**options, n=1, stream=True, extra_body=EXTRA):
+        (choice,) = chunk.choices
+        texts[choice.index] = texts.get(choice.index, "") + choice.text
+        assert choice.logprobs is not None
+        for name, values in choice.logprobs.model_dump().items():
+            joined.setdefault(choice.index, {}).setdefault(name, []).extend(values or [])
+    for choice in whole.choices:
+        assert choice.logprobs is not None
+        assert texts[choice.index] == choice.text
+        assert joined[choice.index] == choice.logprobs.model_dump()
+        offsets, tokens = choice.logprobs.text_offset, choice.logprobs.tokens
+        assert offsets is not None
+        assert tokens is not None
+        assert all(choice.text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
+
+
 def test_completion_logprobs(served: Served) -> None:
     made = served.client().completions.create(model="fake", prompt=IDS, max_tokens=4, logprobs=1, extra_body=EXTRA)
     logprobs = made.choices[0].logprobs
@@ -300,10 +323,49 @@ def test_malformed_bodies(served: Served, path: str, body: bytes) -> None:
             assert answer.status_code == 400, answer.text
 
 
-def test_session_ids_are_accepted(served: Served) -> None:
+def test_ids_of_requests(served: Served) -> None:
     client = served.client()
-    headers = {"X-Session-ID": "s", "X-Request-Id": "r-1"}
-    made = client.completions.create(model="fake", prompt=IDS, max_tokens=2, extra_headers=headers)
+    made = client.completions.create(model="fake", prompt=IDS, max_tokens=2, extra_headers={"X-Request-Id": "r-1"})
     assert made.id.startswith("cmpl-r-1-")
     named = client.completions.create(model="fake", prompt=IDS, max_tokens=2, extra_body={"request_id": "mine"})
     assert named.id == "cmpl-mine"
+
+
+def test_conversations_are_named_and_counted() -> None:
+    with serve() as served:
+        seen: list[tuple[str | None, bytes]] = []
+        scheduler = served.opened.front.engine.scheduler
+        add = scheduler.add
+
+        def noted(request: Any, now: float) -> None:
+            seen.append((request.conversation, request.salt))
+            add(request, now)
+
+        scheduler.add = noted  # type: ignore[method-assign]
+        client = served.client()
+        first = [7] * 40
+        client.completions.create(model="fake", prompt=first, max_tokens=2, extra_headers={"X-Session-ID": "s"})
+        body: Any = {"prompt_cache_key": "k", "n": 2}
+        client.completions.create(
+            model="fake", prompt=first * 2, max_tokens=2, extra_body=body, extra_headers={"X-Session-ID": "s"}
+        )
+        made = client.chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, prompt_cache_key="c")
+        assert made.choices[0].message.content
+        apart = client.completions.create(model="fake", prompt=first, max_tokens=2, extra_body={"cache_salt": "x"})
+        assert apart.usage is not None
+        assert apart.usage.prompt_tokens_details is not None
+        assert apart.usage.prompt_tokens_details.cached_tokens == 0  # the salt keeps it from what others computed
+        assert seen == [("s", b""), ("k", b""), ("k", b""), ("c", b""), (None, b"x")]
+        with served.http() as http:
+            text = http.get("/metrics").text
+            assert 'cellar:conversation_requests_total{model_name="fake"} 3.0' in text
+            assert f'cellar:conversation_prompt_tokens_total{{model_name="fake"}} {120.0 + len(CHAT_IDS)}' in text
+            assert 'cellar:conversation_cached_tokens_total{model_name="fake"} 32.0' in text
+            for change, headers, param in (
+                ({"prompt_cache_key": "k" * 300}, {}, "prompt_cache_key"),
+                ({}, {"X-Session-ID": "k" * 300}, "X-Session-ID"),
+                ({"cache_salt": ""}, {}, "cache_salt"),
+            ):
+                answer = http.post("/v1/completions", json={"prompt": [1], **change}, headers=headers)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["param"] == param

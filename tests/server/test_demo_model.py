@@ -18,9 +18,10 @@ import pytest
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+@pytest.fixture(scope="module", params=[1, 2], ids=["one front", "two fronts"])
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
     command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
+    command += ["--api-server-count", str(request.param)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -21,10 +22,20 @@ PATHS = {
     "/health_generate",
     "/version",
     "/metrics",
+    "/engine/status",
 }
 
 
-def fuzz(examples: int) -> None:
+POSTS = [
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+]
+
+
+def fuzz(examples: int, paths: Collection[str]) -> None:
+    """Random calls of some paths; each answers without a defect."""
     with serve(max_model_len=512, num_slots=512) as served:
         with served.http() as http:
             document: dict[str, Any] = http.get("/openapi.json").json()
@@ -33,6 +44,8 @@ def fuzz(examples: int) -> None:
         seen: dict[str, set[int]] = {}
         for operation in schema.get_all_operations():
             found = operation.ok()
+            if found.path not in paths:
+                continue
 
             @settings(
                 max_examples=examples,
@@ -47,14 +60,15 @@ def fuzz(examples: int) -> None:
                 assert answer.status_code < 500, answer.text
 
             given(case=found.as_strategy())(once)()
-        assert seen.keys() == PATHS
+        assert seen.keys() == set(paths)
         served.settle()
 
 
 def test_no_500_for_some_requests() -> None:
-    fuzz(25)
+    fuzz(15, PATHS)
 
 
 @pytest.mark.long
-def test_no_500_for_many_requests() -> None:
-    fuzz(500)
+@pytest.mark.parametrize("path", POSTS)
+def test_no_500_for_many_requests(path: str) -> None:
+    fuzz(250, [path])

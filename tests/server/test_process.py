@@ -6,12 +6,9 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,7 +20,7 @@ from cellar.core.messages import RequestOutput
 from cellar.server.app import build_app
 from cellar.server.host import ServedModel
 from cellar.server.supervisor import Supervisor
-from tests.server.fake_process import open_nothing, supervise
+from tests.server.fake_process import children_of, open_nothing, started, supervise
 from tests.server.served import TEXT, plain, running
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -90,7 +87,7 @@ def test_a_killed_engine_is_started_again(host: Supervisor) -> None:
         ]
         for thread in threads:
             thread.start()
-        while len(lines) < 4:
+        while len(lines) < 4 or (stats := host.stats()) is None or stats.running < 2:
             time.sleep(0.01)
         assert host.pid is not None
         os.kill(host.pid, signal.SIGKILL)
@@ -112,30 +109,8 @@ def test_an_engine_that_does_not_start_says_why() -> None:
         Supervisor(open_nothing)
 
 
-def started(latency: float, timeout: float) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.server.fake_process", str(latency), str(timeout)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdout is not None
-    url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-    httpx.get(f"{url}/health", timeout=20)
-    return process, url
-
-
-def engines_of(pid: int) -> list[Path]:
-    """Engine processes of a server: entries of /proc that are there while they live."""
-    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found = [Path(f"/proc/{p}") for p in pids if b"spawn_main" in Path(f"/proc/{p}/cmdline").read_bytes()]
-    assert found
-    return found
-
-
 def test_sigterm_lets_every_accepted_request_finish() -> None:
-    process, url = started(0.02, 20)
+    process, url = started(latency=0.02, limits={"shutdown_timeout": 20})
     texts: list[str] = []
     began = threading.Semaphore(0)
 
@@ -172,22 +147,39 @@ def test_sigterm_lets_every_accepted_request_finish() -> None:
 
 
 def test_a_drain_has_an_end_and_leaves_no_process() -> None:
-    process, url = started(0.5, 1)
-    engines = engines_of(process.pid)
-    thread = threading.Thread(target=lambda: httpx.post(f"{url}/v1/completions", json=LONG, timeout=30))
-    thread.start()
-    time.sleep(0.5)
+    process, url = started(latency=0.5, limits={"shutdown_timeout": 1})
+    engines = children_of(process.pid)
+    answers: list[httpx.Response] = []
+
+    def ask(stream: bool) -> None:
+        answers.append(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": stream}, timeout=60))
+
+    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    for thread in threads:
+        thread.start()
+    while 'num_requests_running{model_name="fake"} 2.0' not in httpx.get(f"{url}/metrics").text:
+        time.sleep(0.05)
+    time.sleep(1.2)  # the stream has begun
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=30)
     assert process.returncode == 0
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 20
+    assert "Traceback" not in errors
+    for thread in threads:
+        thread.join(10)
+    whole, stream = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
+    assert whole.status_code == 503
+    assert "the server ends" in whole.json()["error"]["message"]
+    *_, last, done = [line for line in stream.text.split("\n\n") if line]
+    assert "the server ends" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert done == "data: [DONE]"
     assert not any(engine.exists() for engine in engines)
 
 
 def test_an_engine_ends_when_its_server_is_killed() -> None:
-    process, _ = started(0.01, 5)
-    engines = engines_of(process.pid)
+    process, _ = started(latency=0.01)
+    engines = children_of(process.pid)
     process.kill()
     process.wait()
     end = time.monotonic() + 10

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from tests.server.served import TEXT, Served, plain, serve
@@ -163,6 +165,19 @@ def test_a_named_tool(served: Served) -> None:
     check("".join(entry.function.arguments or "" for entry in entries if entry.function))
 
 
+def told(chunks: list[Any]) -> list[tuple[str, str]]:
+    """The calls of a stream: each has its id and name in its first entry only, and comes in several."""
+    calls: list[tuple[str, str]] = []
+    for entry in (entry for chunk in chunks for entry in chunk.choices[0].delta.tool_calls or []):
+        if entry.id is not None:
+            assert entry.index == len(calls)
+            calls.append((entry.function.name, entry.function.arguments))
+        else:
+            assert (entry.index, entry.type, entry.function.name) == (len(calls) - 1, None, None)
+            calls[-1] = (calls[-1][0], calls[-1][1] + entry.function.arguments)
+    return calls
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_required_tools(served: Served, stream: bool) -> None:
     made: Any = served.client().chat.completions.create(
@@ -176,12 +191,13 @@ def test_required_tools(served: Served, stream: bool) -> None:
     )
     if stream:
         chunks = list(made)
-        calls = [entry for chunk in chunks for entry in chunk.choices[0].delta.tool_calls or []]
+        calls = told(chunks)
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 5  # told bit by bit
     else:
-        calls = made.choices[0].message.tool_calls
-    assert [call.function.name for call in calls] == ["weather"]
-    check(calls[0].function.arguments)
+        calls = [(call.function.name, call.function.arguments) for call in made.choices[0].message.tool_calls]
+    assert [name for name, _ in calls] == ["weather"]
+    check(calls[0][1])
 
 
 def test_tool_choice_auto_and_none(served: Served) -> None:
@@ -196,8 +212,10 @@ def test_tool_choice_auto_and_none(served: Served) -> None:
     chunks = client.chat.completions.create(
         model="fake", messages=MESSAGES, tools=TOOLS, max_tokens=200, extra_body=body, stream=True
     )
-    deltas = [chunk.choices[0] for chunk in chunks]
-    assert [d.delta.tool_calls[0].function.name for d in deltas if d.delta.tool_calls] == ["weather"]  # type: ignore[union-attr]
+    found = list(chunks)
+    assert told(found) == [("weather", '{"city": "Rome"}')]
+    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in found) > 5
+    deltas = [chunk.choices[0] for chunk in found]
     assert deltas[-1].finish_reason == "tool_calls"
     assert not any(d.delta.content for d in deltas)
     none = client.chat.completions.create(
@@ -205,6 +223,43 @@ def test_tool_choice_auto_and_none(served: Served) -> None:
     )
     assert none.choices[0].message.content == text
     assert none.choices[0].finish_reason == "stop"
+
+
+class Trip(pydantic.BaseModel):
+    city: Literal["Paris", "Rome"]
+    days: Literal[1, 2, 3]
+
+
+def test_the_clients_own_helpers(served: Served) -> None:
+    """`parse` sends the schema of a class and makes one of the answer; `stream` puts deltas together."""
+    client = served.client()
+    parsed = client.chat.completions.parse(model="fake", messages=MESSAGES, max_tokens=600, response_format=Trip)
+    assert isinstance(parsed.choices[0].message.parsed, Trip)
+    choice: Any = {"type": "function", "function": {"name": "trip"}}
+    tools: Any = [openai.pydantic_function_tool(Trip, name="trip")]
+    with client.chat.completions.stream(
+        model="fake", messages=MESSAGES, max_tokens=600, tools=tools, tool_choice=choice
+    ) as stream:
+        kinds = {event.type for event in stream}
+        made = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in kinds
+    (call,) = made.choices[0].message.tool_calls or []
+    assert isinstance(call.function.parsed_arguments, Trip)
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.chat.completions.create(
+                model="fake", messages=MESSAGES, tools=TOOLS, tool_choice="required", max_tokens=900, stream=True
+            )
+            calls = told([chunk async for chunk in stream])
+            assert {name for name, _ in calls} <= {"weather", "stop"}
+            parsed = await client.chat.completions.parse(
+                model="fake", messages=MESSAGES, max_tokens=600, response_format=Trip
+            )
+            assert isinstance(parsed.choices[0].message.parsed, Trip)
+            assert [model.id async for model in client.models.list()] == ["fake", "alias"]
+
+    asyncio.run(run())
 
 
 def test_auto_needs_a_parser() -> None:

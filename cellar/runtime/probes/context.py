@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from cellar.core.hardware import Measure, Origin, Profile
+from cellar.core.specs import ModelSpec
 
 CPU = "cpu"
 GPU = "gpu"
@@ -21,7 +22,8 @@ class ProbeContext:
     """Where and how long to measure.
 
     `accelerator` None measures the host alone. `directory` is on the disk to be measured. Each rate is taken
-    over buffers of `nbytes` (at most), matrices of `matmul_size`, and for about `seconds`.
+    over buffers of `nbytes` (at most), matrices of `matmul_size`, and for about `seconds`. `model` is the model that
+    the profile is for, as its user names it, and `spec` what it is; None: the machine alone.
     """
 
     accelerator: torch.device | None
@@ -29,6 +31,8 @@ class ProbeContext:
     nbytes: int = 256 * 2**20
     matmul_size: int = 1024
     seconds: float = 0.4
+    model: str | None = None
+    spec: ModelSpec | None = None
 
     def devices(self) -> dict[str, torch.device]:
         """Name in the profile -> processor."""

@@ -1,0 +1,107 @@
+"""Driving a system: an open loop of Poisson arrivals, one request at a time, or all at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cellar.bench.cells.arrivals import FloatArray
+from cellar.bench.cells.system import System
+
+QUANTILES = np.linspace(0.0, 1.0, 201)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Times of every request of a run, in seconds from its start; began and ended are inf where it was not done."""
+
+    arrived: FloatArray
+    began: FloatArray
+    ended: FloatArray
+    seconds: float
+
+    def measured(self, warm_up: float = 0.0) -> Trace:
+        """Without the requests that came in the first `warm_up` seconds."""
+        kept = self.arrived >= warm_up
+        return Trace(self.arrived[kept], self.began[kept], self.ended[kept], self.seconds - warm_up)
+
+    @property
+    def throughput(self) -> float:
+        """Requests done per second between the first arrival and the last end."""
+        done = np.isfinite(self.ended)
+        if not done.any():
+            return 0.0
+        return float(done.sum() / max(self.ended[done].max() - self.arrived.min(), 1e-9))
+
+    @property
+    def latency(self) -> FloatArray:
+        """Arrival to end."""
+        return self.ended - self.arrived
+
+    @property
+    def queueing(self) -> FloatArray:
+        """Arrival to the start of the first cell."""
+        return self.began - self.arrived
+
+    @property
+    def compute(self) -> FloatArray:
+        """Start of the first cell to the end; only of requests that were done."""
+        done = np.isfinite(self.ended)
+        return np.asarray(self.ended[done] - self.began[done], np.float64)
+
+
+def percentile(values: FloatArray, share: float) -> float:
+    """The smallest value that `share` of all do not exceed; inf counts, and nothing is inf."""
+    if not len(values):
+        return float("inf")
+    return float(np.sort(values)[min(len(values) - 1, int(np.ceil(share * len(values))) - 1)])
+
+
+def open_loop(system: System, arrived: FloatArray, grace: float, longest_wait: float = 0.01) -> Trace:
+    """Let request k come at arrived[k], whatever the system does; ends `grace` seconds after the last arrival.
+
+    One thread brings the requests and drives the system: one that comes while the system computes is noticed
+    after it, but its time runs from its arrival.
+    """
+    count = len(arrived)
+    began, ended = np.full(count, np.inf), np.full(count, np.inf)
+    come = done = 0
+    clock = system.clock
+    start = clock()
+    end = (arrived[-1] if count else 0.0) + grace
+    while done < count:
+        now = clock() - start
+        if now > end:
+            system.drop()
+            break
+        due = int(np.searchsorted(arrived, now, side="right"))
+        if due > come:
+            system.arrive(range(come, due), start + now)
+            come = due
+        wait = longest_wait if come == count else min(longest_wait, max(0.0, arrived[come] - now))
+        for answer in system.turn(wait):
+            began[answer.request] = answer.began - start
+            ended[answer.request] = answer.ended - start
+            done += 1
+    return Trace(arrived, began, ended, clock() - start)
+
+
+def one_at_a_time(system: System, count: int) -> Trace:
+    """The unloaded system: each request comes when the one before it is done."""
+    arrived, began, ended = np.empty(count), np.empty(count), np.empty(count)
+    clock = system.clock
+    start = clock()
+    for k in range(count):
+        arrived[k] = clock() - start
+        system.arrive((k,), start + arrived[k])
+        answers = list(system.turn(1.0))
+        while not answers:
+            answers = list(system.turn(1.0))
+        began[k], ended[k] = answers[0].began - start, answers[0].ended - start
+    return Trace(arrived, began, ended, clock() - start)
+
+
+def all_at_once(system: System, count: int) -> Trace:
+    """The saturated system: everything is there at the start."""
+    return open_loop(system, np.zeros(count), float("inf"))

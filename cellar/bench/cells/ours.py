@@ -1,0 +1,135 @@
+"""Cellular batching as it is served, without HTTP: scheduler and runtime, turned by the driving thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cellar.bench.cells.clock import Clock, WallClock, WorkClock
+from cellar.bench.cells.inline import InlineRuntime
+from cellar.bench.cells.models import cell_model, sentence_fields, tree_fields
+from cellar.bench.cells.setup import Setup
+from cellar.bench.cells.system import Answer
+from cellar.bench.cells.trees import vocabulary
+from cellar.cells import CellModel
+from cellar.core.cell_graphs import CellConfig
+from cellar.core.errors import DeviceError
+from cellar.core.tasks import TaskPlan, TaskResult
+from cellar.runtime.cell_protocol import CellRuntime
+from cellar.runtime.cells import LocalCellRuntime
+from cellar.schedule.cells import CellScheduler
+
+
+class CellSystem:
+    """A `System` over the scheduler and a runtime. Requests are unfolded when they arrive, unless `ahead`."""
+
+    def __init__(
+        self,
+        name: str,
+        model: CellModel,
+        fields: Sequence[dict[str, object]],
+        runtime: CellRuntime,
+        config: CellConfig,
+        clock: Clock | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self.name = name
+        self.scheduler = CellScheduler([model.spec], runtime.capacity, config)
+        self._model = model
+        self._fields = fields
+        self._runtime = runtime
+        self._run_ahead = config.run_ahead
+        self.clock: Clock = clock or WallClock()
+        self._unfolded = [model.unfold(one) for one in fields] if ahead else None
+        self._began: dict[str, float] = {}
+        self._known = np.zeros(1 << 12, bool)
+
+    def arrive(self, requests: Sequence[int], now: float) -> None:
+        """Unfold and queue them."""
+        for request in requests:
+            k = request % len(self._fields)
+            unfolded = self._model.unfold(self._fields[k]) if self._unfolded is None else self._unfolded[k]
+            self.scheduler.add(unfolded.request(str(request), 0), now)
+
+    def turn(self, timeout: float) -> Sequence[Answer]:
+        """One turn of the engine's loop."""
+        scheduler, runtime = self.scheduler, self._runtime
+        for worker in runtime.workers:
+            while worker.in_flight < self._run_ahead and (plan := scheduler.plan(worker.id)) is not None:
+                worker.submit(plan)
+                self._note(plan)
+        answers: list[Answer] = []
+        for result in runtime.poll(timeout):
+            answers += self._commit(result)
+        return answers
+
+    def drop(self) -> None:
+        """Abort all, and wait for what is on the device."""
+        for request in [running.request.id for running in self.scheduler.running.values()]:
+            self.scheduler.abort(request)
+        for queue in self.scheduler.waiting:
+            for waiting in list(queue):
+                self.scheduler.abort(waiting.id)
+        while any(worker.in_flight for worker in self._runtime.workers):
+            for result in self._runtime.poll(1.0):
+                self.scheduler.commit(result)
+        self.scheduler.late()
+        self._began.clear()
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """Stop the runtime."""
+        self._runtime.close()
+
+    def _note(self, plan: TaskPlan) -> None:
+        """Remember when the first task of a request was handed over."""
+        scheduler = self.scheduler
+        slots = np.concatenate([task.subgraphs for task in scheduler.flights[plan.plan].tasks])
+        serials = scheduler.subgraphs.owner[slots]
+        if len(serials) and (most := int(serials.max())) >= len(self._known):
+            self._known = np.concatenate([self._known, np.zeros(most + 1, bool)])
+        new = serials[~self._known[serials]]
+        if len(new):
+            self._known[new] = True
+            now = self.clock()
+            for serial in np.unique(new).tolist():
+                self._began[scheduler.running[serial].request.id] = now
+
+    def _commit(self, result: TaskResult) -> list[Answer]:
+        output = self.scheduler.commit(result)
+        if output.failed:
+            raise DeviceError(f"request {output.failed[0][0]} failed: {output.failed[0][1]}")
+        now = self.clock()
+        return [Answer(int(id), self._began.pop(id, now), now) for id, _ in output.finished]
+
+
+def open_ours(setup: Setup, *, ahead: bool = False) -> CellSystem:
+    """Cellular batching."""
+    return _open("cellar", setup, CellConfig(max_tasks=setup.max_tasks), ahead=ahead)
+
+
+def open_merging(setup: Setup) -> CellSystem:
+    """The baseline of merged graphs (DyNet, Fold): at most `baseline_batch` requests are collected, their graphs merged
+    and run cell type by cell type as nodes become ready; nothing joins or leaves before all are done.
+
+    Same kernels, same bookkeeping in arrays as ours: what a library with slow merging pays besides is not counted.
+    """
+    return _open("merging", setup, CellConfig(max_tasks=setup.max_tasks, graph_batch=setup.baseline_batch))
+
+
+def _open(name: str, setup: Setup, config: CellConfig, *, ahead: bool = False) -> CellSystem:
+    if setup.model == "treelstm":
+        trees = setup.trees()
+        fields, words = tree_fields(trees), len(vocabulary(trees))
+    else:
+        fields, words = sentence_fields(setup.sentences(), setup), setup.words
+    model = cell_model(setup, words)
+    clock = setup.new_clock()
+    runtime: CellRuntime
+    if isinstance(clock, WorkClock):
+        runtime = InlineRuntime(model.spec, model.modules, clock)
+    else:
+        runtime = LocalCellRuntime([model.spec], [model.modules], (setup.device,), num_threads=setup.threads)
+    return CellSystem(name, model, fields, runtime, config, clock, ahead=ahead)

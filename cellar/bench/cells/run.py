@@ -1,0 +1,182 @@
+"""`cellar bench cells`: a load sweep of all systems, or the saturated system (`load` "max")."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cellar.bench.cells.busy import busy_share
+from cellar.bench.cells.drive import all_at_once
+from cellar.bench.cells.report import Report, plot
+from cellar.bench.cells.setup import WIDTHS, Setup
+from cellar.bench.cells.subject import Local, Remote
+from cellar.bench.cells.sweep import Quantiles, Schedule, Sweep
+from cellar.bench.cells.system import System
+from cellar.core.errors import ConfigError
+
+OURS, LIBRARY = "cellar", "library"
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class CellsOptions:
+    """What to measure, and where to write it. `systems` are names such as `open_system` takes; empty: all that fit."""
+
+    setup: Setup = field(default_factory=Setup)
+    schedule: Schedule = field(default_factory=Schedule)
+    systems: tuple[str, ...] = ()
+    load: str = "sweep"
+    json: Path | None = None
+    png: Path | None = None
+
+
+def run(options: CellsOptions, say: Say = print) -> dict[str, Any]:
+    """Measure, write files, and say the summary as a last line of JSON. Raises CellarError."""
+    if options.load not in ("sweep", "max"):
+        raise ConfigError(f"load is {options.load!r}; use sweep or max.")
+    setup = options.setup.resolved()
+    keys = options.systems or systems_of(setup)
+    if keys[0] != OURS:
+        raise ConfigError(f"the first system must be {OURS}; the others are compared with it.")
+    if options.load == "max":
+        found = saturate(setup, keys, options.schedule, say)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        say(json.dumps(found))
+        return found
+    report = sweep(setup, keys, options.schedule, say)
+    if options.json is not None:
+        report.save(options.json)
+    if options.png is not None:
+        plot(report, options.png)
+    for line in report.table():
+        say(line)
+    say(report.summary())
+    return report.to_dict()
+
+
+def systems_of(setup: Setup) -> tuple[str, ...]:
+    """Every system that can serve a resolved setup, ours first."""
+    found = [OURS]
+    if setup.model == "treelstm":
+        found.append("merging")
+    else:
+        found += [f"padding-{width}" for width in WIDTHS] + ["library-10"]
+    if setup.fixed_length is not None:
+        found.append("ideal")
+    return tuple(found)
+
+
+def open_system(setup: Setup, key: str) -> System:
+    """A system by name: cellar, merging, padding-WIDTH, library-WIDTH, ideal. `setup` is resolved.
+
+    Raises ConfigError for another name, and for data that the system cannot serve.
+    """
+    from cellar.bench.cells import baselines, ours
+
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
+    kind, _, width = key.partition("-")
+    if key == OURS:
+        return ours.open_ours(setup)
+    if key == "merging":
+        return ours.open_merging(setup)
+    if key == "ideal":
+        return baselines.ideal(setup)
+    if kind in ("padding", "library") and width.isdigit() and int(width):
+        return (baselines.padding if kind == "padding" else baselines.library)(setup, int(width))
+    raise ConfigError(f"system {key!r} is not known; use cellar, merging, padding-10, library-10 or ideal.")
+
+
+def sweep(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) -> Report:
+    """All systems over rising loads, each in a process of its own, by turns."""
+    subjects = []
+    try:
+        for key in keys:  # one after the other: they would slow down each other's preparations
+            subjects.append(Remote(key, partial(open_system, setup, key)))
+            subjects[-1].ready()
+        apart = [key for key in keys if key.startswith(LIBRARY)]
+        measured = Sweep(subjects, schedule, say, apart)
+        comparisons = measured.run()
+    finally:
+        for subject in subjects:
+            subject.close()
+    return Report(description(setup, schedule), measured.bound, list(measured.curves.values()), comparisons)
+
+
+def saturate(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) -> dict[str, Any]:
+    """Each system with everything there at once; then at half of that, for its p90; ours also with its idle share.
+
+    Of each the best of `rounds` runs: what disturbs can only slow down.
+    """
+    found: dict[str, Any] = {"benchmark": "cells", "load": "max", "setup": description(setup, schedule), "systems": {}}
+    for key in keys:
+        system = open_system(setup, key)
+        subject = Local(system)
+        subject.unloaded(20)
+        full = max(
+            (subject.saturated(schedule.saturating_requests) for _ in range(schedule.rounds)),
+            key=lambda trace: trace.throughput,
+        )
+        figures: dict[str, Any] = {"requests_per_second": full.throughput}
+        if key == OURS:
+            figures["p90_at_half"] = _at_half(subject, full.throughput, schedule)
+            figures["idle_share"] = _idle(system, setup, min(schedule.saturating_requests, 5000))
+        subject.close()
+        found["systems"][key] = figures
+        say(f"{key}: {json.dumps(figures)}")
+    systems = found["systems"]
+    for key, figures in systems.items():
+        if key != OURS:
+            figures["ours_by_this"] = systems[OURS]["requests_per_second"] / figures["requests_per_second"]
+    return found
+
+
+def _at_half(subject: Local, rate: float, schedule: Schedule) -> dict[str, Any]:
+    from cellar.bench.cells.arrivals import poisson
+
+    trace = subject.loaded(poisson(rate / 2, schedule.seconds + schedule.warm_up, schedule.seed), 2.0)
+    trace = trace.measured(schedule.warm_up)
+    return {
+        "rate": rate / 2,
+        "latency": asdict(Quantiles.of(trace.latency)),
+        "queueing": asdict(Quantiles.of(trace.queueing)),
+    }
+
+
+def _idle(system: System, setup: Setup, count: int) -> float | None:
+    """Share of the time in which the device computes nothing, with everything there at once; None on a CPU."""
+    if setup.torch_device.type == "cpu":
+        return None
+    busy = busy_share(lambda: all_at_once(system, count))
+    return None if busy is None else 1 - busy
+
+
+def description(setup: Setup, schedule: Schedule) -> dict[str, Any]:
+    """The setup in a report."""
+    threads = setup.threads or torch.get_num_threads()
+    return {
+        "title": f"{setup.model}, h = {setup.hidden}, {setup.source}, {setup.dtype} on {setup.device}",
+        **asdict(setup),
+        "threads": threads,
+        "schedule": asdict(schedule),
+        "torch": torch.__version__,
+    }
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """`100,200,400`, requests/s. Raises ConfigError."""
+    try:
+        rates = tuple(float(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ConfigError(f"rates is {text!r}; give numbers with commas between, such as 100,200,400.") from None
+    if any(rate <= 0 for rate in rates):
+        raise ConfigError(f"rates is {text!r}; every rate must be positive.")
+    return rates

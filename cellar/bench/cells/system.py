@@ -1,0 +1,39 @@
+"""What is measured: something that takes requests and answers them, driven by one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cellar.bench.cells.clock import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A request that is done. Times are the clock's, in seconds: its first cell began, its result was there."""
+
+    request: int
+    began: float
+    ended: float
+
+
+class System(Protocol):
+    """Serves the requests of one workload, named by their numbers."""
+
+    @property
+    def name(self) -> str:
+        """What figures call it."""
+
+    @property
+    def clock(self) -> Clock:
+        """Its time."""
+
+    def arrive(self, requests: Sequence[int], now: float) -> None:
+        """Requests have come; returns at once."""
+
+    def turn(self, timeout: float) -> Sequence[Answer]:
+        """Work; returns when something is done, or after `timeout` seconds with nothing to do, or earlier."""
+
+    def drop(self) -> None:
+        """Forget every request that is not done."""

@@ -1,0 +1,491 @@
+"""A decode step taken apart: time, bytes and share of the limit of each kind of launch, for one batch and context.
+
+    python -m cellar.bench.step --model llama-3-8b --batch 32 --context 1024 --breakdown --json step.json
+    python -m cellar.bench.step --from-json step.json --png step.png
+
+Real steps through the executor, with prompts, slot tables and captured graphs as in service, the next one launched
+before the last has ended. They are timed without a profiler and with it (Kineto): the difference is what profiling
+costs. On an accelerator a launch is a kernel or a copy, on the CPU an operation of torch; what lies between two is
+`idle`. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from cellar import demo
+from cellar.bench.anatomy import spec_of
+from cellar.bench.attention import describe
+from cellar.bench.kinds import IDLE, Launch, Traffic, in_order, kinds_of, linear_kinds, times_of, traffic
+from cellar.bench.limits import Limits, limits_of
+from cellar.core.config import EngineConfig
+from cellar.core.errors import CellarError, ConfigError
+from cellar.core.hardware import Profile
+from cellar.core.messages import Emit, IntArray, RowOpen, Source, Spans, StepPlan, TableUpdate
+from cellar.core.sampling import SamplingParams
+from cellar.core.specs import ModelSpec
+from cellar.runtime.device import resolve_device
+from cellar.runtime.executor import StepExecutor
+from cellar.runtime.local import open_local
+from cellar.runtime.masks import MaskBox
+from cellar.runtime.probes.registry import shipped
+
+SCHEMA = 1
+WARM_STEPS = 8
+AHEAD = 2
+
+
+@dataclass(frozen=True)
+class KindTime:
+    """One kind of launch in one step: seconds, bytes, and the seconds that the machine needs for these at best.
+
+    `limit_seconds` is bytes over bandwidth or FLOPs over their rate, whichever is longer; 0 where nothing is needed.
+    """
+
+    kind: str
+    seconds: float
+    launches: float
+    nbytes: int
+    flops: int
+    limit_seconds: float
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """A decode step of `batch` rows with about `context` positions each. Times in seconds per step.
+
+    `seconds` was taken without the profiler, `profiled_seconds` with it; the kinds' times add up to the latter, but for
+    the ends of the run.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    batch: int
+    context: int
+    graphs: bool
+    num_steps: int
+    seconds: float
+    profiled_seconds: float
+    limits: Limits
+    limit_seconds: float
+    kinds: tuple[KindTime, ...]
+
+    def to_json(self) -> str:
+        """One line of JSON."""
+        return json.dumps({"schema": SCHEMA, **asdict(self)})
+
+
+def breakdown_from(text: str) -> Breakdown:
+    """What `to_json` wrote. Raises ConfigError for anything else."""
+    try:
+        data = json.loads(text)
+        if data.pop("schema") != SCHEMA:
+            raise ValueError
+        return Breakdown(
+            **{
+                **data,
+                "limits": Limits(**data["limits"]),
+                "kinds": tuple(KindTime(**kind) for kind in data["kinds"]),
+            }
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError("the file holds no breakdown of a step; make one with `cellar bench step --json`.") from error
+
+
+class DecodeBench:
+    """A model with a batch of contexts in its cache, ready to decode. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        model: str,
+        batch: int,
+        context: int,
+        *,
+        num_steps: int,
+        dtype: str = "auto",
+        device: str = "auto",
+        enforce_eager: bool = False,
+        machine_profile: str = "auto",
+        num_threads: int | None = None,
+    ) -> None:
+        if batch < 1 or context < 1 or num_steps < 1:
+            raise ConfigError(f"batch {batch}, context {context} and {num_steps} steps must each be at least 1.")
+        # Two runs of the same positions, and what was decoded before them.
+        longest = context + WARM_STEPS + num_steps
+        options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "max_model_len": longest}
+        options |= {"load_format": "dummy", "max_num_seqs": batch, "enforce_eager": enforce_eager}
+        options |= {"machine_profile": machine_profile, "num_threads": num_threads, "skip_tokenizer_init": True}
+        config = EngineConfig.of(**options)
+        size = config.cache.block_size
+        self._columns = -(-longest // size)
+        spec = _spec_of(config)
+        cache = EngineConfig.of(**options, kv_cache_memory_bytes=batch * self._columns * spec.kv.chunk_nbytes())
+        self._opened = open_local(cache)
+        executor = self._opened.runtime.executor
+        assert executor is not None
+        self._executor: StepExecutor = executor
+        self.spec: ModelSpec = self._opened.spec
+        self.device = torch.device(self._opened.config.device.device)
+        self.graphs = self.device.type != "cpu" and not enforce_eager
+        self.batch, self.context, self.num_steps = batch, context, num_steps
+        self._most = cache.on(self.device.type).schedule.max_num_batched_tokens or 2048
+        self._masks = MaskBox()
+        self._number = 0
+        with self._settings():
+            self._launch_all(list(self._prompts()))
+            self._launch_all([self._decode(context + i) for i in range(WARM_STEPS)])
+
+    def __enter__(self) -> DecodeBench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the model."""
+        self._opened.runtime.close()
+
+    def seconds(self) -> float:
+        """Of one decode step: the mean of `num_steps`, the better of two runs."""
+        with self._settings():
+            return min(self._timed(self._steps()) for _ in range(2))
+
+    def profiled(self) -> tuple[float, list[Launch]]:
+        """Seconds of one step under the profiler, and the launches of `num_steps`, by start."""
+        with self._settings():
+            if self.device.type != "cpu":
+                with profile(activities=[ProfilerActivity.CUDA]):
+                    # The first launches under a profiler wait for its setup.
+                    self._launch_all(self._steps()[:2])
+                with profile(activities=[ProfilerActivity.CUDA]) as found:
+                    seconds = self._timed(self._steps())
+                return seconds, _device_launches(found)
+            with _stacks() as found:
+                traced_seconds = self._timed(self._steps())
+            sources = _cpu_launches(found)
+            with profile(activities=[ProfilerActivity.CPU]) as found:
+                seconds = self._timed(self._steps())
+            launches = _cpu_launches(found)
+            # Python's tracer slows everything but says who called; the same steps without it have the times.
+            if [launch.name for launch in launches] != [launch.name for launch in sources]:
+                return traced_seconds, sources
+            pairs = zip(launches, sources, strict=True)
+            return seconds, [Launch(a.name, a.start, a.stop, b.source) for a, b in pairs]
+
+    def _timed(self, plans: Sequence[StepPlan]) -> float:
+        begin = time.perf_counter()
+        self._launch_all(plans)
+        return (time.perf_counter() - begin) / len(plans)
+
+    def _launch_all(self, plans: Sequence[StepPlan]) -> None:
+        """In order, at most `AHEAD` at once."""
+        pending: deque[Any] = deque()
+        for plan in plans:
+            pending.append(self._executor.launch(plan, self._masks))
+            if len(pending) >= AHEAD:
+                pending.popleft()()
+        for finish in pending:
+            finish()
+
+    def _steps(self) -> list[StepPlan]:
+        first = self.context + WARM_STEPS
+        return [self._decode(first + i) for i in range(self.num_steps)]
+
+    def _decode(self, position: int) -> StepPlan:
+        rows = np.arange(self.batch, dtype=np.int32)
+        start = np.full(self.batch, position, np.int32)
+        return self._plan(rows, start, start + np.int32(1), Source.DEVICE, Emit.LAST, np.empty(0, np.int32))
+
+    def _prompts(self) -> Iterator[StepPlan]:
+        """Random prompts, as many tokens a step as the schedule allows."""
+        rng = np.random.default_rng((self.batch, self.context))
+        together = max(1, self._most // self.context)
+        for first in range(0, self.batch, together):
+            rows = np.arange(first, min(first + together, self.batch), dtype=np.int32)
+            for start in range(0, self.context, self._most):
+                stop = min(start + self._most, self.context)
+                tokens = rng.integers(0, self.spec.vocab_size, len(rows) * (stop - start)).astype(np.int32)
+                first_position, end = (np.full(len(rows), at, np.int32) for at in (start, stop))
+                emit = Emit.LAST if stop == self.context else Emit.NONE
+                yield self._plan(rows, first_position, end, Source.HOST, emit, tokens, opens=start == 0)
+
+    def _plan(
+        self,
+        rows: IntArray,
+        start: IntArray,
+        stop: IntArray,
+        source: Source,
+        emit: Emit,
+        tokens: IntArray,
+        opens: bool = False,
+    ) -> StepPlan:
+        self._number += 1
+        columns = np.arange(self._columns, dtype=np.int32)
+        opened = rows if opens else rows[:0]
+        table = TableUpdate(
+            opened.repeat(self._columns),
+            np.tile(columns, len(opened)),
+            (opened[:, None] * np.int32(self._columns) + columns).reshape(-1),
+        )
+        count = len(rows)
+        return StepPlan(
+            step=self._number,
+            spans=Spans(rows, start, stop, np.full(count, source, np.int32), np.full(count, emit, np.int32)),
+            tokens=tokens,
+            table=table,
+            opens=tuple(RowOpen(int(row), SamplingParams(temperature=0.0)) for row in opened),
+        )
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        """As the runtime's worker has them."""
+        threads = self._opened.config.device.num_threads
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            if self.device.type == "cpu":
+                yield
+            else:
+                with torch.cuda.device(self.device):
+                    yield
+
+
+def measure(bench: DecodeBench, model: str, limits: Limits) -> Breakdown:
+    """Both runs of the steps, sorted by kind."""
+    seconds = bench.seconds()
+    profiled_seconds, launches = bench.profiled()
+    position = bench.context + WARM_STEPS + (bench.num_steps + 1) / 2
+    return Breakdown(
+        model=model,
+        device=describe(bench.device),
+        dtype=bench.spec.dtype,
+        batch=bench.batch,
+        context=bench.context,
+        graphs=bench.graphs,
+        num_steps=bench.num_steps,
+        seconds=seconds,
+        profiled_seconds=profiled_seconds,
+        limits=limits,
+        limit_seconds=_limit(_least(bench.spec, bench.batch, position), limits),
+        kinds=by_kind(launches, bench.spec, bench.batch, position, bench.num_steps, limits),
+    )
+
+
+def by_kind(
+    launches: Sequence[Launch], spec: ModelSpec, batch: int, context: float, num_steps: int, limits: Limits
+) -> tuple[KindTime, ...]:
+    """The launches of `num_steps` steps, summed by kind, per step."""
+    kinds = kinds_of(launches, linear_kinds(spec))
+    times, counts = times_of(launches, kinds), Counter(kinds)
+    needs = traffic(spec, batch, context)
+    found = []
+    for kind in in_order([*kinds, IDLE]):
+        need = needs.get(kind, Traffic()).launched(counts[kind] / num_steps)
+        found.append(
+            KindTime(
+                kind=kind,
+                seconds=times.get(kind, 0) / 1e9 / num_steps,
+                launches=counts[kind] / num_steps,
+                nbytes=need.nbytes,
+                flops=need.flops,
+                limit_seconds=_limit(need, limits),
+            )
+        )
+    return tuple(found)
+
+
+def lines_of(found: Breakdown) -> list[str]:
+    """A table for people."""
+    lines = [
+        f"{found.model}, {found.batch} x {found.context}, {found.dtype}, {found.device}"
+        f"{', graphs' if found.graphs else ''}",
+        f"limits: {found.limits.bandwidth / 1e12:.3g} TB/s, {found.limits.flops / 1e12:.3g} TFLOP/s "
+        f"({found.limits.source})",
+        f"{'kind':<18} {'us':>9} {'of step':>8} {'MB':>9} {'GB/s':>8} {'of limit':>8} {'launches':>9}",
+    ]
+    whole = sum(kind.seconds for kind in found.kinds) or 1.0
+    for kind in found.kinds:
+        rate = share = megabytes = "-"
+        if kind.nbytes and kind.seconds:
+            megabytes, rate = f"{kind.nbytes / 1e6:.2f}", f"{kind.nbytes / kind.seconds / 1e9:.0f}"
+            share = f"{kind.limit_seconds / kind.seconds:.0%}"
+        lines.append(
+            f"{kind.kind:<18} {kind.seconds * 1e6:>9.1f} {kind.seconds / whole:>8.1%} {megabytes:>9} {rate:>8} "
+            f"{share:>8} {kind.launches:>9.1f}"
+        )
+    nbytes = sum(kind.nbytes for kind in found.kinds)
+    share = f"{found.limit_seconds / found.seconds:.0%}"
+    lines.append(
+        f"{'step':<18} {found.seconds * 1e6:>9.1f} {'':>8} {nbytes / 1e6:>9.2f} "
+        f"{nbytes / found.seconds / 1e9:>8.0f} {share:>8} {sum(kind.launches for kind in found.kinds):>9.1f}"
+    )
+    lines.append(
+        f"limit of the step {found.limit_seconds * 1e6:.1f} us; under the profiler {found.profiled_seconds * 1e6:.1f}"
+    )
+    return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What to measure, and where to put what was found. `model` None: the demo model."""
+
+    model: str | None = None
+    batch: int = 1
+    context: int = 1024
+    steps: int = 32
+    breakdown: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    eager: bool = False
+    num_threads: int | None = None
+    machine_profile: str = "auto"
+    json: Path | None = None
+    from_json: Path | None = None
+    png: Path | None = None
+
+
+def run(options: StepOptions) -> None:
+    """Do what the options ask for, and print it."""
+    found = _measured(options) if options.from_json is None else breakdown_from(_read(options.from_json))
+    if isinstance(found, float):
+        print(f"{options.model or 'demo'}, {options.batch} x {options.context}: {found * 1e3:.3f} ms a step")
+        print(json.dumps({"batch": options.batch, "context": options.context, "seconds": found}))
+        return
+    print("\n".join(lines_of(found)))
+    if options.png is not None:
+        from cellar.bench.step_figure import draw
+
+        draw(found, options.png)
+    if options.json is not None:
+        options.json.write_text(found.to_json() + "\n", encoding="utf-8")
+    print(found.to_json())
+
+
+def _measured(options: StepOptions) -> Breakdown | float:
+    """The breakdown, or the seconds alone if that is all that is wanted."""
+    if (options.png is not None or options.json is not None) and not options.breakdown:
+        raise ConfigError("json and png hold a breakdown; add --breakdown.")
+    with DecodeBench(
+        options.model or str(demo.path()),
+        options.batch,
+        options.context,
+        num_steps=options.steps,
+        dtype=options.dtype,
+        device=options.device,
+        enforce_eager=options.eager,
+        machine_profile=options.machine_profile,
+        num_threads=options.num_threads,
+    ) as bench:
+        if not options.breakdown:
+            return bench.seconds()
+        return measure(bench, options.model or "demo", _limits(bench, options.machine_profile))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of this module."""
+    made = argparse.ArgumentParser(prog="python -m cellar.bench.step", description=(__doc__ or "").split("\n")[0])
+    made.add_argument("--model", help="directory, or the name of a shipped config; default: the demo model")
+    made.add_argument("--batch", type=int, default=1)
+    made.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
+    made.add_argument("--steps", type=int, default=32, help="decode steps measured")
+    made.add_argument("--breakdown", action="store_true", help="by kind of launch, through the profiler")
+    made.add_argument("--device", default="auto")
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    made.add_argument("--num-threads", type=int)
+    made.add_argument("--machine-profile", default="auto", help="auto, none, a file, or the name of a shipped profile")
+    made.add_argument("--json", type=Path, help="file for the breakdown")
+    made.add_argument("--from-json", type=Path, help="show and draw a breakdown that was written before")
+    made.add_argument("--png", type=Path, help="file for the figure")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    try:
+        run(StepOptions(**vars(parser().parse_args(arguments))))
+    except CellarError as error:
+        sys.exit(str(error))
+
+
+def _limits(bench: DecodeBench, machine_profile: str) -> Limits:
+    named = None
+    if machine_profile not in ("auto", "none"):
+        path = Path(machine_profile)
+        named = Profile.load(path) if path.is_file() else shipped(machine_profile)
+    return limits_of(str(bench.device), bench.spec.dtype, named)
+
+
+def _limit(need: Traffic, limits: Limits) -> float:
+    return max(need.nbytes / limits.bandwidth, need.flops / limits.flops)
+
+
+def _least(spec: ModelSpec, batch: int, context: float) -> Traffic:
+    """Of the whole step: weights and KV once, as the planner counts them."""
+    return Traffic(spec.step_nbytes(round(batch * context)), spec.flops(batch, round(context), batch))
+
+
+def _spec_of(config: EngineConfig) -> ModelSpec:
+    kind = resolve_device(config.device.device).type
+    return spec_of(config.model.model, kind, config.model.dtype, config.model.max_model_len)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file that --json wrote.") from error
+
+
+def _stacks() -> Any:
+    settings = torch._C._profiler._ExperimentalConfig(verbose=True)
+    return profile(activities=[ProfilerActivity.CPU], with_stack=True, experimental_config=settings)
+
+
+def _device_launches(found: Any) -> list[Launch]:
+    """Kernels and copies by start."""
+    events = found.profiler.kineto_results.events()
+    there = [e for e in events if e.device_type() != DeviceType.CPU and _is_work(e)]
+    launches = [Launch(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in there]
+    return sorted(launches, key=lambda launch: launch.start)
+
+
+def _cpu_launches(found: Any) -> list[Launch]:
+    """Operations that no other operation has called, by start, each with the file of ours that called it."""
+    events = [e for e in found.profiler.kineto_results.events() if _is_operation(e.name())]
+    events.sort(key=lambda e: (e.start_ns(), -e.duration_ns()))
+    launches: list[Launch] = []
+    for event in events:
+        if not launches or event.start_ns() >= launches[-1].stop:
+            source = next((line.partition("(")[0] for line in event.stack() if "cellar/" in line), None)
+            launches.append(Launch(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), source))
+    return launches
+
+
+def _is_work(event: Any) -> bool:
+    """Kernels and copies, not the profiler's notes about them."""
+    kind = getattr(event, "activity_type", None)
+    return kind is None or kind() in ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def _is_operation(name: str) -> bool:
+    return "::" in name and ".py(" not in name and not name.startswith("<")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Watchdog: ends user code that runs too long, in the thread in which it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_LINGER_SECONDS = 5.0
+
+
+class TookTooLongError(BaseException):
+    """Raised in the watched thread; no Exception, so that `except Exception` in user code does not swallow it."""
+
+
+class Watchdog:
+    """Runs functions with a time limit, from any number of threads.
+
+    Python code is interrupted between two bytecodes; one long call into C (a sleep) only after it returns. A
+    watching thread exists only while there is something to watch.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._lock = threading.Lock()
+        self._deadlines: dict[int, float] = {}
+        self._fired: set[int] = set()
+        self._watching = False
+        self._work = threading.Event()
+
+    def run(self, function: Callable[[], T]) -> T:
+        """-> function(); raises TookTooLongError when it does not return in time."""
+        thread = threading.get_ident()
+        try:
+            try:
+                self._enter(thread)
+                return function()
+            finally:
+                self._leave(thread)
+        except TookTooLongError:
+            self._leave(thread)
+            raise
+
+    def _enter(self, thread: int) -> None:
+        with self._lock:
+            self._deadlines[thread] = time.monotonic() + self.seconds
+            if not self._watching:
+                self._watching = True
+                threading.Thread(target=self._watch, name="cellar-watchdog", daemon=True).start()
+        if not self._work.is_set():
+            self._work.set()
+
+    def _leave(self, thread: int) -> None:
+        with self._lock:
+            self._deadlines.pop(thread, None)
+            if thread in self._fired:
+                self._fired.discard(thread)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)
+
+    def _watch(self) -> None:
+        while True:
+            if not self._work.wait(_LINGER_SECONDS):
+                with self._lock:
+                    if not self._deadlines:
+                        self._watching = False
+                        return
+            with self._lock:
+                now = time.monotonic()
+                for thread, deadline in self._deadlines.items():
+                    if now >= deadline:
+                        self._fired.add(thread)
+                        error = ctypes.py_object(TookTooLongError)
+                        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+                if not self._deadlines:
+                    self._work.clear()
+            time.sleep(min(0.25, self.seconds / 4))

@@ -1,0 +1,122 @@
+"""`cellar batch`: a file of requests in OpenAI's batch format, done as fast as the engine can."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cellar.cli.verb import ENGINE, verb
+from cellar.core.config import EngineConfig
+from cellar.core.errors import ConfigError
+from cellar.server.config import LimitConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from cellar.server.batch import BatchCounts, ResultFile
+
+# One user's file, on his own machine: nobody else has to be protected from its length.
+_LIMITS = LimitConfig(max_queued_requests=2**62, max_queued_tokens=2**62, max_body_bytes=2**62)
+
+
+@verb(engine=ENGINE)
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results, one per line, appended as they finish.")],
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the requests; several with commas between.")
+    ] = None,
+    tool_call_parser: Annotated[
+        str | None, typer.Option(help="How the model writes tool calls: hermes or llama3_json.")
+    ] = None,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Requests handed to the engine at a time; default: 2 x max_num_seqs.")
+    ] = None,
+    disable_tqdm: Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress bar.")] = False,
+    *,
+    engine: dict[str, Any],
+) -> None:
+    """Answer a file of requests in OpenAI's batch format. Killed and started again, it goes on where it was.
+
+    Exit code 0: all succeeded; 1: done, but some lines failed, now or before; 2: it could not be done.
+    """
+    config = EngineConfig.of(**engine)
+    server = ServerConfig(served_model_name=served_model_name, tool_call_parser=tool_call_parser)
+    try:
+        from cellar.server.batch import BatchCounts, ResultFile, read_requests
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"batches need the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
+        ) from error
+    total = sum(1 for _ in read_requests(requests))  # a wrong name of the input leaves no output behind
+    if output.exists() and output.samefile(requests):
+        raise ConfigError(f"the output is the input, {requests}; give another file.")
+    counts, started = BatchCounts(), time.perf_counter()
+    with ResultFile(output) as results:
+        pending = sum(not results.has(line) for line in read_requests(requests))
+        if pending:  # else the model need not be loaded
+            bar = None if disable_tqdm or not sys.stderr.isatty() else (total - pending, total)
+            _answer(config, server, requests, results, max_in_flight, counts, bar)
+        failed_before = results.num_failed
+    _tell(counts, total - pending, failed_before, time.perf_counter() - started, output)
+    if counts.failed or failed_before:
+        raise typer.Exit(1)
+
+
+def _answer(
+    config: EngineConfig,
+    server: ServerConfig,
+    requests: Path,
+    results: ResultFile,
+    max_in_flight: int | None,
+    counts: BatchCounts,
+    bar: tuple[int, int] | None,
+) -> None:
+    """Load the model and do what is left; `bar` says how many of how many lines are done at the beginning."""
+    from tqdm.auto import tqdm
+
+    from cellar.front import open_front
+    from cellar.server.app import build_app
+    from cellar.server.batch import Batch
+    from cellar.server.host import SameProcess, ServedModel
+    from cellar.server.run import model_names
+    from cellar.stream import AsyncLLM
+
+    opened = open_front(config)
+    host = SameProcess(AsyncLLM.over(opened))
+    app = build_app(host, ServedModel.of(opened, model_names(config, server)), server, _LIMITS)
+    in_flight = max_in_flight or 2 * opened.config.schedule.max_num_seqs
+    done, total = bar or (0, 0)
+    started = time.perf_counter()
+
+    with tqdm(total=total, initial=done, disable=bar is None, desc="Requests", dynamic_ncols=True) as shown:
+
+        def on_result(record: Mapping[str, Any]) -> None:
+            counts.note(record)
+            seconds = max(time.perf_counter() - started, 1e-9)
+            rate = f"in {counts.prompt_tokens / seconds:.0f} tok/s, out {counts.output_tokens / seconds:.0f} tok/s"
+            shown.set_postfix_str(rate + (f", {counts.failed} failed" if counts.failed else ""), refresh=False)
+            shown.update(1)
+
+        async def work() -> None:
+            try:
+                await Batch(app, host, config.model.seed).run(requests, results, in_flight, on_result)
+            finally:
+                await host.close()
+
+        asyncio.run(work())
+
+
+def _tell(counts: BatchCounts, skipped: int, failed_before: int, seconds: float, output: Path) -> None:
+    before = f", {skipped} were done before" if skipped else ""
+    before += f" ({failed_before} of them failed)" if failed_before else ""
+    typer.echo(
+        f"{counts.succeeded} succeeded, {counts.failed} failed{before}; {counts.prompt_tokens} tokens in, "
+        f"{counts.output_tokens} out, {seconds:.1f} s; results in {output}"
+    )
+    for message, count in sorted(counts.errors.items(), key=lambda item: -item[1])[:3]:
+        typer.echo(f"cellar: {count} failed: {message}", err=True)

@@ -1,0 +1,118 @@
+"""`cellar simulate MODEL`: a load served by the real scheduler and KV store on a machine that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import typer
+
+from cellar.bench.serve_options import DatasetOptions, ResultOptions, TrafficOptions
+from cellar.cli.verb import OptionGroup, verb
+from cellar.core.config import CacheConfig, ScheduleConfig
+from cellar.core.errors import ConfigError
+
+Part = TypeVar("Part", CacheConfig, ScheduleConfig)
+
+_DATASET = OptionGroup(
+    "Dataset",
+    (DatasetOptions,),
+    defaults={"num_prompts": 500, "think_time": 60.0},
+    skip=frozenset({"dataset_name", "vocab_size", "max_context_len"}),
+)
+_TRAFFIC = OptionGroup("Traffic", (TrafficOptions,), skip=frozenset({"num_warmups", "disable_tqdm"}))
+_ENGINE = OptionGroup("Engine", (CacheConfig, ScheduleConfig))
+_RESULTS = OptionGroup(
+    "Results",
+    (ResultOptions,),
+    skip=frozenset(
+        {"save_result", "save_detailed", "plot", "result_dir", "result_filename", "label", "metadata"},
+    ),
+)
+
+
+@verb(dataset=_DATASET, traffic=_TRAFFIC, engine=_ENGINE, results=_RESULTS)
+def simulate(
+    model: Annotated[str, typer.Argument(help="Directory, config.json, a name such as opt-13b, or demo.")],
+    machine: Annotated[
+        str, typer.Option(help="t4, a100, h100, h200 or laptop, a count of one (4xA100), or a profile's JSON.")
+    ] = "h200",
+    weights: Annotated[
+        str | None, typer.Option(help="bf16, int8, int4 or float32; default: bf16, on a processor float32.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Longest prompt plus output; default: the model's.")
+    ] = None,
+    tiers: Annotated[str, typer.Option(help="Tiers of the KV store, by comma: device.")] = "device",
+    host_seconds: Annotated[
+        float, typer.Option(min=0.0, help="What one turn of the loop costs the host, in seconds.")
+    ] = 150e-6,
+    max_seconds: Annotated[
+        float | None, typer.Option(min=0.0, help="Send no turn later than this many seconds after the first.")
+    ] = None,
+    dataset_name: Annotated[
+        Literal["chat", "random", "sharegpt", "prefix", "trace"],
+        typer.Option(
+            help="chat: conversations as Pensieve counted ShareGPT's; random: random lengths; sharegpt: real lengths; "
+            "prefix: shared beginnings; trace: a replay.",
+            rich_help_panel="Dataset",
+        ),
+    ] = "chat",
+    check: Annotated[
+        Path | None,
+        typer.Option(help="JSON of a real run, of bench serve --save-detailed or bench offline, to put beside."),
+    ] = None,
+    input_len: Annotated[str, typer.Option(help="check of bench offline: the run's --input-len.")] = "16-512",
+    output_len: Annotated[str, typer.Option(help="check of bench offline: the run's --output-len.")] = "16-256",
+    output: Annotated[Path | None, typer.Option(help="File for the reports and every request, as JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots as PNG.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The last line alone: JSON.")] = False,
+    *,
+    dataset: dict[str, Any],
+    traffic: dict[str, Any],
+    engine: dict[str, Any],
+    results: dict[str, Any],
+) -> None:
+    """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
+    from cellar.simulate import check_tiers
+
+    check_tiers([name.strip() for name in tiers.split(",")])
+    chat = dataset_name == "chat"
+    if chat and dataset["dataset_path"] is not None:
+        raise ConfigError("dataset chat is made, not read; leave dataset_path out, or use dataset sharegpt or trace.")
+    if chat:
+        dataset |= {"multi_turn": True}
+    try:
+        from cellar.bench.simulate import Settings, run_simulations
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"simulations need the package {error.name}, which is not installed; pip install 'cellar-llm[bench]'."
+        ) from error
+
+    settings = Settings(
+        model=model,
+        machine=machine,
+        weights=weights,
+        max_model_len=max_model_len,
+        host_seconds=host_seconds,
+        max_seconds=max_seconds,
+        chat=chat,
+        dataset=DatasetOptions(**dataset, dataset_name="random" if dataset_name == "chat" else dataset_name),
+        traffic=TrafficOptions(**traffic),
+        cache=_part(CacheConfig, engine),
+        schedule=_part(ScheduleConfig, engine),
+        results=ResultOptions(**results),
+        check=check,
+        lengths=(input_len, output_len),
+        output=output,
+        plots=plots,
+    )
+    lines: list[str] = []
+    run_simulations(settings, lines.append if json else typer.echo)
+    if json:
+        typer.echo(lines[-1])
+
+
+def _part(kind: type[Part], options: dict[str, Any]) -> Part:
+    """A dataclass from those of some options that are its fields."""
+    return kind(**{name: value for name, value in options.items() if name in kind.__dataclass_fields__})

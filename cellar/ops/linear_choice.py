@@ -1,0 +1,282 @@
+"""Which kernel multiplies by a matrix at how many tokens (FlashDecoding++ §5): a lookup, made once per matrix.
+
+The paper's rule is two numbers for each [N, K]: the GEMV below M1 tokens, the flat product below M2, the library's
+GEMM from there on. On today's GPUs the order is not monotone, so a table over M decides, and M1 and M2 are how it is
+reported (`inflections`). The table is measured by `runtime/probes/linear.py` and comes with the machine's profile; a
+matrix that no profile knows gets what was fastest for about its shape on an H200.
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cellar.core.errors import ConfigError
+from cellar.core.hardware import Table
+
+MAX_FLAT_TOKENS = 64
+
+# The widest row that the GEMV with a norm inside holds in registers at once.
+MAX_FUSED_COLUMNS = 8192
+
+# The fewest rows of a block of the flat product: there is a counter for each of so many rows.
+LEAST_FLAT_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Gemv:
+    """Sizes of the GEMV: rows per program, columns per turn, turns requested before the wait, warps."""
+
+    rows: int
+    block: int
+    ahead: int
+    warps: int
+
+    def __post_init__(self) -> None:
+        _check(self, ("rows", "block", "warps"), least=1)
+        if self.ahead < 0:
+            raise ConfigError(f"a GEMV cannot request {self.ahead} turns ahead; give 0 or more.")
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Sizes of the flat product: rows and columns per turn, stages in flight, programs that share rows, warps."""
+
+    rows: int
+    depth: int
+    stages: int
+    splits: int
+    warps: int = 4
+
+    def __post_init__(self) -> None:
+        _check(self, ("rows",), least=LEAST_FLAT_ROWS)
+        _check(self, ("depth",), least=16)
+        _check(self, ("warps",), least=1)
+        if self.stages < 1 or self.splits < 1:
+            raise ConfigError(
+                f"a flat product cannot have {self.stages} stages and {self.splits} splits; give 1 or more."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """Sizes of the GEMV with add, norm (and gate) inside: rows per program, warps."""
+
+    rows: int
+    warps: int
+
+    def __post_init__(self) -> None:
+        _check(self, ("rows", "warps"), least=1)
+
+
+# None is the library's product.
+Kernel: TypeAlias = Gemv | Flat | None
+
+
+@dataclass(frozen=True, slots=True)
+class LinearChoice:
+    """Of one matrix: `kernels[i]` up to `tokens[i]` tokens (ascending), the library beyond the last.
+
+    `fused` serves one token that needs a norm before; None: the norm is a launch of its own.
+    """
+
+    tokens: tuple[int, ...]
+    kernels: tuple[Kernel, ...]
+    fused: Fused | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.kernels) or any(
+            a >= b for a, b in zip(self.tokens, self.tokens[1:], strict=False)
+        ):
+            raise ConfigError("a choice of linear kernels needs one kernel for each of ascending numbers of tokens.")
+        for m, kernel in zip(self.tokens, self.kernels, strict=True):
+            if isinstance(kernel, Gemv) and m != 1:
+                raise ConfigError(f"a GEMV multiplies one token, not {m}; take a flat product or the library.")
+            if isinstance(kernel, Flat) and m > MAX_FLAT_TOKENS:
+                raise ConfigError(f"a flat product multiplies at most {MAX_FLAT_TOKENS} tokens, not {m}.")
+
+    def at(self, m: int) -> Kernel:
+        """The kernel for `m` tokens."""
+        i = bisect_left(self.tokens, m)
+        return self.kernels[i] if i < len(self.kernels) else None
+
+
+@functools.cache
+def default_choice(n: int, k: int) -> LinearChoice:
+    """What was fastest on an H200 for matrices of about this shape (docs/log/linear-kernels.md)."""
+    kernels = (_default_gemv(n, k), _default_flat(8, n, k), _default_flat(MAX_FLAT_TOKENS, n, k))
+    return LinearChoice((1, 8, MAX_FLAT_TOKENS), kernels, default_fused(k))
+
+
+def default_fused(k: int) -> Fused | None:
+    """The fused GEMV's sizes, None for rows that are too wide for it."""
+    return Fused(2, 4 if k <= 4096 else 8) if k <= MAX_FUSED_COLUMNS else None
+
+
+def _default_gemv(n: int, k: int) -> Gemv:
+    widest = _power_of_2(k)
+    if k > 8192:
+        return Gemv(1, 2048, 4, 4)
+    if n <= 8192:
+        return Gemv(2, min(2048, widest), 1, 4)
+    return Gemv(1, min(2048, widest), 0, 8 if widest >= 2048 else 4)
+
+
+def _default_flat(m: int, n: int, k: int) -> Flat | None:
+    """None where the library is faster."""
+    if m <= 8:
+        if n <= 5000:
+            return Flat(64, 128, 5, 2) if k > 8192 else Flat(32, 256, 4, 1)
+        if n <= 8192:
+            return Flat(64, 128, 5, 1)
+        return Flat(64, 128, 4, 1) if n <= 20000 else Flat(128, 128, 3, 1)
+    if n <= 5000:
+        return Flat(64, 128, 5 if k > 8192 else 4, 2)
+    if n <= 8192:
+        return Flat(64, 128, 5, 1)
+    return None if n <= 20000 else Flat(128, 64, 4, 1)
+
+
+# -- the table in the profile ------------------------------------------------------------------------
+
+# For matrices of 16-bit floats. A row has the fastest kernel of one [n, k] at m tokens with its sizes (0 where it has
+# none), and the seconds of the best of each implementation (0: not measured, because it cannot do it).
+TABLE = "linear"
+COLUMNS = ("n", "k", "m", "kernel", "rows", "columns", "ahead", "stages", "splits", "warps")
+SECONDS = ("gemv_seconds", "flat_seconds", "library_seconds")
+
+# One token through add, norm and the matrix (gated: and the gate): one launch, and the best of one after another.
+FUSED_TABLE = "linear.fused"
+FUSED_COLUMNS = ("n", "k", "gated", "rows", "warps", "fused_seconds", "apart_seconds")
+
+_GEMV, _FLAT, _LIBRARY = "gemv", "flat", "library"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """The fastest kernel of one shape at `m` tokens, and the best time of each implementation; None: cannot do it."""
+
+    m: int
+    kernel: Kernel
+    gemv: float | None
+    flat: float | None
+    library: float
+
+    def row(self, n: int, k: int) -> tuple[float | int | str, ...]:
+        """As the table has it."""
+        kernel = self.kernel
+        sizes: tuple[float | int | str, ...]
+        if isinstance(kernel, Gemv):
+            sizes = (_GEMV, kernel.rows, kernel.block, kernel.ahead, 0, 0, kernel.warps)
+        elif isinstance(kernel, Flat):
+            sizes = (_FLAT, kernel.rows, kernel.depth, 0, kernel.stages, kernel.splits, kernel.warps)
+        else:
+            sizes = (_LIBRARY, 0, 0, 0, 0, 0, 0)
+        return (n, k, self.m, *sizes, self.gemv or 0.0, self.flat or 0.0, self.library)
+
+
+@dataclass(frozen=True, slots=True)
+class FusedTiming:
+    """The best of the fused GEMV's sizes at one token, and the seconds of both ways."""
+
+    gated: bool
+    sizes: Fused
+    fused: float
+    apart: float
+
+    def row(self, n: int, k: int) -> tuple[float | int | str, ...]:
+        """As the table has it."""
+        return (n, k, int(self.gated), self.sizes.rows, self.sizes.warps, self.fused, self.apart)
+
+
+Shape: TypeAlias = tuple[int, int]
+
+
+def linear_choices(tables: Mapping[str, Table]) -> dict[Shape, LinearChoice]:
+    """From a profile's tables: [n, k] -> what was fastest. Raises ConfigError for rows that make no sense."""
+    fused = {shape: t.sizes if t.fused < t.apart else None for shape, t in fused_timings(tables).items()}
+    found: dict[Shape, LinearChoice] = {}
+    for (n, k), timings in timings_of(tables).items():
+        # What has not been measured keeps its default.
+        inside = fused[n, k] if (n, k) in fused else default_fused(k)
+        found[n, k] = LinearChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings), inside)
+    return found
+
+
+def timings_of(tables: Mapping[str, Table]) -> dict[Shape, list[Timing]]:
+    """[n, k] -> its rows by ascending m."""
+    found: dict[Shape, list[Timing]] = {}
+    for row in _rows(tables, TABLE, (*COLUMNS, *SECONDS)):
+        n, k, m, name, rows, columns, ahead, stages, splits, warps, *seconds = row
+        gemv, flat, library = (float(s) for s in seconds)
+        kernel: Kernel = None
+        if name == _GEMV:
+            kernel = Gemv(int(rows), int(columns), int(ahead), int(warps))
+        elif name == _FLAT:
+            kernel = Flat(int(rows), int(columns), int(stages), int(splits), int(warps))
+        elif name != _LIBRARY:
+            raise ConfigError(f"the profile names a linear kernel {name!r}, but only gemv, flat and library are known.")
+        found.setdefault((int(n), int(k)), []).append(Timing(int(m), kernel, gemv or None, flat or None, library))
+    return {shape: sorted(timings, key=lambda t: t.m) for shape, timings in found.items()}
+
+
+def fused_timings(tables: Mapping[str, Table]) -> dict[Shape, FusedTiming]:
+    """[n, k] -> its row."""
+    return {
+        (int(n), int(k)): FusedTiming(bool(gated), Fused(int(rows), int(warps)), float(fused), float(apart))
+        for n, k, gated, rows, warps, fused, apart in _rows(tables, FUSED_TABLE, FUSED_COLUMNS)
+    }
+
+
+def tables_with(
+    tables: Mapping[str, Table], measured: Mapping[Shape, Sequence[Timing]], fused: Mapping[Shape, FusedTiming]
+) -> dict[str, Table]:
+    """A profile's two tables with shapes added; those measured before are replaced."""
+    plain = {**timings_of(tables), **measured}
+    inside = {**fused_timings(tables), **fused}
+    rows = [t.row(*shape) for shape in sorted(plain) for t in plain[shape]]
+    return {
+        TABLE: Table((*COLUMNS, *SECONDS), tuple(rows)),
+        FUSED_TABLE: Table(FUSED_COLUMNS, tuple(inside[shape].row(*shape) for shape in sorted(inside))),
+    }
+
+
+def inflections(timings: Sequence[Timing]) -> tuple[int | None, int | None]:
+    """M1 and M2 of one shape (§5): the fewest measured tokens at which the flat product is faster than the GEMV, and
+    from which on the library is faster than the flat product at all measured ones; None: at none.
+    """
+    first = next((t.m for t in timings if t.flat is not None and (t.gemv is None or t.flat < t.gemv)), None)
+    second = None
+    for t in reversed(timings):
+        if t.flat is not None and t.flat <= t.library:
+            break
+        second = t.m
+    return first, second
+
+
+def _rows(
+    tables: Mapping[str, Table], name: str, columns: tuple[str, ...]
+) -> tuple[tuple[float | int | str, ...], ...]:
+    table = tables.get(name)
+    if table is None:
+        return ()
+    if table.columns != columns:
+        raise ConfigError(
+            f"the profile's table {name!r} has other columns than {', '.join(columns)}; measure it again."
+        )
+    return table.rows
+
+
+def _check(sizes: object, names: Sequence[str], least: int) -> None:
+    for name in names:
+        value = getattr(sizes, name)
+        if value < least or value != _power_of_2(value):
+            kind = type(sizes).__name__
+            raise ConfigError(f"{name} of a {kind} kernel is {value}; it must be a power of two of at least {least}.")
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,250 @@
+"""CellExecutor: runs the tasks of a plan on one device, each a gather, a cell and a scatter.
+
+    plan -> uploads, copies -> task 0, task 1, ... -> per task: flags and emitted values -> host
+
+Nothing waits: on an accelerator a task's answer is a function that is called when its event has passed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cellar.core.errors import CellarError
+from cellar.core.tasks import CellModelSpec, CellSpec, IntArray, NodeFlag, TaskPlan, TaskResult, Values
+from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction
+from cellar.runtime.cell_banks import Banks
+from cellar.runtime.cell_functions import guarded
+
+logger = logging.getLogger(__name__)
+
+Longs = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one task has left on the host, before or after it is there (pinned memory)."""
+
+    flags: Tensor
+    values: list[Tensor | None]
+    errors: dict[int, str] = field(default_factory=dict)
+
+    def result(self, plan: TaskPlan, task: int, seconds: float) -> TaskResult:
+        """The result of a task that has finished; `errors` count nodes in the task, the result's in the plan."""
+        flags = (~self.flags.numpy()).view(np.uint8)  # OK is 0, NAN is 1
+        first = int(plan.cu_batch[task])
+        for node in self.errors:
+            flags[node] = NodeFlag.FAILED
+        return TaskResult(
+            plan=plan.plan,
+            worker=plan.worker,
+            first=task,
+            stop=task + 1,
+            flags=flags,
+            values=tuple(None if value is None else as_array(value) for value in self.values),
+            errors={first + node: text for node, text in self.errors.items()},
+            seconds=seconds,
+        )
+
+
+def as_array(values: Tensor) -> Values:
+    """A tensor on the host as NumPy has it; bfloat16 as float32."""
+    found: Values = (values.float() if values.dtype == torch.bfloat16 else values).numpy()
+    return found
+
+
+def failure(plan: TaskPlan, first: int, error: Exception) -> TaskResult:
+    """The answer for tasks [first, end) of a plan whose device failed, with a traceback in the log."""
+    if isinstance(error, torch.OutOfMemoryError):
+        text = f"plan {plan.plan} ran out of device memory; lower memory_bytes or the largest batch size."
+    elif isinstance(error, CellarError):
+        text = str(error)
+    else:
+        text = f"plan {plan.plan} failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    logger.error("plan %d failed", plan.plan, exc_info=error)
+    none = tuple(None for _ in plan.emits)
+    return TaskResult(plan.plan, plan.worker, first, plan.num_tasks, np.empty(0, np.uint8), none, error=text)
+
+
+class CellExecutor:
+    """Runs tasks on the CPU, or kernel by kernel on an accelerator.
+
+    `functions[m][c]` is cell c of model m; `banks[k]` are worker k's, and `worker` is this one.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[CellModelSpec],
+        functions: Sequence[Sequence[RowsFunction]],
+        banks: Sequence[Banks],
+        worker: int,
+    ) -> None:
+        self._models = models
+        self._functions = functions
+        self._all = banks
+        self._banks = banks[worker]
+
+    def prepare(self, plan: TaskPlan) -> None:
+        """Uploads and copies."""
+        for upload in plan.uploads:
+            self._banks.put(plan.model, upload.bank, upload.rows, upload.values)
+        for order in plan.copies:
+            self._banks.copy(plan.model, order, self._all[order.source])
+
+    def tasks(self, plan: TaskPlan) -> Iterator[Answer]:
+        """Run a prepared plan on the host's tensors, task by task."""
+        cell = self._models[plan.model].cells[plan.cell]
+        sizes = np.diff(plan.cu_batch).tolist()
+        tables = self._banks.tables[plan.model]
+        function = self._functions[plan.model][plan.cell]
+        # Column by column and cut by torch: slices made one by one in Python take as long as a small cell.
+        sources = [_cut(index, sizes) for index in plan.sources]
+        rows = [_cut(index, sizes) for index in plan.rows]
+        emitted = Emitted(plan)
+        runs = step_runs(plan, cell, function.carried, sizes) if isinstance(function, StepsFunction) else {}
+        t = 0
+        while t < len(sizes):
+            batch, errors = sizes[t], dict[int, str]()
+            output: RowsOutput | None = None
+            if t in runs:
+                assert isinstance(function, StepsFunction)
+                last = t + runs[t] - 1
+                output, targets = _several(function, cell, tables, sources, rows, t, last)
+                if output is None:
+                    del runs[t]  # one step at a time finds out whose fault it is
+                    continue
+                sound = torch.ones(batch, dtype=torch.bool)
+                for _ in range(t, last):
+                    yield Answer(sound, emitted.none, {})
+                t = last
+            else:
+                inputs, targets = bound(cell, tables, [index[t] for index in sources], [index[t] for index in rows])
+                output, errors = guarded(function, cell, inputs, targets, batch)
+            yield Answer(output.finite, _values(emitted, t, output, targets), errors)
+            t += 1
+
+
+def step_runs(plan: TaskPlan, cell: CellSpec, carried: Mapping[int, int], sizes: Sequence[int]) -> dict[int, int]:
+    """First task -> number of tasks, for tasks that may be one call of several steps.
+
+    They are steps of the same nodes in the same order, each of which reads what the one before wrote; nobody else
+    reads what lies in between: the nodes write two frames by turns, and no output of the steps between is emitted.
+    """
+    row_of = {o: k for k, o in enumerate(cell.kept)}
+    count = len(sizes)
+    if count < 2 or any(o not in row_of for o in carried.values()):
+        return {}
+    cu = plan.cu_batch
+    pairs = [(plan.sources[i], plan.rows[row_of[o]]) for i, o in carried.items()]
+
+    def equal(a: IntArray, t: int, b: IntArray, u: int) -> bool:
+        return np.array_equal(a[cu[t] : cu[t + 1]], b[cu[u] : cu[u + 1]])
+
+    silent = [
+        all(nodes is None or not np.any((nodes >= cu[t]) & (nodes < cu[t + 1])) for nodes in plan.emits)
+        for t in range(count)
+    ]
+    found: dict[int, int] = {}
+    first = 0
+    while first < count - 1:
+        last = first
+        while (
+            last + 1 < count
+            and silent[last]
+            and sizes[last + 1] == sizes[first]
+            and all(equal(read, last + 1, written, last) for read, written in pairs)
+            and (last < first + 1 or all(equal(written, last + 1, written, last - 1) for _, written in pairs))
+        ):
+            last += 1
+        # Of two tasks alone, the second must write where the first has read: else their frames may not go by turns.
+        if last == first + 1 and not all(equal(written, last, read, first) for read, written in pairs):
+            last = first
+        if last > first:
+            found[first] = last - first + 1
+        first = last + 1
+    return found
+
+
+def _several(
+    function: StepsFunction,
+    cell: CellSpec,
+    tables: Sequence[Tensor],
+    sources: Sequence[Sequence[Tensor]],
+    rows: Sequence[Sequence[Tensor]],
+    first: int,
+    last: int,
+) -> tuple[RowsOutput | None, list[Rows | None]]:
+    """Tasks [first, last] in one call -> the output of the last and where it lies; None if a step raised."""
+    read = [
+        index[first] if i in function.carried else torch.cat(list(index[first : last + 1]))
+        for i, index in enumerate(sources)
+    ]
+    inputs, targets = bound(cell, tables, read, [index[last] for index in rows])
+    try:
+        return function.run(inputs, last - first + 1, targets), targets
+    except Exception:
+        logger.debug("several steps of cell %s at once raised", cell.name, exc_info=True)
+        return None, targets
+
+
+def _values(emitted: Emitted, task: int, output: RowsOutput, targets: Sequence[Rows | None]) -> list[Tensor | None]:
+    """What a task emits."""
+    if not emitted.any:
+        return emitted.none
+    values: list[Tensor | None] = []
+    for nodes, target, value in zip(emitted.of(task), targets, output.values, strict=True):
+        if nodes is None:
+            values.append(None)
+            continue
+        index = torch.from_numpy(nodes)
+        if target is not None:
+            values.append(target.table.index_select(0, target.index[index]))
+        else:
+            assert value is not None
+            values.append(value.index_select(0, index))
+    return values
+
+
+def bound(
+    cell: CellSpec, tables: Sequence[Tensor], sources: Sequence[Tensor], rows: Sequence[Tensor]
+) -> tuple[list[Rows], list[Rows | None]]:
+    """A task's indices, [b] each, with their tables: sources per input, rows per kept output."""
+    inputs = []
+    for port, index in zip(cell.inputs, sources, strict=True):
+        assert port.bank is not None
+        inputs.append(Rows(tables[port.bank], index))
+    kept = iter(rows)
+    targets = [None if port.bank is None else Rows(tables[port.bank], next(kept)) for port in cell.outputs]
+    return inputs, targets
+
+
+class Emitted:
+    """The nodes of each task whose outputs go to the host, as numbers within the task."""
+
+    def __init__(self, plan: TaskPlan) -> None:
+        self._cu = plan.cu_batch
+        self._emits = plan.emits
+        self.any = any(nodes is not None for nodes in plan.emits)
+        self.none: list[Tensor | None] = [None for _ in plan.emits]
+        self._cuts = [None if nodes is None else np.searchsorted(nodes, plan.cu_batch) for nodes in plan.emits]
+
+    def of(self, task: int) -> list[Longs | None]:
+        """One entry per output; None where the whole plan emits none."""
+        found: list[Longs | None] = []
+        for nodes, cuts in zip(self._emits, self._cuts, strict=True):
+            if nodes is None or cuts is None:
+                found.append(None)
+            else:
+                found.append(nodes[cuts[task] : cuts[task + 1]].astype(np.int64) - int(self._cu[task]))
+        return found
+
+
+def _cut(index: IntArray, sizes: list[int]) -> Sequence[Tensor]:
+    """Rows of a plan's nodes, as tensors of the sizes of its tasks."""
+    return torch.from_numpy(index.astype(np.int64)).split_with_sizes(sizes)

@@ -1,0 +1,183 @@
+"""LocalCellRuntime: models of cells in this process, on any number of workers, each the CPU or one accelerator."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+from torch import nn
+
+from cellar.core.errors import ConfigError
+from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult, Values
+from cellar.ops.rows import RowsFunction
+from cellar.runtime.cell_banks import Banks, bank_rows
+from cellar.runtime.cell_executor import CellExecutor
+from cellar.runtime.cell_functions import rows_function
+from cellar.runtime.cell_graphs import GraphExecutor
+from cellar.runtime.cell_worker import CellWorker, Opener, Results
+from cellar.runtime.device import resolve_device
+from cellar.runtime.memory import GIB, device_free
+from cellar.runtime.transfer import uploader
+
+# Of the memory that is free, for the banks of all models of one worker.
+CPU_SHARE, CPU_LIMIT = 0.25, 2 * GIB
+DEVICE_SHARE = 0.5
+
+
+class LocalCellRuntime:
+    """Implements `CellRuntime`. `poll` belongs to the thread that submits; `wake` to any.
+
+    models[m] and modules[m][c] are specs and torch modules (cell c of model m). `devices` has one entry per worker; on
+    the CPU workers are threads of this process. `memory_bytes` bounds each worker's banks, `rows[m][b]` fixes them;
+    `num_threads` is the number of CPU threads of a worker's operations (None: torch's; several CPU workers divide
+    the cores). `enforce_eager`: no graphs.
+    Raises DeviceError, ConfigError, CapacityError.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[CellModelSpec],
+        modules: Sequence[Sequence[nn.Module]],
+        devices: Sequence[str] = ("auto",),
+        *,
+        memory_bytes: int | None = None,
+        rows: Sequence[Sequence[int]] | None = None,
+        num_threads: int | None = None,
+        enforce_eager: bool = False,
+    ) -> None:
+        if not models or not devices:
+            raise ConfigError("a runtime of cells needs at least one model and one device.")
+        places = [resolve_device(name) for name in devices]
+        # In a thread of its own, which takes its OpenMP team with it when it ends (see `local.open_local`).
+        with ThreadPoolExecutor(1, "cellar-open") as thread:
+            functions = thread.submit(_functions, models, modules, places).result()
+        if rows is None:
+            nbytes = memory_bytes or min(_share(place, places.count(place)) for place in places)
+            rows = bank_rows(models, nbytes)
+        self._capacity = CellCapacity(tuple(tuple(counts) for counts in rows), len(places))
+        banks = [Banks(models, rows, place, uploader(place)) for place in places]
+        self._results: Results = SimpleQueue()
+        self._closed = False
+        self._workers: list[CellWorker] = []
+        for place in dict.fromkeys(places):
+            if place.type != "cpu":
+                # Weights and banks were filled by other threads; the workers' first tasks must find them.
+                torch.cuda.synchronize(place)
+        hosts = sum(place.type == "cpu" for place in places)
+        if hosts > 1 and num_threads is None:
+            # Teams of several workers on the same cores would wait for each other.
+            num_threads = max(1, (os.cpu_count() or 1) // hosts)
+        capture = not enforce_eager
+        try:
+            for k, place in enumerate(places):
+                own = functions[k]
+                opener: Opener = (
+                    partial(CellExecutor, models, own, banks, k)
+                    if place.type == "cpu"
+                    else partial(GraphExecutor, models, modules, own, banks, k, place, uploader(place), capture=capture)
+                )
+                alone = len(places) == 1
+                self._workers.append(CellWorker(k, opener, self._results, place, num_threads, alone=alone))
+                # One after the other: graphs of two threads cannot be captured at a time.
+                self._workers[-1].ready()
+        except Exception:
+            self.close()
+            raise
+
+    @property
+    def workers(self) -> Sequence[CellWorker]:
+        """Worker k has id k."""
+        return self._workers
+
+    @property
+    def capacity(self) -> CellCapacity:
+        """Rows of every bank, fixed at start."""
+        return self._capacity
+
+    def poll(self, timeout: float | None) -> list[TaskResult]:
+        """Results so far, FIFO per worker; waits up to `timeout` seconds (None: for ever) for a first one or `wake`.
+
+        Tasks of one plan that have finished meanwhile are one result.
+        """
+        found: list[TaskResult] = []
+        queue = self._results
+        wait = not self._closed and (timeout is None or timeout > 0)
+        try:
+            item = queue.get(wait, timeout if wait else None)
+            while True:
+                if item is not None:
+                    worker, result, last = item
+                    if last:
+                        worker.collected()
+                    if found and _follows(found[-1], result):
+                        found[-1] = _joined(found[-1], result)
+                    else:
+                        found.append(result)
+                item = queue.get_nowait()
+        except Empty:
+            return found
+
+    def wake(self) -> None:
+        """End a waiting `poll` from another thread; if none waits, the next one returns at once."""
+        self._results.put(None)
+
+    def close(self) -> None:
+        """Stop the workers after the tasks they are at, drop later plans. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+        self.wake()
+
+
+def _functions(
+    models: Sequence[CellModelSpec], modules: Sequence[Sequence[nn.Module]], places: Sequence[torch.device]
+) -> list[list[list[RowsFunction]]]:
+    """Every cell's function, per worker. Workers of the CPU share them; on an accelerator products have counters on the
+    device, which two streams must not use at a time."""
+
+    def made(place: torch.device) -> list[list[RowsFunction]]:
+        return [
+            [rows_function(module, spec, place) for module, spec in zip(own, model.cells, strict=True)]
+            for own, model in zip(modules, models, strict=True)
+        ]
+
+    with torch.inference_mode():
+        hosts = made(torch.device("cpu")) if any(place.type == "cpu" for place in places) else []
+        return [hosts if place.type == "cpu" else made(place) for place in places]
+
+
+def _share(place: torch.device, sharers: int) -> int:
+    free = device_free(place)
+    nbytes = min(CPU_SHARE * free, CPU_LIMIT) if place.type == "cpu" else DEVICE_SHARE * free
+    return int(nbytes / sharers)
+
+
+def _follows(first: TaskResult, second: TaskResult) -> bool:
+    same = (first.worker, first.plan, first.stop) == (second.worker, second.plan, second.first)
+    return same and first.error is None and second.error is None
+
+
+def _joined(first: TaskResult, second: TaskResult) -> TaskResult:
+    return TaskResult(
+        plan=first.plan,
+        worker=first.worker,
+        first=first.first,
+        stop=second.stop,
+        flags=np.concatenate((first.flags, second.flags)),
+        values=tuple(_chain(a, b) for a, b in zip(first.values, second.values, strict=True)),
+        errors={**first.errors, **second.errors},
+        seconds=first.seconds + second.seconds,
+    )
+
+
+def _chain(first: Values | None, second: Values | None) -> Values | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return np.concatenate((first, second))

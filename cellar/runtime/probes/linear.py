@@ -1,0 +1,323 @@
+"""Linear layers: the fastest kernel for each [N, K] of a model at each number of tokens (FlashDecoding++ §5).
+
+    python -m cellar.runtime.probes.linear --models llama-2-7b,llama-3-8b --base h200 --output h200.json
+
+adds the shapes of some models to a profile; `cellar profile --model NAME` does it for one model. Every kernel's result
+is compared with the library's first: one that differs, or that the device refuses, is out of the race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cellar.core.hardware import Profile
+from cellar.core.specs import ModelSpec
+from cellar.models.loader import is_linear
+from cellar.ops.activation import gated
+from cellar.ops.linear_choice import (
+    MAX_FUSED_COLUMNS,
+    Flat,
+    Fused,
+    FusedTiming,
+    Gemv,
+    Kernel,
+    LinearChoice,
+    Shape,
+    Timing,
+    inflections,
+    linear_choices,
+    tables_with,
+)
+from cellar.ops.linear_cuda import multiply, norm_gemv, prepare
+from cellar.ops.norm import add_rms_norm
+from cellar.runtime.probes.context import ProbeContext, synchronize
+from cellar.runtime.probes.rotation import Call, Rotation
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64)
+DTYPE = torch.bfloat16
+EPS = 1e-5
+# Largest difference from the library's result, as a part of its largest element: bfloat16 has 8 bits.
+TOLERANCE = 2e-2
+
+GEMVS = (
+    *(Gemv(1, 2048, ahead, 4) for ahead in (0, 1, 2, 4)),
+    *(Gemv(2, 2048, ahead, 4) for ahead in (0, 1, 2)),
+    Gemv(1, 2048, 0, 8),
+    Gemv(1, 1024, 2, 4),
+    Gemv(1, 4096, 1, 8),
+    Gemv(2, 1024, 1, 4),
+    Gemv(4, 1024, 1, 4),
+    Gemv(4, 2048, 1, 8),
+)
+FLATS = (
+    Flat(32, 256, 4, 1),
+    Flat(32, 256, 4, 2),
+    Flat(32, 128, 6, 1),
+    Flat(64, 64, 6, 1),
+    Flat(64, 128, 4, 1),
+    Flat(64, 128, 5, 1),
+    Flat(64, 128, 4, 2),
+    Flat(64, 128, 5, 2),
+    Flat(64, 128, 4, 4),
+    Flat(64, 256, 3, 1),
+    Flat(128, 64, 4, 1),
+    Flat(128, 128, 3, 1),
+    Flat(128, 128, 3, 2),
+)
+FUSEDS = (Fused(1, 4), Fused(1, 8), Fused(2, 4), Fused(2, 8), Fused(4, 8))
+
+
+K = TypeVar("K")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer of a model: its name in the specs, [n, k], and how many there are of it."""
+
+    name: str
+    n: int
+    k: int
+    count: int
+
+
+def matrices_of(spec: ModelSpec) -> list[Matrix]:
+    """The linear layers in the order in which a forward pass meets them, as they are after fusion."""
+    found: dict[tuple[str, int, int], int] = {}
+    for tensor in spec.tensors():
+        if is_linear(tensor):
+            n, k = tensor.shape
+            found[tensor.name, n, k] = found.get((tensor.name, n, k), 0) + 1
+    return [Matrix(name, n, k, count) for (name, n, k), count in found.items()]
+
+
+def choices_of(profiles: Sequence[Profile]) -> dict[Shape, LinearChoice]:
+    """What these profiles choose for each [n, k] that they know; the first one that has measured a shape decides."""
+    found: dict[Shape, LinearChoice] = {}
+    for profile in reversed(profiles):
+        found |= linear_choices(profile.tables)
+    return found
+
+
+class LinearTimer(Protocol):
+    """Seconds of one [n, k] on a machine; None where a kernel cannot run, or is wrong."""
+
+    def product(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
+        """`m` tokens by each kernel."""
+
+    def fused(self, sizes: Sequence[Fused], gated: bool) -> list[float | None]:
+        """One token through add, norm, matrix (and gate) in one launch, in each of these sizes."""
+
+    def apart(self, kernel: Kernel, gated: bool) -> float:
+        """The same one after another, the matrix by this kernel."""
+
+
+def probe(context: ProbeContext, profile: Profile) -> Profile:
+    """Adds the tables `linear` and `linear.fused` with the shapes of the context's model; on an accelerator only."""
+    if context.accelerator is None or context.spec is None:
+        return profile
+    return with_shapes(profile, matrices_of(context.spec), context.accelerator)
+
+
+def with_shapes(
+    profile: Profile,
+    matrices: Iterable[Matrix],
+    device: torch.device,
+    report: Callable[[str], None] = lambda line: None,
+    keep: Callable[[Profile], None] = lambda profile: None,
+) -> Profile:
+    """The profile with all these shapes measured; `keep` gets it after each, so that a cut-off run has something."""
+    for shape, gate in shapes_of(matrices).items():
+        started = time.perf_counter()
+        timer = DeviceTimer(*shape, device)
+        timer.compile_all(gate)
+        timings = timings_with(shape, timer, TOKENS)
+        fused = {} if gate is None else fused_timings_with(shape, gate, timings[0].kernel, timer)
+        profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}, fused))
+        keep(profile)
+        del timer
+        report(f"{_line(shape, timings, fused)}; {time.perf_counter() - started:.1f} s")
+    return profile
+
+
+def shapes_of(matrices: Iterable[Matrix]) -> dict[Shape, bool | None]:
+    """[n, k] -> whether a gate follows a norm and this matrix (q, k, v: only the norm); None: no norm before it."""
+    gates = {"qkv": False, "gate_up": True}
+    found: dict[Shape, bool | None] = {}
+    for matrix in matrices:
+        gate = gates.get(matrix.name) if matrix.k <= MAX_FUSED_COLUMNS else None
+        if found.get((matrix.n, matrix.k)) is None:
+            found[matrix.n, matrix.k] = gate
+    return found
+
+
+def timings_with(shape: Shape, timer: LinearTimer, tokens: Sequence[int] = TOKENS) -> list[Timing]:
+    """The fastest kernel of a shape at each number of tokens.
+
+    The flat product computes 8, 16, 32 or 64 tokens whatever there are, so it is timed at these only.
+    """
+    n, k = shape
+    flats = [flat for flat in FLATS if flat.depth * flat.splits <= k and flat.rows <= n]
+    gemvs = [gemv for gemv in GEMVS if gemv.block < 2 * k and gemv.ahead * gemv.block < k + gemv.block]
+    by_padded: dict[int, list[float | None]] = {}
+    found = []
+    for m in tokens:
+        padded = max(8, 1 << (m - 1).bit_length())
+        if padded not in by_padded:
+            by_padded[padded] = timer.product(padded, flats)
+        (library,) = timer.product(m, [None])
+        assert library is not None, "the library multiplies everything"
+        flat = _best(flats, by_padded[padded])
+        gemv = _best(gemvs, timer.product(1, gemvs)) if m == 1 else None
+        ways: list[tuple[float, Kernel]] = [(library, None)]
+        ways += [] if flat is None else [(flat[1], flat[0])]
+        ways += [] if gemv is None else [(gemv[1], gemv[0])]
+        fastest = min(ways, key=lambda way: way[0])[1]
+        found.append(Timing(m, fastest, gemv and gemv[1], flat and flat[1], library))
+    return found
+
+
+def fused_timings_with(shape: Shape, gate: bool, kernel: Kernel, timer: LinearTimer) -> dict[Shape, FusedTiming]:
+    """The fused GEMV against its parts with the best kernel of one token; nothing if it cannot run."""
+    best = _best(FUSEDS, timer.fused(FUSEDS, gate))
+    return {} if best is None else {shape: FusedTiming(gate, *best, timer.apart(kernel, gate))}
+
+
+def _best(kernels: Sequence[K], seconds: Sequence[float | None]) -> tuple[K, float] | None:
+    ran = [(kernel, s) for kernel, s in zip(kernels, seconds, strict=True) if s is not None]
+    return min(ran, key=lambda pair: pair[1], default=None)
+
+
+class DeviceTimer:
+    """A `LinearTimer` of an accelerator."""
+
+    def __init__(self, n: int, k: int, device: torch.device) -> None:
+        self._device = device
+        self._rotation = Rotation(n, k, DTYPE, device, change=prepare)
+        self._x = torch.randn((max(TOKENS), k), device=device, dtype=DTYPE)
+        self._norm = torch.randn(k, device=device, dtype=DTYPE)
+        self._delta = torch.randn((1, k), device=device, dtype=DTYPE)
+
+    def compile_all(self, gate: bool | None) -> None:
+        """Compile every kernel in threads of their own, without a look at what comes out."""
+        sizes = sorted({max(8, m) for m in TOKENS})
+        calls = [self._product(1, gemv) for gemv in GEMVS]
+        calls += [self._product(m, flat) for m in sizes for flat in FLATS]
+        calls += [] if gate is None else [self._fused(fused, gate) for fused in FUSEDS]
+        # Not the prepared matrix: its counters serve one launch at a time.
+        weight = self._rotation.weights[0].view_as(self._rotation.weights[0])
+
+        def compiled(call: Call) -> None:
+            # What goes wrong here goes wrong again where it is timed.
+            with suppress(Exception), torch.inference_mode(), torch.cuda.device(self._device):
+                call(weight)
+
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(compiled, calls))
+        synchronize(self._device)
+
+    def product(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
+        """As `LinearTimer` says."""
+        wanted = self._product(m, None)
+        return [self._seconds(self._product(m, kernel), wanted) for kernel in kernels]
+
+    def fused(self, sizes: Sequence[Fused], gated: bool) -> list[float | None]:
+        """As `LinearTimer` says."""
+        wanted = self._apart(None, gated)
+        return [self._seconds(self._fused(size, gated), wanted) for size in sizes]
+
+    def apart(self, kernel: Kernel, gated: bool) -> float:
+        """As `LinearTimer` says."""
+        return self._rotation.seconds([self._apart(kernel, gated)])[0]
+
+    def _seconds(self, call: Call, wanted: Call) -> float | None:
+        weight = self._rotation.weights[0]
+        got = self._tried(call, weight)
+        expected = wanted(weight)
+        assert isinstance(expected, Tensor)
+        if got is None or float((got - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
+            return None
+        return self._rotation.seconds([call])[0]
+
+    def _tried(self, call: Call, weight: Tensor) -> Tensor | None:
+        from triton.runtime.errors import TritonError
+
+        try:
+            got = call(weight)
+        except TritonError:
+            # Too much shared memory, or too many registers, for this device.
+            return None
+        assert isinstance(got, Tensor)
+        return got
+
+    def _product(self, m: int, kernel: Kernel) -> Call:
+        x = self._x[:m]
+        return lambda weight: multiply(x, weight, None, kernel)
+
+    def _fused(self, sizes: Fused, gate: bool) -> Call:
+        x = self._x[:1]
+        return lambda weight: norm_gemv(x, self._delta, self._norm, EPS, weight, None, sizes, gate=gate)[0]
+
+    def _apart(self, kernel: Kernel, gate: bool) -> Call:
+        x = self._x[:1]
+
+        def call(weight: Tensor) -> Tensor:
+            normed, _ = add_rms_norm(x, self._delta, self._norm, EPS)
+            product = multiply(normed, weight, None, kernel)
+            return gated(product, "silu") if gate else product
+
+        return call
+
+
+def _line(shape: Shape, timings: Sequence[Timing], fused: Mapping[Shape, FusedTiming]) -> str:
+    m1, m2 = inflections(timings)
+    ratios = " ".join(f"{t.m}:{t.library / min(s for s in (t.gemv, t.flat, t.library) if s):.2f}" for t in timings)
+    inside = "".join(f", fused {t.fused * 1e6:.1f} us, apart {t.apart * 1e6:.1f}" for t in fused.values())
+    return f"{shape[0]} x {shape[1]}: M1 {m1}, M2 {m2}, over the library {ratios}{inside}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    from cellar.models.registry import open_model, shipped_config
+    from cellar.runtime.device import resolve_device
+    from cellar.runtime.probes.registry import shipped
+
+    parser = argparse.ArgumentParser(description="Add linear layers of models to a profile.")
+    parser.add_argument("--models", required=True, help="names of shipped configs, comma-separated")
+    parser.add_argument("--base", required=True, help="profile to add to: a file, or the name of a shipped one")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
+    device = resolve_device(options.device)
+    if device.type == "cpu":
+        sys.exit("linear kernels are for accelerators, and this machine has none; run it where one is.")
+    matrices: list[Matrix] = []
+    for name in options.models.split(","):
+        config = shipped_config(name)
+        if config is None:
+            sys.exit(f"no config {name!r} comes with the package; `cellar inspect` takes those that do.")
+        matrices += matrices_of(open_model(config, "bfloat16").spec)
+    base = Path(options.base)
+    profile = Profile.load(base) if base.is_file() else shipped(options.base)
+    with torch.inference_mode(), torch.cuda.device(device):
+        with_shapes(
+            profile,
+            matrices,
+            device,
+            report=lambda line: print(line, flush=True),
+            keep=lambda found: found.save(options.output),
+        )
+
+
+if __name__ == "__main__":
+    main()

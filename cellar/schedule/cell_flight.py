@@ -1,0 +1,143 @@
+"""Flight: a plan on its way, and what its commit needs to know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cellar.core.cell_graphs import Column
+from cellar.core.tasks import IntArray, StateCopy, TaskPlan, Upload
+from cellar.schedule.cell_queue import IndexArray
+from cellar.schedule.cell_requests import Seats
+from cellar.schedule.cell_rows import BankRows
+from cellar.schedule.cell_subgraphs import Subgraphs
+from cellar.schedule.cell_types import Batch, CellType, Task
+
+Fan = Callable[[int, int], Sequence[int]]
+"""(slot, f) -> numbers of the subgraphs in `CellGraph.fans[f]` of the slot's request."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emit:
+    """Nodes whose output comes back: where in the outbox, whose it is; task t owns [bounds[t], bounds[t + 1])."""
+
+    places: IndexArray
+    owners: IndexArray
+    bounds: list[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dependants:
+    """Subgraphs that wait for a node: targets[k] for one of subgraph owners[k]; bounds as above."""
+
+    targets: IndexArray
+    owners: IndexArray
+    bounds: list[int]
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """`owners` are the subgraphs of all nodes; `committed` tasks have come back."""
+
+    worker: int
+    kind: CellType
+    tasks: list[Task]
+    cu_batch: list[int]
+    owners: IndexArray
+    emits: tuple[Emit | None, ...]
+    dependants: Dependants | None
+    committed: int = 0
+
+
+def assemble(
+    number: int,
+    worker: int,
+    kind: CellType,
+    batch: Batch,
+    sub: Subgraphs,
+    seats: Seats,
+    banks: Sequence[BankRows],
+    fan: Fan,
+) -> tuple[TaskPlan, Flight]:
+    """Gather the rows of all nodes of all tasks at once."""
+    cu, entries, owners = batch.cu, batch.entries, batch.owners
+    table = kind.table.rows.take(entries, axis=0).T.copy()
+    touched = slice(kind.sources.start, kind.rows.stop)
+    table[touched] = seats.rows.data.take(table[touched] + sub.run.take(owners))
+    uploads = _uploads(kind, table, owners, sub, seats)
+    copies = _copies(worker, kind, table, uploads, cu, banks) if banks[0].num_workers > 1 else ()
+    emits: list[Emit | None] = [None] * len(kind.spec.outputs)
+    positions: list[IntArray | None] = [None] * len(emits)
+    mask = table[Column.EMIT]
+    union = int(np.bitwise_or.reduce(mask))
+    for o in range(len(emits)):
+        if union >> o & 1:
+            chosen = np.flatnonzero(mask & (1 << o))
+            mine = owners[chosen]
+            places = table[Column.DEST][chosen] + sub.dest[mine]
+            if kind.num_growing:
+                assert batch.steps is not None
+                places += batch.steps[chosen]
+            positions[o] = chosen.astype(np.int32)
+            emits[o] = Emit(places, mine, chosen.searchsorted(cu).tolist())
+    dependants = None
+    if kind.num_waited_for:
+        dependants = _dependants(table[Column.DEP], owners, cu, sub, seats, fan)
+    sources, rows = table[kind.sources], table[kind.rows]
+    plan = TaskPlan(
+        number, worker, kind.model, kind.cell, np.array(cu, np.int32), sources, rows, tuple(positions), uploads, copies
+    )
+    return plan, Flight(worker, kind, batch.tasks, cu, owners, tuple(emits), dependants)
+
+
+def _uploads(kind: CellType, table: IntArray, owners: IndexArray, sub: Subgraphs, seats: Seats) -> tuple[Upload, ...]:
+    """The values of requests that the nodes read."""
+    uploads = []
+    for i in kind.valued:
+        bank = kind.spec.inputs[i].bank
+        assert bank is not None
+        numbers, rows = table[kind.rows.stop + i], table[kind.sources.start + i]
+        mine = owners
+        given = numbers >= 0
+        count = np.count_nonzero(given)
+        if not count:
+            continue
+        if count < len(owners):
+            numbers, rows, mine = numbers[given], rows[given], owners[given]
+        values = seats.values[bank].data.take(numbers + sub.values[bank].take(mine), axis=0)
+        uploads.append(Upload(bank, rows, values))
+    return tuple(uploads)
+
+
+def _copies(
+    worker: int, kind: CellType, table: IntArray, uploads: Sequence[Upload], cu: list[int], banks: Sequence[BankRows]
+) -> tuple[StateCopy, ...]:
+    """The states that the nodes read and another worker wrote, bank by bank."""
+    for upload in uploads:
+        banks[upload.bank].upload(worker, upload.rows)
+    task = np.repeat(np.arange(len(cu) - 1), np.diff(cu))
+    copies: list[StateCopy] = []
+    for b in sorted({*kind.reads_of, *kind.writes_of}):
+        written = kind.writes_of.get(b)
+        read = table[[kind.sources.start + i for i in kind.reads_of.get(b, [])]]
+        made = None if written is None else table[kind.rows.start + written[0]]
+        copies += banks[b].bring(worker, read.ravel(), np.tile(task, len(read)), made, task)
+    return tuple(copies)
+
+
+def _dependants(
+    dep: IntArray, owners: IndexArray, cu: list[int], sub: Subgraphs, seats: Seats, fan: Fan
+) -> Dependants | None:
+    chosen = np.flatnonzero(dep != -1)
+    if not len(chosen):
+        return None
+    numbers, mine = dep[chosen], owners[chosen]
+    if numbers.min() < 0:
+        several = [fan(int(slot), -2 - n) if n < 0 else (n,) for slot, n in zip(mine, numbers.tolist(), strict=True)]
+        counts = [len(one) for one in several]
+        chosen, mine = np.repeat(chosen, counts), np.repeat(mine, counts)
+        numbers = np.array([n for one in several for n in one])
+    targets = seats.slots.data[sub.siblings[mine] + numbers]
+    return Dependants(targets, mine, chosen.searchsorted(cu).tolist())

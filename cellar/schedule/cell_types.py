@@ -1,0 +1,291 @@
+"""CellType: one cell of one model as Algorithm 1 sees it: a queue of subgraphs, and how many nodes are ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import cast
+
+import numpy as np
+
+from cellar.core.cell_graphs import NUM_COLUMNS, Column
+from cellar.core.tasks import CellSpec
+from cellar.schedule.cell_queue import CellQueue, IndexArray
+from cellar.schedule.cell_results import Outbox
+from cellar.schedule.cell_store import GraphTable
+from cellar.schedule.cell_subgraphs import FREE, Subgraphs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """Nodes of one batch: takes[k] nodes (None: one each) of subgraph subgraphs[k]."""
+
+    subgraphs: IndexArray
+    takes: IndexArray | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The nodes of all tasks of one call, task after task: nodes [cu[t], cu[t + 1]) are task t's.
+
+    entries  rows of the table
+    owners   subgraphs
+    steps    where chains grow: how many steps each has made before; else None
+    """
+
+    tasks: list[Task]
+    cu: list[int]
+    entries: IndexArray
+    owners: IndexArray
+    steps: IndexArray | None
+
+
+class CellType:
+    """Columns of the table: `Column`s, codes of the rows read, codes of the rows written, numbers of values.
+    reads_of[bank] are the inputs that read a bank, writes_of[bank] the kept outputs that write it.
+
+    `num_branching`, `num_growing`, `num_streaming` and `num_waited_for` count running requests with such nodes; without
+    any, there is less to do.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        cell: int,
+        kind: int,
+        spec: CellSpec,
+        subgraphs: Subgraphs,
+        table: GraphTable,
+        num_workers: int,
+    ) -> None:
+        self.model = model
+        self.cell = cell
+        self.kind = kind
+        self.spec = spec
+        self.num_inputs = len(spec.inputs)
+        self.sources = slice(NUM_COLUMNS, NUM_COLUMNS + self.num_inputs)
+        self.rows = slice(self.sources.stop, self.sources.stop + len(spec.kept))
+        self.smallest, self.largest = spec.batch_sizes[0], spec.batch_sizes[-1]
+        self.table = table
+        self.outbox = Outbox(spec)
+        self.queue = CellQueue()
+        self.num_running = 0
+        self.num_branching = 0
+        self.num_growing = 0
+        self.num_streaming = 0
+        self.num_waited_for = 0
+        self.stale = False
+        self.valued: set[int] = set()
+        self._subgraphs = subgraphs
+        self._num_workers = num_workers
+        self.reads_of: dict[int, list[int]] = {}
+        self.writes_of: dict[int, list[int]] = {}
+        for i, port in enumerate(spec.inputs):
+            if port.bank is not None:
+                self.reads_of.setdefault(port.bank, []).append(i)
+        for k, o in enumerate(spec.kept):
+            self.writes_of.setdefault(cast(int, spec.outputs[o].bank), []).append(k)
+        self._ready = [0] * (num_workers + 1)
+
+    @property
+    def ready_counts(self) -> list[int]:
+        """Ready nodes of subgraphs pinned to worker w: [w]; to none: [-1]."""
+        return self._ready
+
+    # -- Algorithm 1 ------------------------------------------------------------------------------
+
+    def num_ready(self, worker: int) -> int:
+        """NumReadyNodes: only nodes that this worker may run count."""
+        return self._ready[worker] + self._ready[FREE]
+
+    def batch(self, worker: int, most: int) -> Batch:
+        """Batch, lines 12-23: up to `most` tasks. The first may have any size, later ones none under min(Bsizes).
+
+        There is a node that this worker may run. The nodes are submitted, and so their children in the same subgraph
+        become ready for the next task.
+        """
+        if not self.num_branching:
+            return self._batch_chains(worker, most)
+        formed: list[tuple[Task, IndexArray, IndexArray, IndexArray | None]] = []
+        while len(formed) < most and self.num_ready(worker) >= (self.smallest if formed else 1):
+            formed.append(self._form_task(worker))
+        cu = list(accumulate((len(entries) for _, entries, _, _ in formed), initial=0))
+        entries = np.concatenate([entries for _, entries, _, _ in formed])
+        owners = np.concatenate([owners for _, _, owners, _ in formed])
+        steps = np.concatenate([steps for _, _, _, steps in formed if steps is not None] or [entries[:0]])
+        return Batch([task for task, _, _, _ in formed], cu, entries, owners, steps if self.num_growing else None)
+
+    def _form_task(self, worker: int) -> tuple[Task, IndexArray, IndexArray, IndexArray | None]:
+        """FormBatchedTask, lines 24-32: first in, first out, up to max(Bsizes) ready nodes."""
+        sub = self._subgraphs
+        slots, scanned = self._eligible(worker, self.largest)
+        counts = sub.ready[slots]
+        takes = np.minimum(counts, self.largest - (np.cumsum(counts) - counts))
+        chosen = takes > 0
+        slots, takes = slots[chosen], takes[chosen]
+        total = np.cumsum(takes)
+        starts = sub.at[slots]
+        entries = np.repeat(starts - (total - takes), takes) + np.arange(total[-1])
+        owners = np.repeat(slots, takes)
+        steps = None
+        at = starts + takes
+        if self.num_growing:
+            loop = sub.loop[slots]
+            steps = sub.grown[owners]
+            sub.grown[slots] += loop > 0
+            at -= np.where(at == sub.end[slots], loop, 0)
+        left = sub.left[slots] - takes
+        sub.left[slots] = left
+        sub.at[slots] = at
+        before = sub.ready[slots]
+        after = np.where(left > 0, self.table.rows[np.minimum(at, sub.end[slots] - 1), Column.READY], 0)
+        sub.ready[slots] = after
+        self._pin(worker, slots, before, after)
+        if not left.all():
+            self.queue.keep(scanned, sub.left[self.queue.front(scanned)] > 0)
+        return Task(slots, takes), entries, owners, steps
+
+    def _batch_chains(self, worker: int, most: int) -> Batch:
+        """As `batch`, where no subgraph ever has more than one ready node: all tasks at once.
+
+        Subgraph i is in the tasks [start[i], stop[i]): from when a place is free until it has no nodes left.
+        """
+        sub = self._subgraphs
+        slots, scanned = self._eligible(worker, self.largest)
+        left = sub.left[slots]
+        ending = int(np.count_nonzero(left < most))
+        if ending and len(self.queue) > scanned:  # others may join
+            slots, scanned = self._eligible(worker, self.largest + ending * most)
+            left = sub.left[slots]
+        start, used, most = self._starts(left, most)
+        slots, left, start = slots[:used], left[:used], start[:used]
+        stop = np.minimum(start + left, most)
+        count = stop - start
+        at = sub.at[slots]
+        if not ending:
+            entries = (at + np.arange(most)[:, None]).ravel()
+            owners = np.tile(slots, most)
+            cu = [used * t for t in range(most + 1)]
+            index, passed = np.tile(np.arange(used), most), np.repeat(np.arange(most), used)
+        else:
+            task = np.arange(most)[:, None]
+            task, index = np.nonzero((start <= task) & (task < stop))
+            passed = task - start[index]
+            entries, owners = at[index] + passed, slots[index]
+            cu = [0, *np.bincount(task, minlength=most).cumsum().tolist()]
+        steps = None
+        fresh = at + count
+        if self.num_growing:
+            loop, end, grown = sub.loop[slots], sub.end[slots], sub.grown[slots]
+            entries = _around(entries, end[index], loop[index])
+            fresh = _around(fresh, end, loop)
+            steps = np.where(loop[index] > 0, grown[index] + passed, 0)
+            sub.grown[slots] = grown + np.where(loop > 0, count, 0)
+        left = left - count
+        sub.left[slots] = left
+        sub.at[slots] = fresh
+        before = sub.ready[slots] if self._num_workers > 1 else count
+        if np.count_nonzero(left) < used:
+            sub.ready[slots[left == 0]] = 0
+            if self._num_workers == 1:
+                self.queue.keep(used, left > 0)
+            else:
+                self.queue.keep(scanned, sub.left[self.queue.front(scanned)] > 0)
+        if self._num_workers > 1:
+            self._pin(worker, slots, before, sub.ready[slots])
+        else:
+            self._ready[FREE] = len(self.queue)
+        tasks = [Task(owners[begin:end], None) for begin, end in pairwise(cu)]
+        return Batch(tasks, cu, entries, owners, steps)
+
+    def _starts(self, left: IndexArray, most: int) -> tuple[IndexArray, int, int]:
+        """-> in which task each chain begins, how many chains take part, and how many tasks there are."""
+        start = np.zeros(len(left), np.int64)
+        used = min(len(left), self.largest)
+        freed = np.bincount(np.minimum(left[:used], most), minlength=most + 1).tolist()
+        waiting = left[used:].tolist()
+        size, joined = used, 0
+        for t in range(1, most):
+            size -= freed[t]
+            while size < self.largest and joined < len(waiting):
+                start[used + joined] = t
+                ends = t + waiting[joined]
+                if ends < most:
+                    freed[ends] += 1
+                joined += 1
+                size += 1
+            if size < self.smallest:
+                most = t
+                joined = int(np.count_nonzero(start[used : used + joined] < t))
+                break
+        return start, used + joined, most
+
+    def _eligible(self, worker: int, count: int) -> tuple[IndexArray, int]:
+        """-> up to `count` subgraphs from the front that this worker may run, and how many were looked at."""
+        if self._num_workers == 1:
+            slots = self.queue.front(count)
+            return slots.copy(), len(slots)
+        sub, scanned, found = self._subgraphs, 0, 0
+        windows: list[IndexArray] = []
+        while found < count and scanned < len(self.queue):
+            window = self.queue.front(count, scanned)
+            scanned += len(window)
+            pinned = sub.pinned[window]
+            windows.append(window[(pinned == FREE) | (pinned == worker)])
+            found += len(windows[-1])
+        return np.concatenate(windows)[:count], scanned
+
+    def _pin(self, worker: int, slots: IndexArray, before: IndexArray, after: IndexArray) -> None:
+        """Lines 20-21: subgraphs with a node in flight stay with their worker. Ready nodes are counted anew."""
+        if self._num_workers == 1:
+            self._ready[FREE] += int(after.sum() - before.sum())
+            return
+        pinned = self._subgraphs.pinned
+        free = pinned[slots] == FREE
+        self._ready[FREE] -= int(before[free].sum())
+        self._ready[worker] += int(after.sum() - before[~free].sum())
+        pinned[slots] = worker
+
+    # -- queue ------------------------------------------------------------------------------------
+
+    def release(self, slots: IndexArray) -> None:
+        """Subgraphs whose external inputs are met now join the queue."""
+        sub = self._subgraphs
+        ready = self.table.rows[sub.at[slots], Column.READY]
+        sub.ready[slots] = ready
+        self.enqueue(slots, int(ready.sum()))
+
+    def enqueue(self, slots: IndexArray, ready: int) -> None:
+        """Subgraphs with so many ready nodes, all in all, join the queue."""
+        self._ready[FREE] += ready
+        self.queue.append(slots)
+
+    def unpin(self, slots: IndexArray, worker: int) -> None:
+        """No task of these subgraphs is in flight any more: any worker may go on with them."""
+        sub = self._subgraphs
+        sub.pinned[slots] = FREE
+        ready = int(sub.ready[slots].sum())
+        self._ready[worker] -= ready
+        self._ready[FREE] += ready
+
+    def drop(self, slot: int) -> None:
+        """A subgraph ends early; `purge` takes it out of the queue."""
+        sub = self._subgraphs
+        self._ready[int(sub.pinned[slot])] -= int(sub.ready[slot])
+        sub.ready[slot] = 0
+        if sub.left[slot]:
+            sub.uncommitted[slot] -= sub.left[slot]
+            sub.left[slot] = 0
+            self.stale = True
+
+    def purge(self) -> None:
+        """Take dropped subgraphs out of the queue; before their slots are used again."""
+        count = len(self.queue)
+        self.queue.keep(count, self._subgraphs.left[self.queue.front(count)] > 0)
+        self.stale = False
+
+
+def _around(at: IndexArray, end: IndexArray, loop: IndexArray) -> IndexArray:
+    """Rows of growing chains beyond their last one are their last `loop` rows again."""
+    over = at - end
+    return np.where((loop > 0) & (over >= 0), end - loop + over % np.maximum(loop, 1), at)

@@ -1,0 +1,303 @@
+"""Batches in OpenAI's file format, answered by the server's own application, without a socket.
+
+One request per line in, one result per line out, in the order in which they finish. A result is one append of one
+whole line, so that what a killed run has left is a file of results, but for its last line perhaps, which is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
+
+from cellar.core.errors import CellarError, ConfigError
+from cellar.server.errors import refused
+from cellar.server.host import EngineHost
+
+URLS = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A line that can be sent."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadLine:
+    """A line that cannot; `code` is OpenAI's where it has one."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+def read_requests(path: Path) -> Iterator[BatchRequest | BadLine]:
+    """Lines of a batch, in order; blank ones are skipped. Raises ConfigError if the file cannot be read."""
+    seen: dict[str, int] = {}
+    try:
+        with path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if data.strip():
+                    yield _read_line(number, data, seen)
+    except OSError as error:
+        raise ConfigError(f"the batch {path} cannot be read ({error.strerror}); give a file of JSON lines.") from error
+
+
+def _read_line(number: int, data: bytes, seen: dict[str, int]) -> BatchRequest | BadLine:
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON ({error}).")
+    if not isinstance(line, dict):
+        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON object.")
+    custom_id = line.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        return BadLine(number, None, "missing_required_parameter", f"line {number} has no custom_id; give a string.")
+    if custom_id in seen:
+        text = f"line {number} has the custom_id of line {seen[custom_id]}; give each line its own."
+        return BadLine(number, custom_id, "duplicate_custom_id", text)
+    seen[custom_id] = number
+    for name in line:
+        if name not in ("custom_id", "method", "url", "body"):
+            return BadLine(number, custom_id, "unknown_parameter", f"line {number} has {name[:64]!r}; leave it out.")
+    if line.get("method") != "POST":
+        return BadLine(number, custom_id, "invalid_method", f"the method of line {number} must be POST.")
+    url = line.get("url")
+    if url not in URLS:
+        return BadLine(number, custom_id, "invalid_url", f"the url of line {number} must be {' or '.join(URLS)}.")
+    body = line.get("body")
+    if not isinstance(body, dict):
+        return BadLine(number, custom_id, "missing_required_parameter", f"line {number} has no body; give an object.")
+    return BatchRequest(number, custom_id, url, body)
+
+
+class ResultFile:
+    """The output of a batch: what is in it already, and a place for more. One process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create. Raises ConfigError if it is in use, or holds something else than results."""
+        self._path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise ConfigError(f"the output {path} cannot be written ({error.strerror}); give another file.") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise ConfigError(f"the output {path} is being written by another batch; wait for it to end.") from None
+        self.finished: set[str] = set()
+        self.bad_lines: set[int] = set()
+        self.num_failed = 0
+        try:
+            self._mend()
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def has(self, line: BatchRequest | BadLine) -> bool:
+        """True if the result of a line is there."""
+        return line.line in self.bad_lines if isinstance(line, BadLine) else line.custom_id in self.finished
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One more line, at the end, in one write. Raises ConfigError if the disk is full."""
+        data = _line(record)
+        written = 0
+        while written < len(data):
+            try:
+                written += os.write(self._fd, data[written:])
+            except OSError as error:
+                raise ConfigError(f"the output {self._path} cannot be written ({error.strerror}).") from error
+
+    def close(self) -> None:
+        """Everything is on the disk."""
+        with contextlib.suppress(OSError):  # a pipe or a device has no disk
+            os.fsync(self._fd)
+        os.close(self._fd)
+
+    def __enter__(self) -> ResultFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _mend(self) -> None:
+        """Read what is there, and cut off a last line that was not written to its end."""
+        whole = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for number, data in enumerate(file, 1):
+                if not data.endswith(b"\n"):
+                    break
+                self._note(number, data)
+                whole += len(data)
+        if os.fstat(self._fd).st_size > whole:
+            os.ftruncate(self._fd, whole)
+
+    def _note(self, number: int, data: bytes) -> None:
+        try:
+            record = json.loads(data)
+            if record["response"] is not None:
+                self.finished.add(record["custom_id"])
+                self.num_failed += record["response"]["status_code"] != 200
+            else:
+                self.bad_lines.add(record["error"]["line"])
+                self.num_failed += 1
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"line {number} of {self._path} is no result of a batch; give another output, so that nothing is lost."
+            ) from error
+
+
+@dataclass(slots=True)
+class BatchCounts:
+    """What came of a batch so far, in this run."""
+
+    succeeded: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """One more result."""
+        response = record["response"]
+        if response is not None and response["status_code"] == 200:
+            self.succeeded += 1
+            usage = response["body"].get("usage") or {}
+            self.prompt_tokens += usage.get("prompt_tokens", 0)
+            self.output_tokens += usage.get("completion_tokens", 0)
+            return
+        self.failed += 1
+        message = record["error"]["message"] if response is None else response["body"]["error"]["message"]
+        self.errors[message] = self.errors.get(message, 0) + 1
+
+
+class Batch:
+    """Requests of one file, answered by an application."""
+
+    def __init__(self, app: FastAPI, host: EngineHost, seed: int = 0) -> None:
+        self._app = app
+        self._host = host
+        self._seed = seed
+
+    async def run(
+        self, requests: Path, results: ResultFile, in_flight: int, on_result: Callable[[Mapping[str, Any]], None]
+    ) -> None:
+        """Answer every line that has no result yet, `in_flight` at a time. Raises CellarError if the engine ends."""
+        lines = (line for line in read_requests(requests) if not results.has(line))
+
+        async def work() -> None:
+            for line in lines:  # all workers take from one iterator
+                record = bad_result(line) if isinstance(line, BadLine) else await self._answer(line)
+                results.append(record)
+                on_result(record)
+
+        workers = [asyncio.create_task(work()) for _ in range(in_flight)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _answer(self, request: BatchRequest) -> dict[str, Any]:
+        body = dict(request.body)
+        if body.get("stream"):
+            failure = refused("a batch has no streams; leave stream out.", "stream")
+            return _result(request, failure.status, failure.body)
+        if body.get("seed") is None:
+            body["seed"] = self._seed_of(request.custom_id)
+        status, answer = await call(self._app, request.url, json.dumps(body).encode())
+        if status >= 500 and self._host.llm is None:
+            raise CellarError("the engine has failed; what is done is kept, so run the same command again.")
+        return _result(request, status, json.loads(answer))
+
+    def _seed_of(self, custom_id: str) -> int:
+        """Of a request that brings none: the same in every run, whatever was done before."""
+        data = f"{self._seed}:{custom_id}".encode(errors="surrogatepass")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def _line(record: Mapping[str, Any]) -> bytes:
+    """Readable where it can be: half a surrogate pair, which JSON allows, has to be escaped."""
+    try:
+        return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(record, separators=(",", ":")).encode() + b"\n"
+
+
+def _result(request: BatchRequest, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": body.get("id") or "", "body": body}
+    return {"id": _new_id(), "custom_id": request.custom_id, "response": response, "error": None}
+
+
+def bad_result(bad: BadLine) -> dict[str, Any]:
+    """The result of a line that could not be sent; `line` tells a later run that it is there."""
+    error = {"code": bad.code, "message": bad.message, "line": bad.line}
+    return {"id": _new_id(), "custom_id": bad.custom_id, "response": None, "error": error}
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+async def call(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:
+    """POST to an application in this process; -> status and body."""
+    messages: list[Message] = []
+    sent = False
+
+    async def receive() -> Message:
+        nonlocal sent
+        if sent:  # a client that never hangs up
+            await asyncio.get_running_loop().create_future()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    try:
+        await _asgi(app, path, len(body), receive, send)
+    except Exception:  # a defect is answered with a 500, and then raised for the sake of a server's log
+        if not messages:
+            raise
+    start = next(m for m in messages if m["type"] == "http.response.start")
+    return start["status"], b"".join(m.get("body", b"") for m in messages if m["type"] == "http.response.body")
+
+
+async def _asgi(app: FastAPI, path: str, length: int, receive: Receive, send: Send) -> None:
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", str(length).encode())],
+        "client": ("batch", 0),
+        "server": ("batch", 0),
+    }
+    await app(scope, receive, send)

@@ -1,0 +1,295 @@
+"""The engine in a process of its own, which serves any number of fronts through one socket.
+
+    front's process                              engine's process
+    AsyncLLM -> Front -> RemoteEngine -- add, finish, abort --> a reader thread each -> Engine
+                              ^                                                            |
+                              +------- its frame of a step, a snapshot <-- a sender thread each
+
+One message a step and front holds the token ids of all its requests. Text is made at the fronts only, and the engine
+never waits for one: frames that have not left yet go together. When a front goes, its requests are dropped.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from multiprocessing.connection import Connection, Listener
+from multiprocessing.process import BaseProcess
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from cellar.core.errors import CellarError
+from cellar.core.messages import SchedulerStats, StepOutput, StepPlan
+from cellar.engine import Engine
+from cellar.front import Opened
+from cellar.server.heap import one_heap
+from cellar.server.wire import Call, Frame, Ready, Step
+
+logger = logging.getLogger(__name__)
+
+Opener = Callable[[], Opened]
+
+CLOSE_SECONDS = 10.0
+
+STATS_SECONDS = 0.2
+"""How old a snapshot may be at a front to which no step brings anything."""
+
+SWITCH_SECONDS = 0.001
+"""How long a thread beside the loop may keep the interpreter to itself."""
+
+
+class EngineProcess:
+    """Starts an engine; it listens at `address` from then on. Raises CellarError if it cannot be opened."""
+
+    def __init__(self, opener: Opener, address: str, log_level: str = "warning") -> None:
+        # Spawned, not forked: a fork would copy this process's threads in the middle of what they do.
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=run_engine, args=(theirs, opener, address, log_level), name="cellar-engine", daemon=True
+        )
+        self.process.start()
+        theirs.close()  # else its end would not be seen
+        self._lock = threading.Lock()
+        # The process ends with its pipe; at exit multiprocessing waits for it.
+        atexit.register(self._pipe.close)
+        try:
+            first = self._pipe.recv()
+        except (EOFError, OSError):
+            first = CellarError(self.how_it_ended())
+        if not isinstance(first, Ready):
+            self.close()
+            raise first if isinstance(first, CellarError) else CellarError(f"the engine began with {first!r}")
+        self.ready = first
+
+    def how_it_ended(self) -> str:
+        """A sentence about a process that has ended, or is about to."""
+        with self._lock:  # the system tells the exit code once
+            self.process.join(1.0)
+            code = self.process.exitcode
+        how = f" by signal {-code}" if code is not None and code < 0 else f" with exit code {code}"
+        return f"the engine process has ended{'' if code is None else how}"
+
+    def close(self) -> None:
+        """End the process; a second call does nothing."""
+        atexit.unregister(self._pipe.close)
+        self._pipe.close()
+        with self._lock:
+            self.process.join(CLOSE_SECONDS)
+            if self.process.is_alive():
+                self.process.kill()
+                self.process.join()
+
+
+# -- in the engine's process -----------------------------------------------------------------------
+
+
+def run_engine(pipe: Connection, opener: Opener, address: str, log_level: str) -> None:
+    """Open an engine and run it until the other end of the pipe is closed."""
+    # The server decides when to end; a terminal's Ctrl-C reaches all processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    one_heap()
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        opened = opener()
+    except CellarError as error:
+        pipe.send(CellarError(str(error)))
+        return
+    except Exception as error:
+        logger.exception("the engine could not be opened")
+        pipe.send(CellarError(f"the engine could not be opened ({type(error).__name__}: {error})."))
+        return
+    gc.collect()  # What is here now stays; a collection that walked over all of it would hold up a step.
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    ready = Ready(opened.config, opened.spec, opened.checkpoint, opened.front.reader.max_model_len)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(address)  # of an engine that was killed
+    switchboard = Switchboard(opened.front.engine, ready, address)
+    pipe.send(ready)
+    switchboard.run(pipe)
+
+
+class Line:
+    """The connection of one front, with the engine's ids of the sequences that it has running.
+
+    `frame` is what the step at hand brought it so far, `told` the last snapshot that it got.
+    """
+
+    def __init__(self, number: int, connection: Connection) -> None:
+        self.number = number
+        self.connection = connection
+        self.ids: set[str] = set()
+        self.frame: Frame | None = None
+        self.told: SchedulerStats | None = None
+        self.outbox: SimpleQueue[Any] = SimpleQueue()
+        self.sender = threading.Thread(target=self._send_all, name="cellar-sender", daemon=True)
+        self.sender.start()
+
+    def part(self, touched: list[Line]) -> Frame:
+        """The frame of the step at hand; who gets a first one is `touched`."""
+        if self.frame is None:
+            self.frame = Frame()
+            touched.append(self)
+        return self.frame
+
+    def _send_all(self) -> None:
+        """Send what is put into the outbox, steps that wait as one, until a None."""
+        with contextlib.suppress(OSError):
+            message = self.outbox.get()
+            while message is not None:
+                following = None
+                if isinstance(message, Step):
+                    try:
+                        while isinstance(following := self.outbox.get_nowait(), Step):
+                            message = Step(message.frames + following.frames, following.stats)
+                        self.connection.send(message)
+                        message = following
+                        continue
+                    except Empty:
+                        pass
+                self.connection.send(message)
+                message = self.outbox.get()
+
+
+class Switchboard:
+    """Joins the fronts' connections with the engine. `run` belongs to the engine's thread."""
+
+    def __init__(self, engine: Engine[StepPlan], ready: Ready, address: str) -> None:
+        self._engine = engine
+        self._ready = ready
+        self._listener = Listener(address, "AF_UNIX", backlog=64)
+        self._lines: dict[int, Line] = {}
+        self._owners: dict[str, tuple[Line, int]] = {}  # by the engine's id: whose, and its number there
+        self._closing = threading.Event()
+        self._failed: CellarError | None = None
+
+    def run(self, pipe: Connection) -> None:
+        """The loop, until the pipe's other end is closed or the engine fails."""
+        for target, arguments in ((self._accept, ()), (self._watch, (pipe,))):
+            threading.Thread(target=target, args=arguments, daemon=True).start()
+        engine = self._engine
+        told = 0.0
+        try:
+            while not self._closing.is_set():
+                outputs = engine.turn()
+                stats, now = engine.stats(), time.monotonic()
+                everyone = not engine.has_work() or now >= told + STATS_SECONDS
+                self._deliver(outputs, stats, everyone)
+                if everyone:
+                    told = now
+        except Exception as error:
+            logger.exception("the engine's loop has ended")
+            self._failed = CellarError(f"the engine's loop has ended ({type(error).__name__}: {error})")
+        self._close()
+        engine.close()
+
+    def _deliver(self, outputs: Iterable[StepOutput], stats: SchedulerStats, everyone: bool) -> None:
+        """To each front its share; the snapshot alone to `everyone` else, if it is another."""
+        shares: dict[Line, list[Frame]] = {}
+        for output in outputs:
+            for line, frame in self._shares(output):
+                shares.setdefault(line, []).append(frame)
+        for line in list(self._lines.values()):
+            frames = shares.get(line)
+            if frames is not None or (everyone and stats != line.told):
+                line.told = stats
+                line.outbox.put(Step(frames or [], stats))
+
+    def _shares(self, output: StepOutput) -> list[tuple[Line, Frame]]:
+        """The part of each front that has one. Sequences whose front has gone are nobody's."""
+        owners, touched = self._owners, list[Line]()
+        for id, token in zip(output.ids, output.tokens, strict=True):
+            if (owner := owners.get(id)) is not None:
+                frame = owner[0].frame or owner[0].part(touched)
+                frame.numbers.append(owner[1])
+                frame.tokens.append(token)
+        for name in ("logprobs", "prompt_logprobs", "num_cached_tokens", "queue_seconds", "finished"):
+            for id, value in getattr(output, name).items():
+                if (owner := owners.get(id)) is not None:
+                    getattr(owner[0].part(touched), name)[owner[1]] = value
+        for id in output.finished:
+            self._forget(id)
+        shares = []
+        for line in touched:
+            assert line.frame is not None
+            shares.append((line, line.frame))
+            line.frame = None
+        return shares
+
+    def _forget(self, id: str) -> None:
+        if (owner := self._owners.pop(id, None)) is not None:
+            owner[0].ids.discard(id)
+
+    # -- other threads ----------------------------------------------------------------------------
+
+    def _watch(self, pipe: Connection) -> None:
+        """The server holds the other end of the pipe as long as it wants an engine."""
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
+        self._closing.set()
+        self._engine.wake()
+
+    def _accept(self) -> None:
+        number = 0
+        while True:
+            try:
+                connection = self._listener.accept()
+            except OSError:
+                if self._closing.is_set():
+                    return
+                continue
+            line = Line(number, connection)
+            number += 1
+            line.outbox.put(self._ready)
+            stats = line.told = self._engine.stats()
+            line.outbox.put(Step([], stats))
+            self._lines[line.number] = line
+            threading.Thread(target=self._read, args=(line,), name="cellar-reader", daemon=True).start()
+
+    def _read(self, line: Line) -> None:
+        """What one front wants, until it goes."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._call(line, line.connection.recv())
+        self._lines.pop(line.number, None)
+        line.outbox.put(None)
+        dropped = list(line.ids)
+        for id in dropped:
+            self._forget(id)
+            self._engine.abort(id)
+        if dropped and not self._closing.is_set():
+            logger.warning("a front has gone; its %d sequences are dropped", len(dropped))
+
+    def _call(self, line: Line, call: Call) -> None:
+        id = f"{line.number}.{call.number}"
+        if call.method == "add":
+            line.ids.add(id)
+            self._owners[id] = line, call.number
+            self._engine.add(replace(call.arguments[0], id=id))
+            return
+        self._forget(id)
+        if call.method == "finish":
+            self._engine.finish(id, *call.arguments)
+        else:
+            self._engine.abort(id)
+
+    def _close(self) -> None:
+        self._closing.set()
+        self._listener.close()
+        for line in list(self._lines.values()):
+            if self._failed is not None:
+                line.outbox.put(self._failed)
+            line.outbox.put(None)
+            line.sender.join(CLOSE_SECONDS)

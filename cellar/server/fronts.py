@@ -1,0 +1,224 @@
+"""Several front processes over one engine: each listens on the port itself, and the system deals out connections.
+
+    this process  -- keeps --> the engine's process <-- a socket -- front 0, front 1, ...  <-- clients
+         +------- keeps and drains -----------------------------------^
+
+A front that ends unasked is started again; the engine drops what it had running.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from cellar.core.errors import CellarError
+from cellar.server.app import build_app
+from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.heap import one_heap
+from cellar.server.host import ServedModel
+from cellar.server.metrics import FRONT_RESTARTS
+from cellar.server.priority import yield_to_engine
+from cellar.server.serving import FrontServer, keep_what_is_here, listen_beside, server_config
+from cellar.server.shared import Shared
+from cellar.server.supervisor import Attach, Link
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = (0.1, 10.0)
+STABLE_SECONDS = 30.0
+GRACE_SECONDS = 5.0
+"""Beyond the time for a drain, until a front is killed."""
+
+DRAIN, STOP = "drain", "stop"
+
+
+@dataclass(frozen=True)
+class FrontPlan:
+    """All that a front's process needs to know; `attach` is None but in tests."""
+
+    shared: Shared
+    names: tuple[str, ...]
+    port: int
+    server: ServerConfig
+    limits: LimitConfig
+    attach: Attach | None = None
+
+
+class FrontProcess:
+    """One front's process. `ready` waits until it serves."""
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self.started = time.monotonic()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        index = plan.shared.index
+        self.process: BaseProcess = context.Process(
+            target=run_front, args=(theirs, plan), name=f"cellar-front-{index}", daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        """Wait until it serves. Raises CellarError if it does not."""
+        try:
+            said = self._pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(1.0)
+            raise CellarError(f"a front has ended with exit code {self.process.exitcode}.") from None
+        if isinstance(said, CellarError):
+            raise said
+
+    def tell(self, word: str) -> None:
+        """Have it drain or stop; one that is gone is past caring."""
+        try:
+            self._pipe.send(word)
+        except OSError:
+            logger.debug("%s has gone already", self.process.name)
+
+    def close(self) -> None:
+        """End it at once, if it still runs."""
+        self._pipe.close()
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+
+
+class Fronts:
+    """Keeps `plan.shared.count` fronts. Raises CellarError if one does not start the first time."""
+
+    def __init__(self, plan: FrontPlan) -> None:
+        self._plans = [
+            FrontPlan(plan.shared.at(k), plan.names, plan.port, plan.server, plan.limits, plan.attach)
+            for k in range(plan.shared.count)
+        ]
+        self._tally = plan.shared.tally()
+        self._grace = plan.limits.shutdown_timeout + GRACE_SECONDS
+        self._pauses = [PAUSE_SECONDS[0]] * len(self._plans)
+        self._signal_read, self._signal_write = os.pipe()
+        self.fronts: list[FrontProcess | None] = [FrontProcess(one) for one in self._plans]
+        try:
+            for front in self._live():
+                front.ready()
+        except BaseException:
+            self._close()
+            raise
+
+    def run(self) -> None:
+        """Keep them until SIGTERM or SIGINT, then drain them; a second signal ends them at once."""
+        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            due: dict[int, float] = {}
+            while not self._signalled(self._next(due)):
+                self._start_again(due)
+            self._drain()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._close()
+
+    def _live(self) -> list[FrontProcess]:
+        return [front for front in self.fronts if front is not None]
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        os.write(self._signal_write, b"\0")
+
+    def _signalled(self, timeout: float | None) -> bool:
+        """Wait for a signal, or the end of a front."""
+        ends = [front.process.sentinel for front in self._live()]
+        if self._signal_read in wait([self._signal_read, *ends], timeout):
+            os.read(self._signal_read, 1)
+            return True
+        return False
+
+    def _next(self, due: dict[int, float]) -> float | None:
+        return max(0.0, min(due.values()) - time.monotonic()) if due else None
+
+    def _start_again(self, due: dict[int, float]) -> None:
+        """Note who has ended, and start who is due."""
+        now = time.monotonic()
+        for k, front in enumerate(self.fronts):
+            if front is not None and not front.process.is_alive():
+                code = front.process.exitcode
+                stable = now - front.started > STABLE_SECONDS
+                pause = PAUSE_SECONDS[0] if stable or code == 0 else self._pauses[k]
+                self._pauses[k] = min(2 * pause, PAUSE_SECONDS[1])
+                logger.error("front %d has ended (exit code %s); it is started again in %.1f s", k, code, pause)
+                front.close()
+                self._plans[k].shared.waiting().clear()
+                self.fronts[k], due[k] = None, now + pause
+        for k in [k for k, when in due.items() if when <= now]:
+            del due[k]
+            self.fronts[k] = FrontProcess(self._plans[k])
+            self._tally.add(FRONT_RESTARTS)
+
+    def _drain(self) -> None:
+        logger.warning("no new requests; running ones have time to finish")
+        for front in self._live():
+            front.tell(DRAIN)
+        end = time.monotonic() + self._grace
+        while any(front.process.is_alive() for front in self._live()):
+            self.fronts = [front for front in self._live() if front.process.is_alive()]
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            if self.fronts and self._signalled(left):
+                for front in self._live():
+                    front.tell(STOP)
+
+    def _close(self) -> None:
+        for front in self._live():
+            front.close()
+        os.close(self._signal_read)
+        os.close(self._signal_write)
+
+
+# -- in a front's process ---------------------------------------------------------------------------
+
+
+def run_front(pipe: Connection, plan: FrontPlan) -> None:
+    """Serve until told to drain, or until the other end of the pipe is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the keeper of the fronts decides
+    one_heap()
+    yield_to_engine()
+    index, server = plan.shared.index, plan.server
+    logging.basicConfig(
+        level=server.log_level.upper(), format=f"%(asctime)s %(levelname)s front {index} %(name)s: %(message)s"
+    )
+    serving: list[FrontServer] = []
+    threading.Thread(target=_obey, args=(pipe, serving), name="cellar-orders", daemon=True).start()
+    try:
+        link = Link(plan.shared.address, plan.attach)
+        app = build_app(link, ServedModel.of(link.opened, plan.names), server, plan.limits, plan.shared)
+        listener = listen_beside(server.host, plan.port)
+    except (CellarError, OSError) as error:
+        pipe.send(CellarError(str(error)))
+        return
+
+    def ready() -> None:
+        pipe.send("ready")
+
+    keep_what_is_here()
+    serving.append(FrontServer(server_config(app, server, plan.limits), ready))
+    serving[0].run([listener])
+
+
+def _obey(pipe: Connection, serving: list[FrontServer]) -> None:
+    """The keeper's words; its end is an order to end at once."""
+    word = DRAIN
+    while word == DRAIN:
+        try:
+            word = pipe.recv()
+        except (EOFError, OSError):
+            word = STOP
+        if not serving:
+            os._exit(1)
+        serving[0].should_exit = True
+    serving[0].force_exit = True

@@ -1,0 +1,46 @@
+// A conversation as plain data, so that it can be stored as it is.
+//   { id, created, updated, title, turns }
+//   turn: { role: "user" | "assistant", text } and, of an answer, { finish, error, usage, seconds, first, seed }
+
+const LONGEST_TITLE = 60;
+
+export function begin() {
+  const now = Date.now();
+  return { id: identity(), created: now, updated: now, title: "", turns: [] };
+}
+
+/** What the user began with, on one line. */
+export function titleOf(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  if (line.length <= LONGEST_TITLE) return line;
+  const cut = line.slice(0, LONGEST_TITLE);
+  return `${cut.slice(0, cut.lastIndexOf(" ") > 20 ? cut.lastIndexOf(" ") : LONGEST_TITLE)}…`;
+}
+
+/** The conversation as the API takes it. Answers that never came are left out, and questions that then meet are one. */
+export function messagesOf(conversation, system = "") {
+  const messages = system.trim() ? [{ role: "system", content: system.trim() }] : [];
+  for (const { role, text } of conversation.turns) {
+    const last = messages.at(-1);
+    if (!text) continue;
+    if (last?.role === role) last.content += `\n\n${text}`;
+    else messages.push({ role, content: text });
+  }
+  return messages;
+}
+
+/** The conversation as one text, for a model that knows nothing but to go on. */
+export function promptOf(conversation) {
+  return conversation.turns.map(({ role, text }, k) => (role === "user" && k ? `\n\n${text}` : text)).join("");
+}
+
+/** Answers that a closed page cut off are as if they had been stopped. */
+export function settled(conversation) {
+  for (const turn of conversation.turns) if (turn.role === "assistant" && !turn.finish) turn.finish = "stopped";
+  return conversation;
+}
+
+function identity() {
+  // randomUUID is for secure contexts only, and a server in the house seldom is one.
+  return Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,135 @@
+// One conversation that is open in this page, and the answer that it may be waiting for.
+// Events: "turns" (some were added or taken away), "text" (the answer grew), "end" (the answer ended).
+import { ApiError } from "./api.js";
+import { messagesOf, promptOf, titleOf } from "./conversation.js";
+
+const SAVE_EVERY = 1000; // ms
+const SEEDS = 1_000_000; // few enough to be read aloud
+
+export class Talk extends EventTarget {
+  #api;
+  #store;
+  #options;
+  #stopper = null;
+  #saved = 0;
+  #forgotten = false;
+
+  /** `options()` gives { chat, system, body } for the next answer: whether the model takes messages, the system
+      prompt, and the sampling fields. */
+  constructor(conversation, api, store, options) {
+    super();
+    this.conversation = conversation;
+    this.#api = api;
+    this.#store = store;
+    this.#options = options;
+  }
+
+  get running() {
+    return this.#stopper !== null;
+  }
+
+  get turns() {
+    return this.conversation.turns;
+  }
+
+  /** The last turn, if it is an answer. */
+  get answer() {
+    const last = this.turns.at(-1);
+    return last?.role === "assistant" ? last : null;
+  }
+
+  /** Ask; the answer comes in events. */
+  async ask(text) {
+    if (this.running) return;
+    this.conversation.title ||= titleOf(text);
+    this.turns.push({ role: "user", text }, { role: "assistant", text: "" });
+    await this.#run();
+  }
+
+  /** Answer the last question anew. */
+  async retry() {
+    if (this.running || !this.answer) return;
+    this.turns.splice(-1, 1, { role: "assistant", text: "" });
+    await this.#run();
+  }
+
+  /** Let the model go on where its answer ended. */
+  async goOn() {
+    if (this.running || !this.answer?.text) return;
+    for (const field of ["finish", "error", "usage"]) delete this.answer[field];
+    await this.#run();
+  }
+
+  /** Take back the last question, and its answer; gives the question. */
+  async takeBack() {
+    if (this.running) return "";
+    const from = this.turns.findLastIndex((turn) => turn.role === "user");
+    const [question] = this.turns.splice(from);
+    await this.save();
+    this.#tell("turns");
+    return question.text;
+  }
+
+  stop() {
+    this.#stopper?.abort();
+  }
+
+  /** Stop, and keep nothing from now on. */
+  forget() {
+    this.#forgotten = true;
+    this.stop();
+  }
+
+  async save() {
+    if (this.#forgotten) return;
+    this.#saved = performance.now();
+    this.conversation.updated = Date.now();
+    await this.#store.save(structuredClone(this.conversation)).catch(() => {});
+  }
+
+  async #run() {
+    const answer = this.answer;
+    const stopper = (this.#stopper = new AbortController());
+    const { chat, system, body } = this.#options();
+    answer.seed = body.seed ?? Math.floor(Math.random() * SEEDS);
+    this.#tell("turns");
+    const begun = performance.now();
+    let first = null;
+    try {
+      await this.save();
+      const said = chat ? { messages: messagesOf(this.conversation, system) } : { prompt: promptOf(this.conversation) };
+      const request = { ...body, ...said, seed: answer.seed, prompt_cache_key: this.conversation.id };
+      for await (const piece of this.#api.answer(request, stopper.signal)) {
+        if (piece.text) {
+          first ??= performance.now();
+          answer.text += piece.text;
+          this.#tell("text");
+          if (performance.now() - this.#saved > SAVE_EVERY) this.save();
+        }
+        if (piece.finish) answer.finish = piece.finish;
+        if (piece.usage) answer.usage = piece.usage;
+      }
+      if (!answer.finish) throw new ApiError(0, "The answer broke off: the server closed the connection.");
+    } catch (error) {
+      if (stopper.signal.aborted) answer.finish = "stopped";
+      else Object.assign(answer, { finish: "error", error: inWords(error) });
+    }
+    answer.first = first === null ? null : (first - begun) / 1000;
+    answer.seconds = (performance.now() - begun) / 1000;
+    this.#stopper = null;
+    this.#tell("end");
+    await this.save();
+  }
+
+  #tell(what) {
+    this.dispatchEvent(new Event(what));
+  }
+}
+
+function inWords(error) {
+  if (error instanceof ApiError) {
+    const later = error.retryAfter ? ` It may work again in ${error.retryAfter} s.` : "";
+    return error.message.charAt(0).toUpperCase() + error.message.slice(1) + later;
+  }
+  return error instanceof TypeError ? "The server cannot be reached." : `The page failed: ${error.message}`;
+}

@@ -1,0 +1,246 @@
+"""The breakdown of a step: a real one on the CPU, its file and figure, and a GPU's launches as Kineto names them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cellar.bench import step
+from cellar.bench.kinds import (
+    ACTIVATION,
+    ATTENTION,
+    COMBINE,
+    COPIES,
+    EMBEDDING,
+    IDLE,
+    NORM,
+    ROTARY,
+    SAMPLING,
+    Launch,
+    Traffic,
+    in_order,
+    kinds_of,
+    linear_kinds,
+    times_of,
+    traffic,
+)
+from cellar.bench.limits import Limits
+from cellar.bench.step import Breakdown, DecodeBench, breakdown_from, by_kind, lines_of, measure
+from cellar.cli.bench import bench as verb
+from cellar.core.errors import ConfigError
+from cellar.core.specs import ModelSpec
+from cellar.models.registry import open_model, shipped_config
+from tests.runtime.steps import CONFIG
+
+LIMITS = Limits("cpu", 1e10, 1e11, "made up")
+
+
+def spec_of(**changes: object) -> ModelSpec:
+    return open_model({**CONFIG, **changes}, "bfloat16").spec
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with the tiny model's config; its weights are made."""
+    directory = tmp_path_factory.mktemp("model")
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def found(model: str) -> Breakdown:
+    """Two rows whose prompts do not fit one step."""
+    before = torch.get_num_threads()
+    try:
+        with DecodeBench(model, 2, 2500, num_steps=6, device="cpu", num_threads=1) as bench:
+            return measure(bench, "tiny", LIMITS)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_real_step_has_every_kind_and_its_time_adds_up(found: Breakdown) -> None:
+    kinds = {kind.kind: kind for kind in found.kinds}
+    for name in ("linear qkv", "linear out", "linear gate/up", "linear down"):
+        assert kinds[name].launches == CONFIG["num_hidden_layers"]
+        assert kinds[name].nbytes > 0
+    assert kinds["linear head"].launches == 1
+    for name in (NORM, ROTARY, ATTENTION, ACTIVATION, EMBEDDING, IDLE):
+        assert kinds[name].seconds > 0
+    whole = sum(kind.seconds for kind in found.kinds)
+    # What lies before the first launch and behind the last one of the run is nobody's; a busy machine may stretch it.
+    assert 0.2 * found.profiled_seconds < whole < 1.05 * found.profiled_seconds
+    assert found.limit_seconds > 0
+    assert not found.graphs
+
+
+def test_the_table_and_the_file_say_the_same(found: Breakdown, tmp_path: Path) -> None:
+    assert breakdown_from(found.to_json()) == found
+    text = "\n".join(lines_of(found))
+    for words in ("linear gate/up", "made up", "2 x 2500", "of limit", "under the profiler"):
+        assert words in text
+    for bad in ("{", "[]", '{"schema": 0}', found.to_json().replace('"batch"', '"bunch"')):
+        with pytest.raises(ConfigError, match="no breakdown"):
+            breakdown_from(bad)
+
+
+def test_a_figure_is_drawn_from_the_file_alone(found: Breakdown, tmp_path: Path) -> None:
+    file, png = tmp_path / "step.json", tmp_path / "step.png"
+    file.write_text(found.to_json())
+    done = CliRunner().invoke(verb, ["step", "--from-json", str(file), "--png", str(png)])
+    assert done.exit_code == 0, done.output
+    assert breakdown_from(done.output.splitlines()[-1]) == found
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert png.stat().st_size > 5000
+
+
+def test_what_is_asked_wrongly_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    for arguments, message in (
+        (["--json", str(tmp_path / "x")], "add --breakdown"),
+        (["--from-json", str(tmp_path / "none.json")], "cannot be read"),
+        (["--device", "cpu", "--batch", "0"], "must each be at least 1"),
+    ):
+        refused = CliRunner().invoke(verb, ["step", *arguments])
+        assert refused.exit_code == 2
+        assert message in " ".join(refused.output.split())
+    with pytest.raises(SystemExit, match="add --breakdown"):
+        step.main(["--png", str(tmp_path / "x")])
+
+
+def test_without_a_breakdown_only_the_time_is_shown(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    step.main(["--model", model, "--device", "cpu", "--batch", "2", "--context", "9", "--steps", "2"])
+    assert ", 2 x 9: " in capsys.readouterr().out
+
+
+def test_on_the_gpu_machine_nothing_of_the_command_line_is_needed() -> None:
+    """typer, rich and matplotlib are not there."""
+    code = (
+        "import sys\n"
+        "for name in ('typer', 'rich', 'matplotlib', 'fastapi', 'pydantic'): sys.modules[name] = None\n"
+        "import cellar.bench.step, cellar.bench.linear, cellar.runtime.probes.linear"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+# One layer's launches in a captured step of few rows, and what stands before the first and behind the last layer.
+ENTER = [
+    ("Memcpy HtoD (Pinned -> Device)", COPIES),
+    ("Memcpy HtoD (Pinned -> Device)", COPIES),
+    ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", EMBEDDING),
+    ("void at::native::vectorized_gather_kernel<16, long>(char*, char*, long*)", EMBEDDING),
+]
+LAYER = [
+    ("_add_norm_kernel", NORM),
+    ("_flat_kernel", "linear qkv"),
+    ("_rotary_kv_kernel", ROTARY),
+    ("_attention_kernel", ATTENTION),
+    ("_attention_combine_kernel", COMBINE),
+    ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "linear out"),
+    ("void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKParams<float>)", "linear out"),
+    ("_add_norm_kernel", NORM),
+    ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x64x64_cublas", "linear gate/up"),
+    ("_activation_kernel", ACTIVATION),
+    ("void gemvNSP_kernel<__nv_bfloat16, float, 1, 32, 4>", "linear down"),
+]
+LEAVE = [
+    ("_add_norm_kernel", NORM),
+    ("_flat_kernel", "linear head"),
+    ("_choose_kernel", SAMPLING),
+    ("void at::native::index_copy_kernel<long>(long*)", SAMPLING),
+    ("Memcpy DtoH (Device -> Pinned)", COPIES),
+]
+
+
+def timeline(names: list[str]) -> list[Launch]:
+    return [Launch(name, 10 * i, 10 * i + 8) for i, name in enumerate(names)]
+
+
+def test_launches_of_a_gpu_are_told_apart() -> None:
+    spec = spec_of(num_hidden_layers=3)
+    steps = 2 * [*ENTER, *(3 * LAYER), *LEAVE]
+    launches = timeline([name for name, _ in steps])
+    assert kinds_of(launches, linear_kinds(spec)) == [kind for _, kind in steps]
+    table = {kind.kind: kind for kind in by_kind(launches, spec, 4, 100, 2, LIMITS)}
+    assert table["linear out"].launches == 6
+    assert table["linear out"].seconds == pytest.approx(6 * 8e-9)
+    assert table[COPIES].launches == 3
+    assert table[IDLE].seconds == pytest.approx(2e-9 * (len(steps) - 1) / 2)
+    assert list(table)[:2] == [EMBEDDING, NORM]
+    assert list(table)[-2:] == [COPIES, IDLE]
+
+
+def test_one_token_has_its_norms_inside_the_products() -> None:
+    spec = spec_of(num_hidden_layers=1)
+    names = ["_norm_gemv_kernel", "_rotary_kv_kernel", "_attention_kernel", "_gemv_kernel", "_norm_gemv_kernel"]
+    names += ["_gemv_kernel", "_add_norm_kernel", "_gemv_kernel", "void at::native::reduce_kernel<512, 1>"]
+    kinds = [
+        "linear qkv",
+        ROTARY,
+        ATTENTION,
+        "linear out",
+        "linear gate/up",
+        "linear down",
+        NORM,
+        "linear head",
+        SAMPLING,
+    ]
+    assert kinds_of(timeline(names), linear_kinds(spec)) == kinds
+
+
+def test_roles_are_not_guessed() -> None:
+    """One product too few: which one it is cannot be known."""
+    names = [name for name, _ in [*LAYER, *LEAVE]]
+    del names[1]
+    kinds = kinds_of(timeline(names), linear_kinds(spec_of(num_hidden_layers=1)))
+    assert {kind for kind in kinds if kind.startswith("linear")} == {"linear"}
+    assert in_order(["linear", IDLE, NORM]) == [NORM, "linear", IDLE]
+
+
+def test_overlapping_launches_share_the_time() -> None:
+    """A kernel that was launched early waits for the one in front; the whole is what the clock saw."""
+    launches = [Launch("a", 100, 200), Launch("b", 150, 260), Launch("c", 270, 300), Launch("d", 280, 290)]
+    assert times_of(launches, ["x", "y", "x", "y"]) == {"x": 130, "y": 60, IDLE: 10}
+    assert times_of([], []) == {}
+
+
+def test_bytes_and_flops_by_hand() -> None:
+    config = shipped_config("llama-3-8b")
+    assert config is not None
+    spec = open_model(config, "bfloat16").spec
+    needs = traffic(spec, 8, 1000)
+    assert needs["linear qkv"] == Traffic(32 * 6144 * 4096 * 2, 2 * 8 * 32 * 6144 * 4096, 32)
+    assert needs["linear head"].nbytes == 128256 * 4096 * 2
+    assert needs[ATTENTION] == Traffic(8 * 1000 * 131072, 8 * 1000 * 32 * 4 * 32 * 128, 32)
+    assert needs[NORM] == Traffic(65 * 8 * 4 * 4096 * 2, 0, 65)
+    assert needs[NORM].launched(13) == Traffic(13 * 8 * 4 * 4096 * 2, 0, 13), "the others are inside products"
+    assert needs[NORM].launched(500) == needs[NORM]
+    assert needs[SAMPLING].nbytes == 8 * 128256 * 2
+    weights = sum(need.nbytes for kind, need in needs.items() if kind.startswith("linear"))
+    norms = (2 * 32 + 1) * 4096 * 2
+    assert weights + needs[ATTENTION].nbytes + norms == spec.step_nbytes(8 * 1000)
+    windowed = replace(spec, layers=tuple(replace(layer, window=100) for layer in spec.layers))
+    assert traffic(windowed, 8, 1000)[ATTENTION].nbytes == 8 * 100 * 131072
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kinds_on_the_device(eager: bool, batch: int, tmp_path: Path) -> None:
+    with DecodeBench(
+        str(step.demo.path()), batch, 300, num_steps=6, device="cuda", dtype="bfloat16", enforce_eager=eager
+    ) as bench:
+        found = measure(bench, "demo", LIMITS)
+    kinds = {kind.kind: kind for kind in found.kinds}
+    assert found.graphs is not eager
+    for name in ("linear qkv", "linear out", "linear gate/up", "linear down"):
+        assert kinds[name].launches >= 6
+    for name in ("linear head", ATTENTION, ROTARY, SAMPLING, COPIES):
+        assert kinds[name].seconds > 0
+    assert "other" not in kinds or kinds["other"].seconds < 0.2 * found.profiled_seconds

@@ -1,0 +1,143 @@
+"""The lookup of linear kernels: by tokens, from a profile's tables, and its two inflection points."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cellar.core.errors import ConfigError
+from cellar.core.hardware import Table
+from cellar.ops import linear_cuda
+from cellar.ops.linear import linear_definition
+from cellar.ops.linear_choice import (
+    FUSED_TABLE,
+    TABLE,
+    Flat,
+    Fused,
+    FusedTiming,
+    Gemv,
+    LinearChoice,
+    Timing,
+    default_choice,
+    inflections,
+    linear_choices,
+    tables_with,
+    timings_of,
+)
+from cellar.ops.linear_cuda import choice_of, linear_kernel, multiply, prepare
+
+GEMV, FLAT = Gemv(2, 2048, 1, 4), Flat(64, 128, 4, 2)
+TIMINGS = [
+    Timing(1, GEMV, 8e-6, 9e-6, 1.1e-5),
+    Timing(2, FLAT, None, 9e-6, 1.1e-5),
+    Timing(8, None, None, 1.2e-5, 1.1e-5),
+    Timing(32, replace(FLAT, splits=1), None, 1.2e-5, 1.3e-5),
+    Timing(64, None, None, 1.4e-5, 1.3e-5),
+]
+
+
+def test_the_next_larger_number_of_tokens_decides_and_the_library_has_the_rest() -> None:
+    choice = LinearChoice((1, 8, 64), (GEMV, FLAT, None))
+    assert [choice.at(m) for m in (1, 2, 8, 9, 64, 65, 4096)] == [GEMV, FLAT, FLAT, None, None, None, None]
+    assert LinearChoice((), ()).at(1) is None
+
+
+def test_tables_of_a_profile_give_back_what_was_put_in() -> None:
+    fused = {
+        (512, 256): FusedTiming(True, Fused(2, 4), 9e-6, 8e-6),
+        (96, 64): FusedTiming(False, Fused(1, 8), 3e-6, 4e-6),
+    }
+    tables = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}, fused)
+    assert timings_of(tables) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}
+    choices = linear_choices(tables)
+    assert choices[512, 256].kernels == (GEMV, FLAT, None, Flat(64, 128, 4, 1), None)
+    assert choices[512, 256].tokens == (1, 2, 8, 32, 64)
+    assert choices[512, 256].fused is None, "apart was faster"
+    assert choices[96, 64].fused == Fused(1, 8)
+    assert linear_choices({}) == {}
+
+
+def test_measuring_a_shape_again_replaces_it_and_keeps_the_others() -> None:
+    before = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS}, {})
+    after = tables_with(before, {(96, 64): TIMINGS[:2]}, {(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)})
+    assert timings_of(after) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:2]}
+    assert linear_choices(after)[512, 256].fused == default_choice(512, 256).fused, "not measured: the default"
+
+
+def test_inflection_points() -> None:
+    """M1: the flat product overtakes the GEMV. M2: from there on the library is always ahead of the flat product."""
+    assert inflections(TIMINGS) == (2, 64)
+    assert inflections(TIMINGS[:4]) == (2, None)
+    assert inflections([replace(TIMINGS[0], flat=7e-6)]) == (1, None)
+    assert inflections([replace(t, flat=None) for t in TIMINGS]) == (None, 1)
+    assert inflections([]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Gemv(3, 2048, 1, 4),
+        lambda: Gemv(1, 2048, -1, 4),
+        lambda: Flat(16, 128, 4, 1),
+        lambda: Flat(64, 128, 0, 1),
+        lambda: Flat(64, 100, 4, 1),
+        lambda: Fused(0, 4),
+        lambda: LinearChoice((8, 1), (None, None)),
+        lambda: LinearChoice((1, 2), (GEMV, GEMV)),
+        lambda: LinearChoice((128,), (FLAT,)),
+        lambda: linear_choices({TABLE: Table(("n", "k"), ((1, 2),))}),
+        lambda: linear_choices({TABLE: Table(_columns(), ((8, 8, 1, "magic", 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0),))}),
+        lambda: linear_choices({FUSED_TABLE: Table(("n",), ((1,),))}),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ConfigError):
+        make()
+
+
+def _columns() -> tuple[str, ...]:
+    return tables_with({}, {}, {})[TABLE].columns
+
+
+@pytest.mark.parametrize(
+    "shape", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (33, 48), (64, 20000)]
+)
+def test_defaults_cover_every_shape(shape: tuple[int, int]) -> None:
+    choice = default_choice(*shape)
+    assert isinstance(choice.at(1), Gemv)
+    assert isinstance(choice.at(8), Flat)
+    assert choice.at(65) is None
+    assert (choice.fused is None) == (shape[1] > 8192)
+
+
+def test_a_prepared_matrix_is_multiplied_by_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[object] = []
+
+    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: object) -> torch.Tensor:
+        used.append(kernel)
+        return linear_definition(x, weight, bias)
+
+    monkeypatch.setattr(linear_cuda, "multiply", spy)
+    weight = torch.randn(40, 64)
+    choice = LinearChoice((1, 4), (Gemv(1, 64, 0, 4), Flat(32, 32, 2, 2)))
+    for prepared, wanted in (
+        (prepare(weight.clone(), choice), choice),
+        (prepare(weight.clone()), default_choice(40, 64)),
+    ):
+        assert choice_of(prepared) == wanted
+        used.clear()
+        for m in (1, 3, 4, 5, 0):
+            linear_kernel(torch.randn(m, 64), prepared)
+        assert used == [wanted.at(1), wanted.at(3), wanted.at(4), wanted.at(5), None]
+    assert choice_of(weight) == default_choice(40, 64)
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+def test_split_products_leave_their_counters_zero() -> None:
+    x, weight = torch.randn(5, 200), prepare(torch.randn(70, 200))
+    for _ in range(2):
+        got = multiply(x, weight, None, Flat(32, 64, 2, 3))
+        torch.testing.assert_close(got, linear_definition(x, weight), rtol=1e-4, atol=1e-4)
+    assert not weight.arrivals.any()  # type: ignore[attr-defined]

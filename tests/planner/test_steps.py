@@ -1,0 +1,191 @@
+"""Prices of steps of any composition: equal to those of uniform batches, and to a count token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.hardware import Device, Measure, Profile
+from cellar.planner.calibration import fit_steps
+from cellar.planner.cost import Dimensions, dimensions
+from cellar.planner.machines import Machine, a100, h200, laptop, machine, processor
+from cellar.planner.models import decoder_spec
+from cellar.planner.partition import BF16, Formats, Work, block_timeline
+from cellar.planner.steps import StepPrices, StepWork, kv_room, serving_layout, step_work
+
+
+def model(layers: int = 32, heads: int = 32, kv_heads: int = 8) -> Dimensions:
+    """Llama-3-8B's shape."""
+    spec = decoder_spec(
+        "llama", layers=layers, embed=4096, mlp=14336, heads=heads, kv_heads=kv_heads, head_dim=128, vocab=128_256,
+        gated=True, parallel=False, tied=False,
+    )  # fmt: skip
+    return dimensions(spec)
+
+
+def uniform(batch: int, new: int, context: int) -> StepWork:
+    stop = np.full(batch, context, np.int32)
+    return step_work(stop - new, stop, batch)
+
+
+@pytest.mark.parametrize("name", ["h200", "t4", "4xA100", "8xH100"])
+@pytest.mark.parametrize(("batch", "new", "context"), [(8, 1, 100), (64, 1, 3000), (8, 512, 512), (8, 100, 900)])
+def test_a_uniform_step_costs_what_the_planner_says(name: str, batch: int, new: int, context: int) -> None:
+    d, m = model(), machine(name)
+    m = replace(m, constants=replace(m.constants, eager_seconds=Measure(0.0, "s", "assumed")))
+    prices = StepPrices(d, m)
+    work = uniform(batch, new, context)
+    expected = block_timeline(prices.d, m, prices.layout, Work(batch, new, context))
+    assert prices.seconds(work) == pytest.approx(expected.seconds, rel=1e-9)
+    assert prices.timeline(work).seconds == pytest.approx(expected.seconds, rel=1e-9)
+    assert prices.timeline(work).lower_bound == pytest.approx(expected.lower_bound, rel=1e-6)
+
+
+spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 700)), min_size=1, max_size=12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spans=spans, windows=st.lists(st.sampled_from([None, 1, 64, 1000]), max_size=4))
+def test_counts_are_those_of_every_token(spans: list[tuple[int, int]], windows: list[int | None]) -> None:
+    start = np.array([a for a, _ in spans], np.int32)
+    stop = start + np.array([n for _, n in spans], np.int32)
+    found = step_work(start, stop, len(spans), tuple(windows))
+    layers = windows or [None]
+    attended = np.mean([sum(min(p + 1, w or p + 1) for a, n in spans for p in range(a, a + n)) for w in layers])
+    resident = np.mean([sum(min(a + n, a + n if w is None else w + n - 1) for a, n in spans) for w in layers])
+    assert found.tokens == sum(n for _, n in spans)
+    assert found.attended == pytest.approx(attended)
+    assert found.resident == pytest.approx(resident)
+
+
+def test_counts_of_long_contexts_do_not_wrap_around() -> None:
+    found = step_work(np.array([1_000_000], np.int32), np.array([1_008_192], np.int32), 0)
+    assert found.attended == pytest.approx(8192 * 1_004_096.5)
+
+
+def test_the_price_is_the_timelines_sum_and_above_its_bound() -> None:
+    prices = StepPrices(model(), h200())
+    for work in (uniform(16, 1, 700), uniform(1, 40, 40), StepWork(600, 17, 90_000.0, 9_000.0, True)):
+        timeline = prices.timeline(work)
+        assert prices.seconds(work) == pytest.approx(timeline.seconds)
+        assert 0 < timeline.lower_bound < timeline.seconds
+
+
+def test_decodes_have_their_own_counting() -> None:
+    d = replace(model(), windows=tuple([None, 64] * 16))
+    stop = np.array([10, 500, 64, 65], np.int32)
+    for dims in (model(), d):
+        prices = StepPrices(dims, h200())
+        counted = prices.work(stop - 1, stop, 4)
+        assert prices.decodes(stop) == counted._replace(prompts=False)
+
+
+# docs/performance/h200-llama-3-8b.md: milliseconds of decode steps (batch x context) and of first tokens.
+DECODES = {
+    (1, 1024): 4.04, (8, 1024): 4.90, (32, 1024): 5.97, (64, 1024): 7.77,
+    (128, 1024): 11.14, (256, 512): 13.65, (1, 8000): 4.51, (16, 8000): 9.74,
+}  # fmt: skip
+PROMPTS = {128: 9.4, 1024: 24.0, 4000: 103.2, 8000: 237.6}
+
+
+def test_measured_steps_of_an_h200_are_met() -> None:
+    prices = StepPrices(model(), h200())
+    for (batch, context), milliseconds in DECODES.items():
+        found = prices.seconds(prices.decodes(np.full(batch, context, np.int32)))
+        assert found * 1e3 == pytest.approx(milliseconds, rel=0.14)
+    for length, milliseconds in PROMPTS.items():
+        assert prices.seconds(uniform(1, length, length)) * 1e3 == pytest.approx(milliseconds, rel=0.07)
+
+
+def test_a_device_more_has_room_for_more() -> None:
+    d = model()
+    rooms = [kv_room(StepPrices(d, a100().with_devices(n)), 0.9, 256, 8192) for n in (1, 2, 4)]
+    assert rooms[0] < rooms[1] < rooms[2]
+    assert rooms[0] * d.layers * d.kv_elements() * 2 < 0.9 * a100().device.capacity.value - 2 * d.parameters
+
+
+def test_what_does_not_fit_is_said_with_the_number() -> None:
+    with pytest.raises(CapacityError, match="GiB"):
+        kv_room(StepPrices(model(), laptop()), 0.9, 256, 8192)
+    with pytest.raises(CapacityError, match="3 devices"):
+        serving_layout(model(), a100().with_devices(3))
+
+
+def a_processor() -> Profile:
+    cpu = Device(
+        "cpu",
+        "cpu",
+        Measure(16e9, "bytes", "measured"),
+        Measure(30e9, "bytes/s", "measured"),
+        {"float32": Measure(100e9, "FLOP/s", "measured")},
+        Measure(4e-6, "s", "measured"),
+        4,
+    )
+    return Profile("some-cpu", (cpu,))
+
+
+FLOAT32 = Formats("float32", 4.0, 4.0)
+
+
+def small() -> Dimensions:
+    spec = decoder_spec(
+        "small", layers=6, embed=384, mlp=1024, heads=6, kv_heads=2, head_dim=64, vocab=4096, gated=True, parallel=False
+    )
+    return dimensions(spec)
+
+
+def test_a_processor_computes_in_its_own_memory() -> None:
+    m = processor(a_processor())
+    prices = StepPrices(small(), m, FLOAT32, dtype="float32")
+    d = small()
+    work = uniform(1, 1000, 1000)
+    assert prices.seconds(work) > 2 * 1000 * d.layers * d.layer_elements / 100e9
+    with pytest.raises(ConfigError, match="cellar profile"):
+        processor(Profile("empty", ()))
+
+
+def reached(m: Machine) -> tuple[float, ...]:
+    c = m.constants
+    shares = (c.matmul, c.hbm, c.attention_matmul, c.attention_hbm, c.step_seconds)
+    return tuple(share.value for share in shares)
+
+
+def test_measured_steps_move_the_constants() -> None:
+    """Steps priced with known constants, one in ten of them stalled: the fit predicts the others."""
+    rng = np.random.default_rng(0)
+    d, m = small(), processor(a_processor())
+    true = replace(
+        m,
+        constants=replace(
+            m.constants,
+            matmul=Measure(0.6, "share", "fitted"),
+            hbm=Measure(1.5, "share", "fitted"),
+            attention_hbm=Measure(0.1, "share", "fitted"),
+            layer_seconds=Measure(0.0, "s", "fitted"),
+            step_seconds=Measure(3e-3, "s", "fitted"),
+        ),
+    )
+    prices = StepPrices(d, true, FLOAT32, dtype="float32")
+    works = [prices.decodes(rng.integers(16, 2000, rng.integers(1, 64))) for _ in range(150)]
+    works += [uniform(int(rng.integers(1, 5)), n, n) for n in rng.integers(16, 512, 40).tolist()]
+    seen = [(w, prices.seconds(w) * rng.normal(1, 0.05) * (20 if rng.random() < 0.1 else 1)) for w in works]
+    found = fit_steps(d, m, FLOAT32, "float32", seen)
+    fitted = StepPrices(d, found, FLOAT32, dtype="float32")
+    for work in works:
+        assert fitted.seconds(work) == pytest.approx(prices.seconds(work), rel=0.2)
+    assert all(value > 0 for value in reached(found))
+    assert found.constants.matmul.source == "fitted"
+
+
+def test_formats_change_the_weights_alone() -> None:
+    half = StepPrices(model(), h200(), BF16)
+    quarter = StepPrices(model(), h200(), Formats("int8", 1.0, 2.0))
+    decode = half.decodes(np.full(4, 500))
+    saved = half.seconds(decode) - quarter.seconds(decode)
+    d = model()
+    assert saved == pytest.approx(d.layers * d.layer_elements / (4.8e12 * 0.85), rel=1e-6)

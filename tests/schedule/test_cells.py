@@ -1,0 +1,502 @@
+"""Algorithm 1, line by line, and figure 2.5 of thesis 001, with chains small enough to follow by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.core.cell_graphs import CellConfig, CellRequest
+from cellar.core.errors import CapacityError, IntegrityError, RequestError
+from cellar.core.tasks import BankSpec, CellCapacity, CellModelSpec, CellSpec, NodeFlag, Port, TaskPlan, TaskResult
+from cellar.schedule.cells import CellScheduler
+from tests.schedule.cell_graph import GraphMaker
+
+ONE = ((), "int64")
+BANK = BankSpec("one", *ONE)
+
+
+def cell(name: str, *sizes: int, priority: int = 0, inputs: Sequence[str] = ("x",)) -> CellSpec:
+    ports = tuple(Port(i, *ONE, 0) for i in inputs)
+    return CellSpec(name, ports, (Port("y", *ONE, 0),), sizes, priority)
+
+
+def model(*cells: CellSpec, name: str = "model") -> CellModelSpec:
+    return CellModelSpec(name, cells, (BANK,))
+
+
+def scheduler(*models: CellModelSpec, workers: int = 1, rows: int = 1000, **config: Any) -> CellScheduler:
+    return CellScheduler(models, CellCapacity(tuple((rows,) for _ in models), workers), CellConfig(**config))
+
+
+def chain(spec: CellModelSpec, id: str, *lengths: int, model: int = 0) -> CellRequest:
+    """A chain of cell 0, then one of cell 1 that begins with its last node, and so on; the last output is returned."""
+    graph = GraphMaker(spec)
+    last: Any = 1
+    for name, length in zip([c.name for c in spec.cells], lengths, strict=False):
+        last = graph.chain(name, length, carry={"x": "y"}, first={"x": last}).node(-1)["y"]
+    return graph.request(id, {"y": last}, model)
+
+
+def result(plan: TaskPlan, first: int, stop: int, value: int = 7, **more: Any) -> TaskResult:
+    nodes = int(plan.cu_batch[stop] - plan.cu_batch[first])
+    begin, end = int(plan.cu_batch[first]), int(plan.cu_batch[stop])
+    counts = [0 if emit is None else int(((emit >= begin) & (emit < end)).sum()) for emit in plan.emits]
+    values = tuple(np.full(count, value) for count in counts)
+    return TaskResult(plan.plan, plan.worker, first, stop, more.pop("flags", np.zeros(nodes, np.uint8)), values, **more)
+
+
+def sizes(plan: TaskPlan | None) -> list[int]:
+    assert plan is not None
+    return [int(n) for n in np.diff(plan.cu_batch)]
+
+
+def cell_of(plan: TaskPlan | None) -> int:
+    assert plan is not None
+    return plan.cell
+
+
+def timeline(lengths: dict[str, tuple[int, int]], batch: int, **config: Any) -> dict[str, tuple[int, int]]:
+    """One worker, every task takes one unit of time. lengths: id -> (arrival, length) -> id -> (start, end)."""
+    spec = model(cell("rnn", batch))
+    made = scheduler(spec, **config)
+    waiting = dict(lengths)
+    started: dict[str, int] = {}
+    ended: dict[str, int] = {}
+    plan: TaskPlan | None = None
+    task = 0
+    for now in range(40):
+        if plan is not None:
+            for id, _ in made.commit(result(plan, task, task + 1)).finished:
+                ended[id] = now
+            task += 1
+            if task == plan.num_tasks:
+                plan = None
+        for id in [id for id, (arrival, _) in waiting.items() if arrival <= now]:
+            made.add(chain(spec, id, waiting.pop(id)[1]), now)
+        if plan is None:
+            plan, task = made.plan(0, now), 0
+        if plan is not None:
+            flight = made.flights[plan.plan]
+            serials = made.subgraphs.owner[flight.tasks[task].subgraphs].tolist()
+            for serial in serials:
+                started.setdefault(made.running[serial].request.id, now)
+    made.check_integrity()
+    return {id: (started[id], ended[id]) for id in lengths}
+
+
+# The lengths of req5 to req8 are read off the figure's drawing as far as the text fixes them: the second batch lasts
+# until 12, so its longest request has length 7.
+FIGURE = {
+    "req1": (0, 2),
+    "req2": (0, 3),
+    "req3": (0, 3),
+    "req4": (0, 5),
+    "req5": (1, 7),
+    "req6": (3, 3),
+    "req7": (3, 1),
+    "req8": (4, 4),
+}
+
+
+def test_figure_2_5_cellular_batching() -> None:
+    seen = timeline(FIGURE, batch=4)
+    assert [seen[f"req{k}"][1] for k in (1, 2, 3, 4)] == [2, 3, 3, 5]
+    assert seen["req5"][0] == 2
+    assert seen["req6"][0] == seen["req7"][0] == 3
+
+
+def test_figure_2_5_graph_batching() -> None:
+    seen = timeline(FIGURE, batch=4, graph_batch=4)
+    assert [seen[f"req{k}"][1] for k in (1, 2, 3, 4)] == [5] * 4
+    assert [seen[f"req{k}"] for k in (5, 6, 7, 8)] == [(5, 12)] * 4
+
+
+def test_figure_2_5_needs_one_batch_size() -> None:
+    """With smaller sizes allowed the first call holds five tasks, and nobody joins before 5."""
+    spec = model(cell("rnn", 1, 2, 4))
+    made = scheduler(spec)
+    for k, length in enumerate((2, 3, 3, 5)):
+        made.add(chain(spec, f"r{k}", length))
+    assert sizes(made.plan(0)) == [4, 4, 3, 1, 1]
+
+
+def test_later_tasks_are_not_under_the_smallest_size_but_the_first_may_be() -> None:
+    spec = model(cell("rnn", 2, 4))
+    made = scheduler(spec)
+    for k, length in enumerate((2, 2, 3)):
+        made.add(chain(spec, f"r{k}", length))
+    plan = made.plan(0)
+    assert sizes(plan) == [3, 3]
+    assert plan is not None
+    made.commit(result(plan, 0, 2))
+    assert sizes(made.plan(0)) == [1]
+
+
+def test_max_tasks_to_submit() -> None:
+    spec = model(cell("rnn", 1))
+    for most in (1, 5):
+        made = scheduler(spec, max_tasks=most)
+        made.add(chain(spec, "r", 9))
+        assert sizes(made.plan(0)) == [1] * most
+    assert CellConfig().max_tasks == 5
+
+
+def test_a_full_batch_goes_before_priority() -> None:
+    """Rule (a)."""
+    spec = model(cell("first", 1, 2), cell("later", 1, 4, priority=9))
+    made = scheduler(spec, max_tasks=1)
+    made.add(chain(spec, "r0", 1, 1))
+    plan = made.plan(0)
+    assert plan is not None
+    assert plan.cell == 0
+    made.commit(result(plan, 0, 1))  # now `later` has one node ready
+    for k in (1, 2):
+        made.add(chain(spec, f"r{k}", 1, 1))
+    assert cell_of(made.plan(0)) == 0
+
+
+def test_rule_a_counts_from_the_largest_size_on() -> None:
+    """The prose says "more than", the algorithm says "at least"; the algorithm is built."""
+    spec = model(cell("first", 1, 2), cell("later", 1, 2, priority=9))
+    made = scheduler(spec, max_tasks=1)
+    for k in range(3):
+        made.add(chain(spec, f"r{k}", 1, 1))
+    plan = made.plan(0)
+    assert plan is not None
+    assert sizes(plan) == [2]
+    made.commit(result(plan, 0, 1))  # two `later`, exactly its largest, and one `first`
+    assert cell_of(made.plan(0)) == 1
+
+
+def test_a_type_with_nothing_running_goes_first() -> None:
+    """Rule (b): with tasks of `later` in flight, `first` goes though its priority is lower."""
+    spec = model(cell("first", 1, 8), cell("later", 1, 8, priority=9))
+    made = scheduler(spec, workers=2, max_tasks=1)
+    made.add(chain(spec, "r0", 1, 3))
+    made.add(chain(spec, "r1", 1, 3))
+    plan = made.plan(0)
+    assert plan is not None
+    made.commit(result(plan, 0, 1))
+    made.add(chain(spec, "r2", 1, 1))
+    assert cell_of(made.plan(0)) == 1
+    assert cell_of(made.plan(1)) == 0
+
+
+def test_priority_decides_within_a_rule() -> None:
+    """Rule (b) holds for both."""
+    spec = model(cell("first", 1, 8), cell("later", 1, 8, priority=1))
+    made = scheduler(spec, max_tasks=1)
+    made.add(chain(spec, "r0", 1, 1))
+    plan = made.plan(0)
+    assert plan is not None
+    made.commit(result(plan, 0, 1))
+    made.add(chain(spec, "r1", 1, 1))
+    assert cell_of(made.plan(0)) == 1
+
+
+def test_nodes_that_are_pinned_elsewhere_do_not_count() -> None:
+    """As printed, the algorithm would submit an empty batch here; the next type is tried instead."""
+    spec = model(cell("first", 1, 4, priority=5), cell("other", 1, 4))
+    made = scheduler(spec, workers=2, max_tasks=1)
+    for k in range(4):
+        made.add(chain(spec, f"r{k}", 3))
+    assert sizes(made.plan(0)) == [4]
+    assert made.plan(1) is None
+    graph = GraphMaker(spec)
+    made.add(graph.request("r9", {"y": graph.call("other", x=3)["y"]}))
+    assert cell_of(made.plan(1)) == 1
+
+
+def test_pins_clear_at_commit_and_state_moves() -> None:
+    spec = model(cell("rnn", 1, 4))
+    made = scheduler(spec, workers=2, max_tasks=1)
+    made.add(chain(spec, "r", 3))
+    plan = made.plan(0)
+    assert plan is not None
+    assert not plan.copies
+    assert made.plan(1) is None
+    made.commit(result(plan, 0, 1))
+    moved = made.plan(1)
+    assert moved is not None
+    assert moved.worker == 1
+    assert [(copy.source, copy.rows.tolist()) for copy in moved.copies] == [(0, plan.rows[0].tolist())]
+    made.commit(result(moved, 0, 1))
+    stayed = made.plan(1)
+    assert stayed is not None
+    assert not stayed.copies
+
+
+def test_a_call_stays_pinned_until_its_last_task() -> None:
+    spec = model(cell("rnn", 1, 4))
+    made = scheduler(spec, workers=2, max_tasks=2)
+    made.add(chain(spec, "r", 5))
+    plan = made.plan(0)
+    assert plan is not None
+    made.commit(result(plan, 0, 1))
+    assert made.plan(1) is None
+    made.commit(result(plan, 1, 2))
+    assert made.plan(1) is not None
+
+
+def test_between_subgraphs_parents_must_have_committed() -> None:
+    spec = model(cell("first", 1), cell("later", 1))
+    made = scheduler(spec)
+    made.add(chain(spec, "r", 2, 1))
+    plan = made.plan(0)
+    assert sizes(plan) == [1, 1]
+    assert made.plan(0) is None
+    assert plan is not None
+    made.commit(result(plan, 0, 2))
+    assert cell_of(made.plan(0)) == 1
+
+
+def test_a_path_that_leaves_a_type_and_returns_makes_two_subgraphs() -> None:
+    """decoder -> projection -> decoder: as one subgraph it would wait for itself for ever."""
+    spec = model(cell("decoder", 1, 8), cell("projection", 1, 8))
+    graph = GraphMaker(spec)
+    one = graph.call("decoder", x=1)
+    projected = graph.call("projection", x=one["y"])
+    two = graph.call("decoder", x=projected["y"])
+    request = graph.request("r", {"y": two["y"]})
+    assert len(request.graph.subgraphs) == 3
+    made = scheduler(spec)
+    made.add(request)
+    for expected in (0, 1, 0):
+        plan = made.plan(0)
+        assert cell_of(plan) == expected
+        assert plan is not None
+        output = made.commit(result(plan, 0, 1))
+    assert [id for id, _ in output.finished] == ["r"]
+
+
+def test_first_in_first_out_across_requests() -> None:
+    spec = model(cell("rnn", 2))
+    made = scheduler(spec, max_tasks=1)
+    for k in range(4):
+        made.add(chain(spec, f"r{k}", 2))
+    order = []
+    while (plan := made.plan(0)) is not None:
+        order += [id for id, _ in made.commit(result(plan, 0, 1)).finished]
+    assert order == ["r0", "r1", "r2", "r3"]
+
+
+def test_models_share_the_worker_and_priority_counts_inside_only() -> None:
+    """A model with endless work and the highest priority does not starve another; calls are shared by time."""
+    greedy, modest = model(cell("g", 1, priority=99), name="greedy"), model(cell("m", 1), name="modest")
+    made = scheduler(greedy, modest, max_tasks=5)
+    for k in range(6):
+        made.add(chain(greedy, f"g{k}", 100))
+        made.add(chain(modest, f"m{k}", 100, model=1))
+    served = [0, 0]
+    for _ in range(100):
+        plan = made.plan(0)
+        assert plan is not None
+        served[plan.model] += plan.num_tasks
+        seconds = plan.num_tasks * (4e-3 if plan.model == 0 else 1e-3)
+        made.commit(result(plan, 0, plan.num_tasks, seconds=seconds))
+    assert 3 < served[1] / served[0] < 5  # equal time: four short tasks for each long one
+
+
+def test_a_model_that_was_idle_does_not_take_over() -> None:
+    busy, idle = model(cell("b", 1), name="busy"), model(cell("i", 1), name="idle")
+    made = scheduler(busy, idle, max_tasks=1)
+    made.add(chain(busy, "b", 300))
+    for _ in range(100):
+        plan = made.plan(0)
+        assert plan is not None
+        made.commit(result(plan, 0, 1))
+    made.add(chain(idle, "i", 100, model=1))
+    calls = []
+    for _ in range(20):
+        plan = made.plan(0)
+        assert plan is not None
+        calls.append(plan.model)
+        made.commit(result(plan, 0, 1))
+    assert 8 <= sum(calls) <= 12
+
+
+# -- requests and memory ----------------------------------------------------------------------------
+
+
+def test_requests_wait_for_rows_and_get_them_back() -> None:
+    spec = model(cell("rnn", 1, 8))
+    made = scheduler(spec, rows=1 + 3 * 2)  # the first input is a value: three frames a chain
+    for k in range(4):
+        made.add(chain(spec, f"r{k}", 5))
+    plan = made.plan(0)
+    assert sizes(plan)[0] == 2
+    assert made.stats().waiting == 2
+    assert plan is not None
+    made.commit(result(plan, 0, plan.num_tasks))
+    assert made.stats().running == 0
+    assert sizes(made.plan(0))[0] == 2
+
+
+def test_what_can_never_run_is_refused() -> None:
+    spec = model(cell("rnn", 8))
+    made = scheduler(spec, rows=3)
+    with pytest.raises(CapacityError, match="needs 3 rows"):
+        made.add(chain(spec, "r", 5))
+    made = scheduler(spec)
+    made.add(chain(spec, "r", 5))
+    with pytest.raises(RequestError, match="its own id"):
+        made.add(chain(spec, "r", 5))
+    assert made.stats().waiting == 1
+
+
+@pytest.mark.parametrize("moment", ["waiting", "running", "in flight", "ended", "unknown"])
+def test_abort_at_any_moment(moment: str) -> None:
+    spec = model(cell("rnn", 1, 8))
+    made = scheduler(spec)
+    made.add(chain(spec, "other", 6))
+    made.add(chain(spec, "r", 6))
+    plan = None
+    if moment != "waiting":
+        plan = made.plan(0)
+        assert plan is not None
+    if moment in ("running", "ended"):
+        assert plan is not None
+        made.commit(result(plan, 0, plan.num_tasks))
+    if moment == "ended":
+        last = made.plan(0)
+        assert last is not None
+        assert len(made.commit(result(last, 0, 1)).finished) == 2
+    made.abort("nobody" if moment == "unknown" else "r")
+    made.check_integrity()
+    done: list[str] = []
+    if plan is not None and moment in ("in flight", "unknown"):
+        done += [id for id, _ in made.commit(result(plan, 0, plan.num_tasks)).finished]
+    while (plan := made.plan(0)) is not None:
+        done += [id for id, _ in made.commit(result(plan, 0, plan.num_tasks)).finished]
+    assert done == {"ended": [], "unknown": ["other", "r"]}.get(moment, ["other"])
+    made.check_integrity()
+    assert made.stats().free_rows == ((999,),)
+    assert not made.has_work()
+
+
+def test_a_node_that_is_not_finite_ends_its_request_alone() -> None:
+    spec = model(cell("rnn", 1, 8))
+    made = scheduler(spec)
+    for k in range(3):
+        made.add(chain(spec, f"r{k}", 2))
+    plan = made.plan(0)
+    assert plan is not None
+    assert sizes(plan) == [3, 3]
+    output = made.commit(result(plan, 0, 1, flags=np.array([0, NodeFlag.NAN, 0], np.uint8)))
+    assert [id for id, _ in output.failed] == ["r1"]
+    assert "not finite" in output.failed[0][1]
+    output = made.commit(result(plan, 1, 2, flags=np.array([0, NodeFlag.NAN, 0], np.uint8)))
+    assert [id for id, _ in output.finished] == ["r0", "r2"]
+    assert not output.failed
+    made.check_integrity()
+    assert made.stats().free_rows == ((999,),)
+
+
+def test_a_node_that_failed_says_why() -> None:
+    spec = model(cell("rnn", 1, 8))
+    made = scheduler(spec)
+    for k in range(2):
+        made.add(chain(spec, f"r{k}", 1))
+    plan = made.plan(0)
+    assert plan is not None
+    output = made.commit(result(plan, 0, 1, flags=np.array([NodeFlag.FAILED, 0], np.uint8), errors={0: "boom"}))
+    assert output.failed == [("r0", "boom")]
+    assert [id for id, _ in output.finished] == ["r1"]
+
+
+def test_tasks_that_fail_as_a_whole_end_the_requests_in_them() -> None:
+    spec = model(cell("rnn", 1, 2))
+    made = scheduler(spec, max_tasks=1)
+    for k in range(3):
+        made.add(chain(spec, f"r{k}", 1))
+    plan = made.plan(0)
+    assert plan is not None
+    output = made.commit(TaskResult(plan.plan, 0, 0, 1, np.zeros(0, np.uint8), (), error="the device is lost"))
+    assert output.failed == [("r0", "the device is lost"), ("r1", "the device is lost")]
+    plan = made.plan(0)
+    assert plan is not None
+    assert [id for id, _ in made.commit(result(plan, 0, 1)).finished] == ["r2"]
+    made.check_integrity()
+
+
+def test_results_out_of_order_are_a_defect() -> None:
+    spec = model(cell("rnn", 1, 2))
+    made = scheduler(spec)
+    made.add(chain(spec, "r", 3))
+    plan = made.plan(0)
+    assert plan is not None
+    with pytest.raises(IntegrityError):
+        made.commit(result(plan, 1, 2))
+    made.commit(result(plan, 0, 3))
+    with pytest.raises(IntegrityError):
+        made.commit(result(plan, 0, 3))
+
+
+# -- growing chains ---------------------------------------------------------------------------------
+
+
+def grown(spec: CellModelSpec, id: str, limit: int, *, stream: bool = False) -> CellRequest:
+    graph = GraphMaker(spec)
+    decoder = graph.grow("rnn", limit, carry={"x": "y"}, first={"x": 1}, stop=("y", 0))
+    return graph.request(id, {"y": decoder["y"]}, stream=stream)
+
+
+def test_a_chain_grows_to_its_stop_symbol_and_later_steps_are_void() -> None:
+    spec = model(cell("rnn", 1, 2))
+    made = scheduler(spec)
+    made.add(grown(spec, "r", 100, stream=True))
+    plan = made.plan(0)
+    assert plan is not None
+    assert sizes(plan) == [1] * 5
+    steps = [int(step.value) for t, v in enumerate((4, 5)) for step in made.commit(result(plan, t, t + 1, v)).steps]
+    output = made.commit(result(plan, 2, 3, 0))
+    assert steps == [4, 5]
+    assert not output.steps
+    ((_, results),) = output.finished
+    assert results.lengths == (2,)
+    assert results.stopped == (True,)
+    emitted = results.emitted[0][0]
+    assert emitted is not None
+    assert emitted[:2].tolist() == [4, 5]
+    assert made.stats().free_rows[0][0] < 999, "rows return when the void steps have committed"
+    assert made.plan(0) is None
+    output = made.commit(result(plan, 3, 5, 8))
+    assert not output.steps
+    assert not output.finished
+    assert made.stats().free_rows == ((999,),)
+    made.check_integrity()
+
+
+def test_a_chain_grows_to_its_limit_in_two_frames() -> None:
+    spec = model(cell("rnn", 1))
+    made = scheduler(spec, rows=1 + 1 + 2)
+    made.add(grown(spec, "r", 50))
+    rows = set()
+    while (plan := made.plan(0)) is not None:
+        rows |= set(plan.rows.ravel().tolist())
+        output = made.commit(result(plan, 0, plan.num_tasks, 3))
+    assert len(rows) == 2
+    assert output.finished[0][1].lengths == (50,)
+    assert output.finished[0][1].stopped == (False,)
+
+
+def test_finish_cuts_a_growing_chain() -> None:
+    spec = model(cell("rnn", 1))
+    made = scheduler(spec, max_tasks=2)
+    made.add(grown(spec, "r", 50))
+    for _ in range(2):
+        plan = made.plan(0)
+        assert plan is not None
+        made.commit(result(plan, 0, 2, 3))
+    plan = made.plan(0)
+    made.finish("r", 3)
+    ((id, results),) = made.late().finished
+    assert id == "r"
+    assert results.lengths == (3,)
+    assert plan is not None
+    made.commit(result(plan, 0, 2))
+    made.check_integrity()
+    assert not made.has_work()

@@ -1,0 +1,384 @@
+"""Each planted bug must be found by `cell_driver.drive`: a check that cannot fail checks nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.core.errors import CellarError
+from cellar.core.tasks import StateCopy
+from cellar.schedule import cell_flight
+from cellar.schedule.cell_admission import Admission
+from cellar.schedule.cell_queue import CellQueue
+from cellar.schedule.cell_requests import RunningRequest, Seats
+from cellar.schedule.cell_rows import BankRows
+from cellar.schedule.cell_store import GraphTable
+from cellar.schedule.cell_subgraphs import FREE, State
+from cellar.schedule.cell_types import CellType
+from cellar.schedule.cells import CellScheduler
+from tests.schedule.cell_driver import Case, drive
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, tuple[Plant, dict[str, Any]]] = {}
+
+
+def bug(**where: Any) -> Callable[[Plant], Plant]:
+    """`where` says in what settings the bug shows, so that the hunt is short."""
+
+    def register(plant: Plant) -> Plant:
+        BUGS[plant.__name__] = plant, where
+        return plant
+
+    return register
+
+
+# -- order ------------------------------------------------------------------------------------------
+
+
+@bug()
+def subgraphs_do_not_wait_for_others(patch: pytest.MonkeyPatch) -> None:
+    queue = Admission._queue
+
+    def hasty(self: Admission, slots: np.ndarray, states: np.ndarray) -> None:
+        states[State.WAITS] = 0
+        queue(self, slots, states)
+
+    patch.setattr(Admission, "_queue", hasty)
+
+
+@bug()
+def all_that_wait_for_one_node_but_the_first_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    fan = CellScheduler._fan
+    patch.setattr(CellScheduler, "_fan", lambda self, slot, f: fan(self, slot, f)[:1])
+
+
+@bug()
+def a_node_of_a_chain_is_submitted_twice(patch: pytest.MonkeyPatch) -> None:
+    chains = CellType._batch_chains
+
+    def slow(self: CellType, worker: int, most: int) -> Any:
+        batch = chains(self, worker, most)
+        slots = batch.tasks[0].subgraphs[self._subgraphs.loop[batch.tasks[0].subgraphs] == 0][:1]
+        self._subgraphs.at[slots] -= self._subgraphs.left[slots] > 0
+        return batch
+
+    patch.setattr(CellType, "_batch_chains", slow)
+
+
+@bug()
+def a_node_of_a_tree_is_submitted_twice(patch: pytest.MonkeyPatch) -> None:
+    form = CellType._form_task
+
+    def slow(self: CellType, worker: int) -> Any:
+        made = form(self, worker)
+        slots = made[0].subgraphs[:1]
+        self._subgraphs.at[slots] -= (self._subgraphs.left[slots] > 0) & (self._subgraphs.loop[slots] == 0)
+        return made
+
+    patch.setattr(CellType, "_form_task", slow)
+
+
+@bug()
+def more_nodes_are_ready_than_are(patch: pytest.MonkeyPatch) -> None:
+    form = CellType._form_task
+
+    def greedy(self: CellType, worker: int) -> Any:
+        self._subgraphs.ready[:] = np.minimum(self._subgraphs.left, self._subgraphs.ready * 2)
+        return form(self, worker)
+
+    patch.setattr(CellType, "_form_task", greedy)
+
+
+@bug(num_workers=3)
+def pins_are_ignored(patch: pytest.MonkeyPatch) -> None:
+    eligible = CellType._eligible
+
+    def anywhere(self: CellType, worker: int, count: int) -> Any:
+        kept = self._subgraphs.pinned.copy()
+        self._subgraphs.pinned[:] = FREE
+        found = eligible(self, worker, count)
+        self._subgraphs.pinned[:] = kept
+        return found
+
+    patch.setattr(CellType, "_eligible", anywhere)
+
+
+@bug()
+def chains_join_a_task_before_there_is_room(patch: pytest.MonkeyPatch) -> None:
+    starts = CellType._starts
+
+    def early(self: CellType, left: np.ndarray, most: int) -> Any:
+        start, used, most = starts(self, left, most)
+        start[:used] = np.where(start[:used] > 0, start[:used] - 1, 0)
+        return start, used, most
+
+    patch.setattr(CellType, "_starts", early)
+
+
+@bug(num_workers=2)
+def pins_clear_with_the_first_task(patch: pytest.MonkeyPatch) -> None:
+    commit = CellScheduler._commit_task
+
+    def early(self: CellScheduler, flight: Any, t: int, *more: Any) -> None:
+        flight.kind.unpin(flight.tasks[t].subgraphs, flight.worker)
+        commit(self, flight, t, *more)
+
+    patch.setattr(CellScheduler, "_commit_task", early)
+
+
+@bug()
+def batches_may_be_one_too_large(patch: pytest.MonkeyPatch) -> None:
+    init = CellType.__init__
+
+    def large(self: CellType, *args: Any) -> None:
+        init(self, *args)
+        self.largest += 1
+
+    patch.setattr(CellType, "__init__", large)
+
+
+@bug()
+def later_tasks_may_be_small(patch: pytest.MonkeyPatch) -> None:
+    init = CellType.__init__
+
+    def small(self: CellType, *args: Any) -> None:
+        init(self, *args)
+        self.smallest = 1
+
+    patch.setattr(CellType, "__init__", small)
+
+
+@bug()
+def a_partly_taken_subgraph_leaves_the_queue(patch: pytest.MonkeyPatch) -> None:
+    keep = CellQueue.keep
+
+    def forgetful(self: CellQueue, count: int, mask: np.ndarray) -> None:
+        mask = mask.copy()
+        mask[-1:] = False
+        keep(self, count, mask)
+
+    patch.setattr(CellQueue, "keep", forgetful)
+
+
+# -- rows -------------------------------------------------------------------------------------------
+
+
+@bug()
+def rows_return_while_void_steps_are_in_flight(patch: pytest.MonkeyPatch) -> None:
+    leave = CellScheduler._leave
+
+    def early(self: CellScheduler, request: RunningRequest) -> None:
+        held, request.num_dead = request.num_dead, 0
+        leave(self, request)
+        request.num_dead = held
+
+    patch.setattr(CellScheduler, "_leave", early)
+
+
+@bug()
+def seats_leak(patch: pytest.MonkeyPatch) -> None:
+    give = Seats.give
+    patch.setattr(Seats, "give", lambda self, seat: None if seat.serial % 5 == 4 else give(self, seat))
+
+
+@bug()
+def an_empty_seat_is_taken_by_two(patch: pytest.MonkeyPatch) -> None:
+    give = Seats.give
+
+    def twice(self: Seats, seat: RunningRequest) -> None:
+        give(self, seat)
+        if seat.serial % 3 == 0:
+            give(self, seat)
+
+    patch.setattr(Seats, "give", twice)
+
+
+@bug(tight=True)
+def a_dissolved_seat_leaves_its_places(patch: pytest.MonkeyPatch) -> None:
+    dissolve = Seats.dissolve
+
+    def partly(self: Seats) -> None:
+        for empty in self._empty.values():
+            for seat, graph in empty:
+                for part, start in zip(graph.parts, seat.starts, strict=True):
+                    if part.num_results:
+                        self._types[part.cell].outbox.places.num_used += 1
+                        del start
+        dissolve(self)
+
+    patch.setattr(Seats, "dissolve", partly)
+
+
+@bug()
+def two_requests_share_a_frame(patch: pytest.MonkeyPatch) -> None:
+    take = BankRows.take
+
+    def shared(self: BankRows, count: int) -> np.ndarray:
+        frames = take(self, count)
+        if count > 1 and count % 3 == 0:
+            frames[0] = frames[1]
+        return frames
+
+    patch.setattr(BankRows, "take", shared)
+
+
+@bug()
+def a_request_reads_the_values_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
+    take = Seats.take
+
+    def stale(self: Seats, request: Any, serial: int) -> Any:
+        known = [store.data.copy() for store in self.values]
+        seat = take(self, request, serial)
+        if serial > 6:
+            for store, data in zip(self.values, known, strict=True):
+                store.data[: len(data)] = data
+        return seat
+
+    patch.setattr(Seats, "take", stale)
+
+
+@bug(num_workers=3)
+def state_is_not_copied_when_a_subgraph_moves(patch: pytest.MonkeyPatch) -> None:
+    bring = BankRows.bring
+
+    def lazy(self: BankRows, *args: Any) -> list[StateCopy]:
+        bring(self, *args)
+        return []
+
+    patch.setattr(BankRows, "bring", lazy)
+
+
+@bug(num_workers=3)
+def state_is_copied_from_any_worker(patch: pytest.MonkeyPatch) -> None:
+    bring = BankRows.bring
+
+    def wrong(self: BankRows, worker: int, *args: Any) -> list[StateCopy]:
+        return [replace(copy, source=(worker + 1) % self.num_workers) for copy in bring(self, worker, *args)]
+
+    patch.setattr(BankRows, "bring", wrong)
+
+
+@bug(num_workers=2)
+def a_row_that_is_read_and_later_written_is_not_brought(patch: pytest.MonkeyPatch) -> None:
+    bring = BankRows.bring
+
+    def careless(self: BankRows, worker: int, rows: Any, tasks: Any, written: Any, written_by: Any) -> Any:
+        return bring(self, worker, rows, tasks, written, written_by * 0 - 1)
+
+    patch.setattr(BankRows, "bring", careless)
+
+
+@bug()
+def cursors_do_not_follow_when_tables_move(patch: pytest.MonkeyPatch) -> None:
+    compact = GraphTable._compact
+    patch.setattr(GraphTable, "_compact", lambda self, more, at, end: compact(self, more, at.copy(), end.copy()))
+
+
+@bug()
+def a_table_forgets_graphs_that_run(patch: pytest.MonkeyPatch) -> None:
+    parts = CellScheduler._parts_of
+    patch.setattr(CellScheduler, "_parts_of", lambda self, m, c: set(sorted(parts(self, m, c), key=id)[1:]))
+
+
+# -- results ----------------------------------------------------------------------------------------
+
+
+@bug()
+def steps_past_the_stop_symbol_count(patch: pytest.MonkeyPatch) -> None:
+    end = CellScheduler._end_chain
+
+    def late(self: CellScheduler, request: RunningRequest, slot: int, length: int, *, stopped: bool) -> None:
+        end(self, request, slot, length + 1, stopped=stopped)
+
+    patch.setattr(CellScheduler, "_end_chain", late)
+
+
+@bug()
+def void_steps_are_streamed(patch: pytest.MonkeyPatch) -> None:
+    keep = CellScheduler._keep_values
+
+    def blind(self: CellScheduler, *args: Any, some_ended: bool) -> None:
+        dead = self.subgraphs.dead.copy()
+        self.subgraphs.dead[:] = 0
+        keep(self, *args, some_ended=False)
+        self.subgraphs.dead[:] |= dead
+
+    patch.setattr(CellScheduler, "_keep_values", blind)
+
+
+@bug()
+def a_slot_remembers_how_far_it_grew(patch: pytest.MonkeyPatch) -> None:
+    queue = Admission._queue
+
+    def stale(self: Admission, slots: np.ndarray, states: np.ndarray) -> None:
+        self._subgraphs.grown[slots] = 1
+        queue(self, slots, states)
+
+    patch.setattr(Admission, "_queue", stale)
+
+
+@bug()
+def values_go_to_the_neighbours_place(patch: pytest.MonkeyPatch) -> None:
+    assemble = cell_flight.assemble
+
+    def shifted(*args: Any) -> Any:
+        plan, flight = assemble(*args)
+        for emit in flight.emits:
+            if emit is not None and len(emit.places) > 2:
+                emit.places[:2] = emit.places[:2][::-1].copy()
+        return plan, flight
+
+    patch.setattr("cellar.schedule.cells.assemble", shifted)
+
+
+@bug(bad=0.3)
+def a_failed_request_takes_its_neighbour_along(patch: pytest.MonkeyPatch) -> None:
+    fail = CellScheduler._fail
+
+    def wide(self: CellScheduler, request: RunningRequest, reason: str, output: Any) -> None:
+        fail(self, request, reason, output)
+        for other in list(self.running.values())[:1]:
+            fail(self, other, reason, output)
+
+    patch.setattr(CellScheduler, "_fail", wide)
+
+
+@bug(abort=0.3)
+def aborted_requests_still_answer(patch: pytest.MonkeyPatch) -> None:
+    end = CellScheduler._end
+    patch.setattr(
+        CellScheduler, "_end", lambda self, request, output=None: None if output is None else end(self, request, output)
+    )
+
+
+@bug(num_models=2, num_requests=20)
+def only_the_first_model_is_served(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        "cellar.schedule.cell_types.CellType.num_ready", lambda self, worker: 0 if self.model else sum(self._ready)
+    )
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant, where = BUGS[name]
+    plant(monkeypatch)
+    for seed in range(60):
+        rng = random.Random(seed)
+        case = Case(
+            seed=seed,
+            num_workers=rng.randint(1, 2),
+            num_requests=10,
+            tight=rng.random() < 0.5,
+            run_ahead=rng.randint(1, 2),
+            max_tasks=rng.randint(2, 5),
+        )
+        try:
+            drive(replace(case, **where))
+        except (CellarError, AssertionError, KeyError, IndexError, ValueError):
+            return
+    pytest.fail(f"{name} was not found")

@@ -1,0 +1,75 @@
+"""Chromium for tests: a page that says what went wrong in it, and `cellar serve` with the demo model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+ROOT = Path(__file__).parents[2]
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Debian's browser; scripts/setup-system installs it."""
+    found = next((path for name in NAMES if (path := shutil.which(name))), None)
+    assert found is not None, "there is no chromium; run scripts/setup-system."
+    flags = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=found, args=flags)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def watched(browser: Browser, url: str, expected: tuple[str, ...] = (), **options: Any) -> Iterator[Page]:
+    """A page in a context of its own. In the end it must have asked no other host, and reported no error.
+
+    `expected` are parts of error messages that may come.
+    """
+    context = browser.new_context(**options)
+    context.set_default_timeout(30_000)
+    page = context.new_page()
+    errors: list[str] = []
+    hosts: set[str] = set()
+    page.on("request", lambda request: hosts.add(urlsplit(request.url).netloc))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type in ("error", "warning") else None)
+    page.goto(url)
+    ready(page)
+    yield page
+    context.close()
+    assert hosts == {urlsplit(url).netloc}
+    assert not [error for error in errors if not any(part in error for part in expected)]
+
+
+def ready(page: Page) -> None:
+    """Wait until the page can be used, and knows the model."""
+    page.wait_for_selector("html[data-ready]")
+    page.wait_for_selector(".lamp.up, .lamp.busy, .lamp.down", state="attached")
+
+
+@contextmanager
+def demo_server(*options: str) -> Iterator[str]:
+    """`cellar serve` with the demo model; gives its address."""
+    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", *options]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " at http://" in line
+        yield line.split(" at ")[1].strip().removesuffix("/v1") + "/"
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0

@@ -1,0 +1,239 @@
+"""Several fronts over one engine: one port, one set of limits and metrics, and each may be lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cellar.server.admission import SharedWaiting
+from cellar.server.shared import Shared
+from cellar.server.tally import Tally, summed
+from tests.server.fake_process import children_of, started
+from tests.server.served import TEXT, plain
+
+BODY: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+
+
+@contextmanager
+def fronts(count: int = 2, **options: Any) -> Iterator[tuple[Any, str]]:
+    process, url = started(fronts=count, **options)
+    try:
+        yield process, url
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors, errors
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
+
+
+def of(found: dict[str, float], stem: str) -> float:
+    return found[f'cellar:{stem}{{model_name="fake"}}']
+
+
+class Streams:
+    """Streams read by threads: text, and whether each came to its end."""
+
+    def __init__(self, url: str, prompts: list[list[int]], count: int) -> None:
+        self.texts = {tuple(prompt): "" for prompt in prompts}
+        self.ended: set[tuple[int, ...]] = set()
+        self.count = count
+        self.threads = [threading.Thread(target=self._read, args=(url, prompt)) for prompt in prompts]
+        for thread in self.threads:
+            thread.start()
+        wait_for(lambda: all(self.texts.values()))
+
+    def _read(self, url: str, prompt: list[int]) -> None:
+        body = {**BODY, "prompt": prompt, "stream": True, "max_tokens": self.count}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith('data: {"id'):
+                        self.texts[tuple(prompt)] += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+                    elif line == "data: [DONE]":
+                        self.ended.add(tuple(prompt))
+        except httpx.TransportError:
+            return
+
+    def join(self) -> None:
+        for thread in self.threads:
+            thread.join(30)
+            assert not thread.is_alive()
+
+    def check(self, prompt: tuple[int, ...]) -> None:
+        assert self.texts[prompt] == TEXT.decode(plain(list(prompt), self.count))
+
+
+def test_one_set_of_metrics_and_a_drain() -> None:
+    with fronts(2, latency=0.005) as (process, url):
+        engine, *both = children_of(process.pid)
+        assert len(both) == 2
+        for k in range(24):  # a connection each
+            prompt = [k + 3, 5]
+            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "prompt": prompt, "max_tokens": 4}, timeout=20)
+            assert answer.json()["choices"][0]["text"] == TEXT.decode(plain(prompt, 4))
+        for _ in range(6):  # whoever is asked
+            found = metrics(url)
+            assert of(found, "e2e_request_latency_seconds_count") == 24
+            assert of(found, "request_generation_tokens_sum") == 96
+            assert of(found, "generation_tokens_total") == 96
+            assert of(found, "num_requests_running") == 0
+            assert found['cellar:http_responses_total{model_name="fake",route="/v1/completions",status="200"}'] == 24
+        prompts = [[k, 3] for k in range(16)]
+        streams = Streams(url, prompts, 150)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url}/health", timeout=2)
+        streams.join()
+        for prompt in streams.texts:
+            streams.check(prompt)
+        process.wait(20)
+        wait_for(lambda: not any(path.exists() for path in (engine, *both)))
+
+
+@pytest.mark.long
+def test_the_limit_is_that_of_all_fronts() -> None:
+    limits = {"max_queued_requests": 3, "shutdown_timeout": 1}
+    with fronts(2, latency=0.05, num_rows=1, limits=limits) as (_, url):
+        first = Streams(url, [[9]], 100)
+        statuses: list[int] = []
+        threads = [
+            threading.Thread(
+                target=lambda: statuses.append(
+                    httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 1}, timeout=30).status_code
+                )
+            )
+            for _ in range(12)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in (*threads, *first.threads):
+            thread.join(30)
+        assert Counter(statuses) == {200: 3, 503: 9}
+
+
+def test_a_killed_front_is_started_again_and_its_requests_are_dropped() -> None:
+    with fronts(2, latency=0.02) as (process, url):
+        _, one, _ = children_of(process.pid)
+        for _ in range(10):
+            httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20)
+        streams = Streams(url, [[k, 7] for k in range(12)], 180)
+        assert of(metrics(url), "num_requests_running") == 12
+        os.kill(int(one.name), signal.SIGKILL)
+        wait_for(lambda: of(retry(lambda: metrics(url)), "num_requests_running") < 12, 3)  # long before they would end
+        streams.join()
+        lost = streams.texts.keys() - streams.ended
+        assert 0 < len(lost) < 12  # the system dealt them out by a hash of their ports
+        for prompt in streams.ended:
+            streams.check(prompt)
+        wait_for(lambda: of(retry(lambda: metrics(url)), "front_restarts_total") == 1)
+        wait_for(lambda: len(children_of(process.pid)) == 3)
+        for _ in range(8):
+            answer = retry(lambda: httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20))
+            assert answer.status_code == 200
+        found = metrics(url)
+        assert of(found, "e2e_request_latency_seconds_count") == 10 + len(streams.ended) + 8  # nothing was forgotten
+        assert of(found, "num_requests_running") == 0
+        assert of(found, "kv_cache_usage_perc") == 0
+
+
+@pytest.mark.long
+def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front() -> None:
+    with fronts(2, latency=0.02) as (process, url):
+        engine = children_of(process.pid)[0]
+        streams = Streams(url, [[k, 7] for k in range(8)], 180)
+        os.kill(int(engine.name), signal.SIGKILL)
+        streams.join()
+        assert streams.ended == streams.texts.keys()  # each was told, and closed in order
+        down = [retry(lambda: httpx.get(f"{url}/health")).status_code for _ in range(8)]
+        assert down == [503] * 8
+        wait_for(lambda: all(retry(lambda: httpx.get(f"{url}/health")).status_code == 200 for _ in range(8)))
+        for _ in range(8):
+            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20)
+            assert answer.json()["choices"][0]["text"] == TEXT.decode(plain([1, 2, 3], 2))
+        found = metrics(url)
+        assert of(found, "engine_restarts_total") == 1
+        assert of(found, "front_restarts_total") == 0
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_a_killed_server() -> None:
+    process, _ = started(fronts=2, latency=0.02)
+    all_of_them = children_of(process.pid)
+    assert len(all_of_them) == 3
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(path.exists() for path in all_of_them), 10)
+
+
+def retry(ask: Callable[[], Any]) -> Any:
+    """A connection that lay in the queue of a killed front is lost."""
+    for _ in range(5):
+        try:
+            return ask()
+        except httpx.TransportError:
+            time.sleep(0.05)
+    return ask()
+
+
+def test_tallies_add_up_and_survive_their_writers(tmp_path: Path) -> None:
+    first = Tally(tmp_path / "a")
+    first.add("x", 2)
+    place = first.places(["h/0", "h/1"])
+    first.values[place + 1] += 1
+    assert first.counts() == {"x": 2, "h/0": 0, "h/1": 1}
+    again, other = Tally(tmp_path / "a"), Tally(tmp_path / "b")
+    again.add("x")
+    assert again.places(["h/0", "h/1"]) == place
+    other.add("y")
+    other.add("x", 10)
+    (tmp_path / "b.names").write_text("y\nx\nhalf a na")
+    assert summed([tmp_path / "a", tmp_path / "b", tmp_path / "c"]) == {"x": 13, "h/0": 0, "h/1": 1, "y": 1}
+    assert Tally().counts() == {}
+
+
+def test_who_waits_is_counted_together(tmp_path: Path) -> None:
+    one, two = (Shared(tmp_path, k, 2).waiting() for k in range(2))
+    assert isinstance(one, SharedWaiting)
+    one.add(2, 50)
+    two.add(1, 7)
+    assert one.totals() == two.totals() == (3, 57)
+    with one.locked():
+        seen = threading.Event()
+
+        def enter() -> None:
+            with two.locked():
+                seen.set()
+
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert not seen.wait(0.1)
+    thread.join(5)
+    assert seen.is_set()
+    one.clear()
+    assert two.totals() == (1, 7)

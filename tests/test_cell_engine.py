@@ -1,0 +1,318 @@
+"""CellEngine: sync and async, streams, aborts; bad requests end alone and memory returns."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cellar.cell_engine import CellEngine
+from cellar.cells import Cell, CellModel, Graph
+from cellar.core.cell_graphs import CellConfig
+from cellar.core.errors import ConfigError, DeviceError, IntegrityError, RequestError
+from cellar.core.tasks import CellCapacity, TaskPlan, Values
+from cellar.runtime.cells import LocalCellRuntime
+from cellar.runtime.fake_cells import FakeCellRuntime
+
+VOCAB = 50
+BAD, RAISES, MISSHAPEN = 47, 48, 49
+
+
+class Count(nn.Module):
+    """A state of 3 numbers, and the next token; some tokens make it fail."""
+
+    def forward(self, token: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if (token == RAISES).any():
+            raise ValueError("this token cannot be computed")
+        s = (s + token[:, None] + torch.arange(3.0)) % 40
+        s = torch.where((token == BAD)[:, None], torch.tensor(float("nan")), s)
+        if (token == MISSHAPEN).any():
+            s = s[:, :2]
+        return s, torch.nan_to_num(s.sum(-1)).long() % 40
+
+
+COUNT = Cell("count", Count(), ("s", "token"), batch_sizes=(1, 4, 16), shapes={"s": (3,)}, high={"token": VOCAB})
+
+
+def unfold_sum(graph: Graph, tokens: list[int]) -> Any:
+    return {"s": graph.chain(COUNT, len(tokens), each={"token": tokens}, carry={"s": "s"})[-1]["s"]}
+
+
+def unfold_write(graph: Graph, tokens: list[int], limit: int = 8, stop: int | None = None) -> Any:
+    steps = graph.chain(COUNT, len(tokens), each={"token": tokens}, carry={"s": "s"})
+    grown = graph.grow(
+        COUNT,
+        limit,
+        carry={"s": "s", "token": "token"},
+        first={"s": steps[-1]["s"], "token": steps[-1]["token"]},
+        stop=None if stop is None else ("token", stop),
+    )
+    return {"tokens": grown["token"], "first": steps[0]["token"]}
+
+
+def models() -> list[CellModel]:
+    return [
+        CellModel("sum", [COUNT], unfold_sum, {"tokens": [1, 2]}, max_nodes=1000, unfold_seconds=0.3),
+        CellModel("write", [COUNT], unfold_write, {"tokens": [1, 2]}),
+    ]
+
+
+def fake(made: Sequence[CellModel], rows: int = 400, workers: int = 1, **options: Any) -> FakeCellRuntime:
+    """A fake that computes the models' own cells."""
+
+    def compute(m: int, c: int, inputs: Sequence[Values]) -> Sequence[Values]:
+        outputs = made[m].cells[c].run([torch.as_tensor(values) for values in inputs])
+        return [output.numpy() for output in outputs]
+
+    capacity = CellCapacity(tuple(tuple(rows for _ in model.spec.banks) for model in made), workers)
+    return FakeCellRuntime([model.spec for model in made], capacity, compute=compute, **options)
+
+
+@pytest.fixture
+def engine() -> Iterator[CellEngine]:
+    made = models()
+    with CellEngine(made, fake(made, workers=2), CellConfig(max_tasks=3), check_seconds=0.0) as opened:
+        yield opened
+
+
+def local(made: Sequence[CellModel]) -> CellEngine:
+    runtime = LocalCellRuntime(
+        [model.spec for model in made],
+        [model.modules for model in made],
+        devices=["cpu"],
+        rows=[[400 for _ in model.spec.banks] for model in made],
+    )
+    return CellEngine(made, runtime, check_seconds=0.0)
+
+
+def tokens(rng: random.Random) -> list[int]:
+    return [rng.randrange(40) for _ in range(rng.randint(1, 12))]
+
+
+def equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def balanced(engine: CellEngine) -> bool:
+    """All rows are back but the zero frames."""
+    engine.scheduler.check_integrity()
+    capacity = engine.runtime.capacity.rows
+    return all(
+        free == rows // bank.width * bank.width - bank.width
+        for model, counts, found in zip(engine.scheduler.models, capacity, engine.stats().free_rows, strict=True)
+        for bank, rows, free in zip(model.banks, counts, found, strict=True)
+    )
+
+
+def test_run_answers_in_order(engine: CellEngine) -> None:
+    rng = random.Random(0)
+    requests = [{"tokens": tokens(rng)} for _ in range(30)]
+    for name in ("sum", "write"):
+        for fields, answer in zip(requests, engine.run(name, requests), strict=True):
+            assert equal(answer, engine.models[name].evaluate(fields))
+    assert balanced(engine)
+
+
+def test_a_stop_symbol_ends_a_request_early(engine: CellEngine) -> None:
+    whole = engine.run("write", [{"tokens": [1, 2], "limit": 8}])[0]["tokens"].tolist()
+    (cut,) = engine.run("write", [{"tokens": [1, 2], "limit": 8, "stop": whole[3]}])
+    assert cut["tokens"].tolist() == whole[: whole.index(whole[3])]
+    (nothing,) = engine.run("write", [{"tokens": [1, 2], "stop": whole[0]}])
+    assert nothing["tokens"].tolist() == []
+
+
+def test_submit_from_many_threads(engine: CellEngine) -> None:
+    engine.start()
+    wrong: list[Any] = []
+
+    def client(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(15):
+            name, fields = rng.choice(["sum", "write"]), {"tokens": tokens(rng)}
+            if not equal(engine.submit(name, fields).result(30), engine.models[name].evaluate(fields)):
+                wrong.append(fields)
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert engine.run("sum", [{"tokens": [1]}])[0]["s"].tolist() == [1, 2, 3], "run works beside the thread"
+
+
+def test_a_stream_gives_every_step_and_then_the_whole(engine: CellEngine) -> None:
+    engine.start()
+
+    async def read() -> tuple[list[int], Any]:
+        steps = []
+        async for part in engine.stream("write", {"tokens": [3, 4], "limit": 6}):
+            steps += [part.values["tokens"]] if part.values else []
+            last = part
+        assert last.last
+        return steps, last.response
+
+    steps, response = asyncio.run(read())
+    assert steps == response["tokens"].tolist()
+    assert len(steps) == 6
+
+
+def test_leaving_a_stream_aborts_the_request(engine: CellEngine) -> None:
+    engine.start()
+
+    async def leave() -> None:
+        async for _ in engine.stream("write", {"tokens": [3, 4], "limit": 50_000}):
+            break
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 20
+    while engine.stats().running and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.stats().running == 0
+
+
+def test_cancelling_a_future_aborts_the_request(engine: CellEngine) -> None:
+    future = engine.submit("write", {"tokens": [1], "limit": 50_000})
+    other = engine.submit("sum", {"tokens": [1]})
+    for _ in range(3):
+        engine._deliver(engine.loop.turn(0.0))
+    future.cancel()
+    engine._drive()
+    with pytest.raises(CancelledError):
+        future.result(0)
+    assert other.result(0)["s"].tolist() == [1, 2, 3]
+    assert balanced(engine)
+
+
+def test_finish_answers_with_what_there_is(engine: CellEngine) -> None:
+    future = engine.submit("write", {"tokens": [1], "limit": 50_000}, id="long")
+    seen: list[Any] = []
+    for _ in range(8):
+        engine._deliver(engine.loop.turn(0.0))
+    engine.finish("long", 3)
+    engine._drive()
+    assert len(future.result(0)["tokens"]) <= 3
+    assert not seen
+    assert balanced(engine)
+
+
+# -- bad requests -----------------------------------------------------------------------------------
+
+ALONE = [
+    ({"tokens": [1, BAD, 2]}, "not finite"),
+    ({"tokens": [1, RAISES]}, "cannot be computed"),
+    ({"tokens": [MISSHAPEN, 1]}, "count"),
+    ({"tokens": [1, VOCAB]}, "outside of"),
+    ({"tokens": []}, "does not exist"),
+    ({"tokens": [1] * 2000}, "more than 1000 nodes"),
+    ({"token": [1]}, "missing"),
+    ({"tokens": [1] * 999}, None),
+]
+
+
+def test_bad_requests_end_alone() -> None:
+    """On the real runtime: every bad request among good ones, all in the same batches."""
+    made = models()
+    good = {"tokens": [1, 2, 3, 4, 5]}
+    requests = [fields for bad, _ in ALONE for fields in (good, bad, good)]
+    with local(made) as engine:
+        answers = engine.run("sum", requests, raise_errors=False)
+        for k, (_, message) in enumerate(ALONE):
+            before, answer, after = answers[3 * k : 3 * k + 3]
+            assert equal(before, made[0].evaluate(good))
+            assert equal(after, made[0].evaluate(good))
+            if message is None:
+                assert not isinstance(answer, Exception)
+            else:
+                assert isinstance(answer, RequestError), (message, answer)
+                assert message in str(answer)
+        with pytest.raises(RequestError):
+            engine.run("sum", requests)
+        assert balanced(engine)
+
+
+def test_a_request_larger_than_memory_is_refused_and_the_others_run() -> None:
+    def unfold(graph: Graph, count: int) -> Any:
+        return graph.map(COUNT, count, each={"token": [1] * count})["s"]
+
+    made = [CellModel("wide", [COUNT], unfold, {"count": 2})]
+    with CellEngine(made, fake(made, rows=40), check_seconds=0.0) as engine:
+        answers = engine.run("wide", [{"count": 3}, {"count": 300}, {"count": 4}], raise_errors=False)
+        assert [len(answers[0]), len(answers[2])] == [3, 4]
+        assert "more memory" in str(answers[1])
+        assert balanced(engine)
+
+
+def test_more_requests_than_fit_wait_their_turn() -> None:
+    made = models()[:1]
+    with CellEngine(made, fake(made, rows=40), check_seconds=0.0) as engine:
+        answers = engine.run("sum", [{"tokens": [k % 40] * 9} for k in range(60)])
+        assert all(equal(answers[k], made[0].evaluate({"tokens": [k % 40] * 9})) for k in range(60))
+        assert balanced(engine)
+
+
+def test_tasks_that_fail_as_a_whole_end_their_requests_only() -> None:
+    made = models()[:1]
+
+    def broken(plan: TaskPlan) -> str | None:
+        return "the device hiccuped" if plan.plan == 0 else None
+
+    with CellEngine(made, fake(made, break_=broken), check_seconds=0.0) as engine:
+        first, *_ = engine.run("sum", [{"tokens": [1]}], raise_errors=False)
+        assert "hiccuped" in str(first)
+        assert engine.run("sum", [{"tokens": [1]}])[0]["s"].tolist() == [1, 2, 3]
+        assert balanced(engine)
+
+
+def test_an_engine_that_breaks_tells_everyone(engine: CellEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def defect(*_: Any) -> None:
+        raise IntegrityError("the books do not balance")
+
+    monkeypatch.setattr(engine.scheduler, "plan", defect)
+    engine.start()
+    with pytest.raises(DeviceError, match="do not balance"):
+        engine.submit("sum", {"tokens": [1]}).result(20)
+    with pytest.raises(DeviceError, match="has stopped"):
+        engine.submit("sum", {"tokens": [1]})
+
+
+def test_close_answers_open_requests() -> None:
+    made = models()
+    engine = CellEngine(made, fake(made, latency=0.01))
+    engine.start()
+    future = engine.submit("write", {"tokens": [1], "limit": 90_000})
+    time.sleep(0.1)
+    engine.close()
+    with pytest.raises(DeviceError, match="closed"):
+        future.result(5)
+    with pytest.raises(DeviceError, match="closed"):
+        engine.submit("write", {"tokens": [1]})
+
+
+def test_unknown_models_and_equal_names_are_refused(engine: CellEngine) -> None:
+    with pytest.raises(RequestError, match="no model 'nobody'"):
+        engine.submit("nobody", {})
+    made = models()[:1] * 2
+    with pytest.raises(ConfigError, match="different names"):
+        CellEngine(made, fake(made))
+
+
+def test_equal_ids_are_refused(engine: CellEngine) -> None:
+    engine.submit("sum", {"tokens": [1]}, id="a")
+    with pytest.raises(RequestError, match="its own id"):
+        engine.submit("sum", {"tokens": [1]}, id="a")
+
+
+@pytest.mark.parametrize("options", [{"max_tasks": 0}, {"run_ahead": 0}, {"graph_batch": -1}, {"max_tasks": 33}])
+def test_the_config_is_checked(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        CellConfig(**options)
