@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -190,7 +191,8 @@ class AsyncLLM:
                 yield news
         finally:
             if not finished:
-                self._post(lambda: self._leave(prepared.id, stream))
+                with contextlib.suppress(CellarError):  # an engine that has ended has dropped it already
+                    self._post(lambda: self._leave(prepared.id, stream))
 
     def _post(self, letter: Callable[[], None]) -> None:
         """Have something done by the loop's thread. Raises what ended the loop, if it has ended."""

@@ -134,18 +134,22 @@ class LastWords:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        begun = streams = False
+        begun = streams = complete = False
 
         async def seen(message: Message) -> None:
-            nonlocal begun, streams
+            nonlocal begun, streams, complete
             if message["type"] == "http.response.start":
                 begun = True
                 streams = (b"content-type", b"text/event-stream; charset=utf-8") in message["headers"]
+            else:
+                complete = not message.get("more_body", False)
             await send(message)
 
         try:
             await self._app(scope, receive, seen)
         except asyncio.CancelledError:
+            if complete:
+                return
             error = unavailable("the server ends, and the time for running requests is over; try again.", retry_after=5)
             if not begun:
                 await error.response()(scope, receive, send)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +34,19 @@ from cellar.text.masker import Masker, sampled_rows
 from tests.fake_front import open_fake
 
 
+def over(opened: Opened, engine: Engine[StepPlan]) -> Opened:
+    """The same text over another engine."""
+    front = opened.front
+    return replace(opened, front=Front(engine, front.reader, front.tokenizer, front.templates))
+
+
 def open_engine(**fake: Any) -> Opened:
     """What runs in the engine's process. It checks its books whenever work ends: a breach is the end of it."""
     opened = open_fake(**fake)[0]
-    engine, tokenizer = opened.front.engine, opened.front.tokenizer
+    before, tokenizer = opened.front.engine, opened.front.tokenizer
     assert tokenizer is not None
-    engine._loop.check_seconds = 0.0
-    engine.masker = Masker(GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,)))
-    return opened
+    masker = Masker(GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,)))
+    return over(opened, Engine(before.scheduler, before.runtime, check_seconds=0.0, masker=masker))
 
 
 class IdleRuntime(FakeRuntime):
@@ -60,8 +66,7 @@ def open_metered(path: str, **fake: Any) -> Opened:
     """As `open_engine` with wide steps; writes when each step was committed (seconds) and its tokens, a line each."""
     opened = open_fake(**fake)[0]
     capacity = opened.front.engine.runtime.capacity
-    opened.front.engine.runtime = IdleRuntime(capacity, latency=fake["latency"])
-    opened.front.engine.scheduler = StepScheduler(
+    scheduler = StepScheduler(
         capacity.num_slots,
         capacity.num_rows,
         capacity.chunk_size,
@@ -69,8 +74,7 @@ def open_metered(path: str, **fake: Any) -> Opened:
         ScheduleConfig(max_num_seqs=capacity.num_rows),
     )
     file = open(path, "w", buffering=1 << 16)  # noqa: SIM115 (open as long as the process is)
-    engine = opened.front.engine
-    commit = engine.scheduler.commit
+    commit = scheduler.commit
 
     def noted(result: Any, now: float) -> Any:
         output = commit(result, now)
@@ -79,8 +83,8 @@ def open_metered(path: str, **fake: Any) -> Opened:
             file.flush()
         return output
 
-    engine.scheduler.commit = noted  # type: ignore[method-assign]
-    return opened
+    scheduler.commit = noted  # type: ignore[method-assign]
+    return over(opened, Engine(scheduler, IdleRuntime(capacity, latency=fake["latency"])))
 
 
 def open_nothing() -> Opened:
@@ -91,8 +95,7 @@ def attach(ready: Ready, engine: Engine[StepPlan], **fake: Any) -> Opened:
     """The server's side: the same reader and tokenizer over another engine."""
     opened = open_fake(**fake)[0]
     opened.front.engine.close()
-    front = Front(engine, opened.front.reader, opened.front.tokenizer, opened.front.templates)
-    return Opened(front, ready.config, ready.spec, ready.checkpoint)
+    return replace(over(opened, engine), config=ready.config, spec=ready.spec, checkpoint=ready.checkpoint)
 
 
 def supervise(opener: Any = open_engine, **fake: Any) -> Supervisor:

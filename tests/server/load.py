@@ -128,7 +128,7 @@ def steps(options: argparse.Namespace) -> None:
         server = context.Process(target=metered, args=(path, options.fronts, theirs))
         server.start()
         port = mine.recv()
-        os.nice(10)
+        os.nice(19)
         before = cpu_seconds(server.pid)
         bad = asyncio.run(waves(port, options.streams, options.rounds, options.seconds))
         print({name: round(b - before.get(name, 0), 2) for name, b in cpu_seconds(server.pid).items()})
