@@ -24,6 +24,10 @@ def cells(
     max_batch: Annotated[int | None, typer.Option(min=1, help="Largest batch; default: by device and model.")] = None,
     decoder_batch: Annotated[int | None, typer.Option(min=1, help="Largest batch of decoder cells.")] = None,
     max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that one decision hands to the device.")] = 5,
+    run_ahead: Annotated[
+        int | None, typer.Option(min=1, help="Decisions on their way to the device; default: 1 on a CPU, else 2.")
+    ] = None,
+    ahead: Annotated[bool, typer.Option("--ahead", help="Unfold all requests before the clock starts.")] = False,
     systems: Annotated[
         str, typer.Option(help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit.")
     ] = "",
@@ -58,6 +62,8 @@ def cells(
                 max_batch=max_batch,
                 decoder_batch=decoder_batch,
                 max_tasks=max_tasks,
+                run_ahead=run_ahead,
+                ahead=ahead,
                 clock=clock,
                 seed=seed,
             ),

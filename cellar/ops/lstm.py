@@ -57,7 +57,8 @@ def pack_lstm(weights: LSTMWeights) -> LSTMWeights:
 def lstm_step(x: Tensor, h: Tensor, c: Tensor, weights: LSTMWeights) -> tuple[Tensor, Tensor]:
     """One step: x: [b, input]; h, c: [b, hidden] -> h, c of the next step.
 
-    With packed weights a row's result does not depend on how many rows there are.
+    With packed weights the last bits of a row may depend on how many rows there are: the primitive blocks its products
+    by their number.
     """
     packed = weights.one if len(x) == 1 else weights.many
     if packed is None or not len(x):
@@ -69,17 +70,13 @@ def lstm_step(x: Tensor, h: Tensor, c: Tensor, weights: LSTMWeights) -> tuple[Te
 def lstm_steps(x: Tensor, h: Tensor, c: Tensor, weights: LSTMWeights) -> tuple[Tensor, Tensor]:
     """Some steps in one call, for packed weights: x: [steps, b, input]; h, c: [b, hidden] -> h, c after the last.
 
-    The same numbers as `lstm_step` again and again. A row alone goes twice: the primitive sums the products of one
-    row in another order when it has several steps.
+    What `lstm_step` gives again and again, but for the last bits.
     """
-    assert weights.many is not None
-    if len(h) == 1:
-        x, h, c = x.expand(-1, 2, -1).contiguous(), h.expand(2, -1).contiguous(), c.expand(2, -1).contiguous()
-        last_h, last_c = lstm_steps(x, h, c, weights)
-        return last_h[:1], last_c[:1]
+    packed = weights.one if len(h) == 1 else weights.many
+    assert packed is not None
     hidden = h.shape[1]
     found: Any = torch.ops.aten.mkldnn_rnn_layer.default(
-        x, *weights.many, weights.bias_ih, weights.bias_hh, h, c, False, [], _LSTM_MODE, hidden, 1, True, *_NO_OPTIONS
+        x, *packed, weights.bias_ih, weights.bias_hh, h, c, False, [], _LSTM_MODE, hidden, 1, True, *_NO_OPTIONS
     )
     return found[0][-1], found[2].view(c.shape)
 

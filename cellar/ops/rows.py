@@ -70,7 +70,7 @@ class StepsFunction:
     run      run(sources, num_steps, targets): `sources` of carried inputs name rows [b], of the others rows
              [num_steps * b], step after step; `targets` are the last step's, and only that one's outputs are written
 
-    Every number is the same as step by step. A node of which some step is not finite is not finite in the end.
+    A node of which some step is not finite is not finite in the end.
     """
 
     step: RowsFunction

@@ -29,23 +29,30 @@ Longs = NDArray[np.int64]
 
 @dataclass(slots=True)
 class Answer:
-    """What one task has left on the host, before or after it is there (pinned memory)."""
+    """What a task has left on the host, before or after it is there (pinned memory).
+
+    `num_tasks`: of how many tasks that were one call it is the last; the others have left nothing.
+    """
 
     flags: Tensor
     values: list[Tensor | None]
     errors: dict[int, str] = field(default_factory=dict)
+    num_tasks: int = 1
 
     def result(self, plan: TaskPlan, task: int, seconds: float) -> TaskResult:
-        """The result of a task that has finished; `errors` count nodes in the task, the result's in the plan."""
+        """The result of `num_tasks` tasks from `task` on; `errors` count nodes in the last, here in the plan."""
         flags = (~self.flags.numpy()).view(np.uint8)  # OK is 0, NAN is 1
-        first = int(plan.cu_batch[task])
+        last = task + self.num_tasks - 1
+        first = int(plan.cu_batch[last])
         for node in self.errors:
             flags[node] = NodeFlag.FAILED
+        if self.num_tasks > 1:
+            flags = np.concatenate((np.zeros(first - int(plan.cu_batch[task]), np.uint8), flags))
         return TaskResult(
             plan=plan.plan,
             worker=plan.worker,
             first=task,
-            stop=task + 1,
+            stop=last + 1,
             flags=flags,
             values=tuple(None if value is None else as_array(value) for value in self.values),
             errors={first + node: text for node, text in self.errors.items()},
@@ -107,10 +114,10 @@ class CellExecutor:
         sources = [_cut(index, sizes) for index in plan.sources]
         rows = [_cut(index, sizes) for index in plan.rows]
         emitted = Emitted(plan)
-        runs = step_runs(plan, cell, function.carried, sizes) if isinstance(function, StepsFunction) else {}
+        runs = step_runs(plan, cell, function.carried, sizes, emitted) if isinstance(function, StepsFunction) else {}
         t = 0
         while t < len(sizes):
-            batch, errors = sizes[t], dict[int, str]()
+            first, batch, errors = t, sizes[t], dict[int, str]()
             output: RowsOutput | None = None
             if t in runs:
                 assert isinstance(function, StepsFunction)
@@ -119,18 +126,17 @@ class CellExecutor:
                 if output is None:
                     del runs[t]  # one step at a time finds out whose fault it is
                     continue
-                sound = torch.ones(batch, dtype=torch.bool)
-                for _ in range(t, last):
-                    yield Answer(sound, emitted.none, {})
                 t = last
             else:
                 inputs, targets = bound(cell, tables, [index[t] for index in sources], [index[t] for index in rows])
                 output, errors = guarded(function, cell, inputs, targets, batch)
-            yield Answer(output.finite, _values(emitted, t, output, targets), errors)
+            yield Answer(output.finite, _values(emitted, t, output, targets), errors, t + 1 - first)
             t += 1
 
 
-def step_runs(plan: TaskPlan, cell: CellSpec, carried: Mapping[int, int], sizes: Sequence[int]) -> dict[int, int]:
+def step_runs(
+    plan: TaskPlan, cell: CellSpec, carried: Mapping[int, int], sizes: Sequence[int], emitted: Emitted
+) -> dict[int, int]:
     """First task -> number of tasks, for tasks that may be one call of several steps.
 
     They are steps of the same nodes in the same order, each of which reads what the one before wrote; nobody else
@@ -140,30 +146,25 @@ def step_runs(plan: TaskPlan, cell: CellSpec, carried: Mapping[int, int], sizes:
     count = len(sizes)
     if count < 2 or any(o not in row_of for o in carried.values()):
         return {}
-    cu = plan.cu_batch
-    pairs = [(plan.sources[i], plan.rows[row_of[o]]) for i, o in carried.items()]
+    cu = plan.cu_batch.tolist()
 
-    def equal(a: IntArray, t: int, b: IntArray, u: int) -> bool:
-        return np.array_equal(a[cu[t] : cu[t + 1]], b[cu[u] : cu[u + 1]])
+    def of_tasks(index: IntArray) -> list[bytes]:
+        return [index[cu[t] : cu[t + 1]].tobytes() for t in range(count)]  # compared faster than arrays
 
-    silent = [
-        all(nodes is None or not np.any((nodes >= cu[t]) & (nodes < cu[t + 1])) for nodes in plan.emits)
-        for t in range(count)
-    ]
+    pairs = [(of_tasks(plan.sources[i]), of_tasks(plan.rows[row_of[o]])) for i, o in carried.items()]
     found: dict[int, int] = {}
     first = 0
     while first < count - 1:
         last = first
         while (
             last + 1 < count
-            and silent[last]
-            and sizes[last + 1] == sizes[first]
-            and all(equal(read, last + 1, written, last) for read, written in pairs)
-            and (last < first + 1 or all(equal(written, last + 1, written, last - 1) for _, written in pairs))
+            and emitted.silent(last)
+            and all(read[last + 1] == written[last] for read, written in pairs)
+            and (last == first or all(written[last + 1] == written[last - 1] for _, written in pairs))
         ):
             last += 1
         # Of two tasks alone, the second must write where the first has read: else their frames may not go by turns.
-        if last == first + 1 and not all(equal(written, last, read, first) for read, written in pairs):
+        if last == first + 1 and not all(written[last] == read[first] for read, written in pairs):
             last = first
         if last > first:
             found[first] = last - first + 1
@@ -233,6 +234,10 @@ class Emitted:
         self.any = any(nodes is not None for nodes in plan.emits)
         self.none: list[Tensor | None] = [None for _ in plan.emits]
         self._cuts = [None if nodes is None else np.searchsorted(nodes, plan.cu_batch) for nodes in plan.emits]
+
+    def silent(self, task: int) -> bool:
+        """True if no output of the task goes to the host."""
+        return all(cuts is None or cuts[task] == cuts[task + 1] for cuts in self._cuts)
 
     def of(self, task: int) -> list[Longs | None]:
         """One entry per output; None where the whole plan emits none."""

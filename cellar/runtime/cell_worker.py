@@ -123,7 +123,7 @@ class CellWorker:
                 end = time.perf_counter()
                 result = answer.result(plan, done, end - start)
                 held.append(result)
-                done, start = done + 1, end
+                done, start = result.stop, end
                 if not self._alone or done == plan.num_tasks or _awaited(result):
                     for one in held:
                         self._publish(plan, one)

@@ -295,7 +295,7 @@ REFUSED: dict[str, tuple[Callable[[Graph], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     unfold, message = REFUSED[name]
-    made = model(unfold)
+    made = model(unfold, unfold_seconds=120.0)
     with pytest.raises(RequestError, match=message) as raised:
         made.unfold({})
     assert str(raised.value).endswith(".")

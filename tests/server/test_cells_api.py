@@ -17,9 +17,11 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from cellar.cell_engine import CellEngine
 from cellar.cli.cells_file import load_models
+from cellar.cli.main import build
 from cellar.core.errors import ConfigError
 from cellar.server.cells_app import build_cells_app
 from cellar.server.cells_run import check_options
@@ -284,3 +286,18 @@ def test_files_that_hold_no_model(tmp_path: Path) -> None:
 def test_the_models_of_a_file() -> None:
     torch.manual_seed(0)
     assert [model.name for model in load_models(MODELS)] == ["classify", "features", "translate", "fragile"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--cells", "absent.py"], "is not there"),
+        (["--cells", str(MODELS), "--dtype", "bfloat16"], "dtype has no effect"),
+        (["a-model", "--cells", str(MODELS)], "model has no effect"),
+        (["--cells", str(MODELS), "--api-server-count", "2"], "api_server_count has no effect"),
+    ],
+)
+def test_options_of_the_command(arguments: list[str], reason: str) -> None:
+    result = CliRunner().invoke(build(), ["serve", "--port", "0", *arguments])
+    assert result.exit_code == 2
+    assert reason in result.output

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--systems", default="", help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit"
     )
+    add("--run-ahead", type=int, help="decisions on their way to the device; default: 1 on a CPU, else 2")
+    add("--ahead", action="store_true", help="unfold the pool's requests before the clock starts")
     add("--load", choices=("sweep", "max"), default="sweep")
     add("--rates", default="", help="requests/s, comma-separated; default: from the saturated throughput")
     add("--seconds", type=float, default=times.seconds)
@@ -56,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     max_batch=given.max_batch,
                     decoder_batch=given.decoder_batch,
                     max_tasks=given.max_tasks,
+                    run_ahead=given.run_ahead,
+                    ahead=given.ahead,
                     clock=given.clock,
                     seed=given.seed,
                 ),

@@ -73,7 +73,7 @@ class InlineRuntime:
         begin = self._clock()
         answer = next(self._running)
         result = answer.result(plan, self._next_task, self._clock() - begin)
-        self._next_task += 1
+        self._next_task = result.stop
         if self._next_task == plan.num_tasks:
             self._worker.plans.popleft()
             self._running = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from cellar.core.tasks import TaskPlan, TaskResult
 from cellar.runtime.cell_protocol import CellRuntime
 from cellar.runtime.cells import LocalCellRuntime
 from cellar.schedule.cells import CellScheduler
+
+MERGED = 16
+"""How many nodes of one type a tree has at most at a time, about: leaves."""
 
 
 class CellSystem:
@@ -105,9 +109,9 @@ class CellSystem:
         return [Answer(int(id), self._began.pop(id, now), now) for id, _ in output.finished]
 
 
-def open_ours(setup: Setup, *, ahead: bool = False) -> CellSystem:
+def open_ours(setup: Setup) -> CellSystem:
     """Cellular batching."""
-    return _open("cellar", setup, CellConfig(max_tasks=setup.max_tasks), ahead=ahead)
+    return _open("cellar", setup, setup, _config(setup))
 
 
 def open_merging(setup: Setup) -> CellSystem:
@@ -115,21 +119,30 @@ def open_merging(setup: Setup) -> CellSystem:
     and run cell type by cell type as nodes become ready; nothing joins or leaves before all are done.
 
     Same kernels, same bookkeeping in arrays as ours: what a library with slow merging pays besides is not counted.
+    The limit is one of requests, not of operations: the leaves of all trees of a batch are one task.
     """
-    return _open("merging", setup, CellConfig(max_tasks=setup.max_tasks, graph_batch=setup.baseline_batch))
+    assert setup.max_batch is not None
+    wide = replace(setup, max_batch=MERGED * setup.max_batch) if setup.model == "treelstm" else setup
+    return _open("merging", setup, wide, replace(_config(setup), graph_batch=setup.baseline_batch))
 
 
-def _open(name: str, setup: Setup, config: CellConfig, *, ahead: bool = False) -> CellSystem:
+def _config(setup: Setup) -> CellConfig:
+    assert setup.run_ahead is not None
+    return CellConfig(max_tasks=setup.max_tasks, run_ahead=setup.run_ahead)
+
+
+def _open(name: str, setup: Setup, cells: Setup, config: CellConfig) -> CellSystem:
+    """`cells` says of what size the cells' batches are."""
     if setup.model == "treelstm":
         trees = setup.trees()
         fields, words = tree_fields(trees), len(vocabulary(trees))
     else:
         fields, words = sentence_fields(setup.sentences(), setup), setup.words
-    model = cell_model(setup, words)
+    model = cell_model(cells, words)
     clock = setup.new_clock()
     runtime: CellRuntime
     if isinstance(clock, WorkClock):
         runtime = InlineRuntime(model.spec, model.modules, clock)
     else:
         runtime = LocalCellRuntime([model.spec], [model.modules], (setup.device,), num_threads=setup.threads)
-    return CellSystem(name, model, fields, runtime, config, clock, ahead=ahead)
+    return CellSystem(name, model, fields, runtime, config, clock, ahead=setup.ahead)

@@ -32,6 +32,7 @@ class Setup:
     data         lstm: wmt, wmt-50, fixed-24 or a WikiText file; seq2seq: wmt, wmt-50, fixed-24;
                  treelstm: treebank (made up), fixed-16 (complete trees of 16 leaves) or a file of bracketed trees
     clock        wall; or work: one thread per system, its CPU time, waits skipped (CPU only)
+    ahead        unfold the pool's requests before the clock starts
     max_batch    largest batch of every system; decoder_batch: of decoder cells, and of seq2seq's baselines
     """
 
@@ -45,6 +46,8 @@ class Setup:
     max_batch: int | None = None
     decoder_batch: int | None = None
     max_tasks: int = 5
+    run_ahead: int | None = None
+    ahead: bool = False
     clock: Literal["wall", "work"] = "wall"
     pool: int = 10_000
     seed: int = 0
@@ -65,6 +68,7 @@ class Setup:
             self,
             # The paper has 30,000 words at h = 1024; this keeps the share of the projection.
             vocab=self.vocab or max(1000, 30_000 * self.hidden // 1024),
+            run_ahead=self.run_ahead or (1 if on_cpu else 2),
             data=self.data or ("treebank" if self.model == "treelstm" else "wmt"),
             device=str(device),
             threads=1 if self.clock == "work" else self.threads,
