@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.overrides import TorchFunctionMode
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from cellar import demo
 from cellar.bench.anatomy import spec_of
@@ -43,6 +44,9 @@ from cellar.runtime.executor import StepExecutor
 from cellar.runtime.local import open_local
 from cellar.runtime.masks import MaskBox
 from cellar.runtime.probes.registry import shipped
+
+_PACKAGE = str(Path(__file__).parents[1])
+_CALLER = "called by "
 
 SCHEMA = 1
 WARM_STEPS = 8
@@ -175,13 +179,13 @@ class DecodeBench:
                 with profile(activities=[ProfilerActivity.CUDA]) as found:
                     seconds = self._timed(self._steps())
                 return seconds, _device_launches(found)
-            with _stacks() as found:
+            with profile(activities=[ProfilerActivity.CPU]) as found, _Callers():
                 traced_seconds = self._timed(self._steps())
             sources = _cpu_launches(found)
             with profile(activities=[ProfilerActivity.CPU]) as found:
                 seconds = self._timed(self._steps())
             launches = _cpu_launches(found)
-            # Python's tracer slows everything but says who called; the same steps without it have the times.
+            # Asking who called slows everything; the same steps without that have the times.
             if [launch.name for launch in launches] != [launch.name for launch in sources]:
                 return traced_seconds, sources
             pairs = zip(launches, sources, strict=True)
@@ -452,9 +456,25 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file that --json wrote.") from error
 
 
-def _stacks() -> Any:
-    settings = torch._C._profiler._ExperimentalConfig(verbose=True)
-    return profile(activities=[ProfilerActivity.CPU], with_stack=True, experimental_config=settings)
+class _Callers(TorchFunctionMode):
+    """Names, as a range of the profile, the file of ours that made each call of torch.
+
+    The profiler's own way (`with_stack`) traces all Python of all threads; with a second thread that waits with a time
+    limit, Python 3.11 and that tracer were seen to hand each other the interpreter for ever.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not _is_ours(frame.f_code.co_filename):
+            frame = frame.f_back
+        with record_function(_CALLER + frame.f_code.co_filename):
+            return func(*args, **(kwargs or {}))
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(_PACKAGE) and file != __file__
 
 
 def _device_launches(found: Any) -> list[Launch]:
@@ -467,13 +487,17 @@ def _device_launches(found: Any) -> list[Launch]:
 
 def _cpu_launches(found: Any) -> list[Launch]:
     """Operations that no other operation has called, by start, each with the file of ours that called it."""
-    events = [e for e in found.profiler.kineto_results.events() if _is_operation(e.name())]
-    events.sort(key=lambda e: (e.start_ns(), -e.duration_ns()))
+    events = [e for e in found.profiler.kineto_results.events() if _is_operation(e.name()) or _is_caller(e.name())]
+    events.sort(key=lambda e: (e.start_ns(), -e.duration_ns(), not _is_caller(e.name())))
     launches: list[Launch] = []
+    caller, until = None, 0
     for event in events:
-        if not launches or event.start_ns() >= launches[-1].stop:
-            source = next((line.partition("(")[0] for line in event.stack() if "cellar/" in line), None)
-            launches.append(Launch(event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), source))
+        start, stop = event.start_ns(), event.start_ns() + event.duration_ns()
+        if _is_caller(event.name()):
+            if start >= until:  # not one within another
+                caller, until = event.name().removeprefix(_CALLER), stop
+        elif not launches or start >= launches[-1].stop:
+            launches.append(Launch(event.name(), start, stop, caller if start < until else None))
     return launches
 
 
@@ -484,7 +508,11 @@ def _is_work(event: Any) -> bool:
 
 
 def _is_operation(name: str) -> bool:
-    return "::" in name and ".py(" not in name and not name.startswith("<")
+    return "::" in name and not name.startswith("<")
+
+
+def _is_caller(name: str) -> bool:
+    return name.startswith(_CALLER)
 
 
 if __name__ == "__main__":
