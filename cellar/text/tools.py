@@ -257,12 +257,11 @@ class HermesParser:
         return after
 
     def _say(self, text: str, found: Parsed) -> None:
+        """Behind a call, blanks are said only with the text that follows them: between calls they are nothing."""
         text = self._blanks + text
-        self._blanks = ""
-        if self._count and not text.strip():
-            self._blanks = text  # line breaks between calls, unless text follows
-        else:
-            found.content += text
+        said = text.rstrip() if self._count else text
+        self._blanks = text[len(said) :]
+        found.content += said
 
 
 class LlamaParser:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellar.text.tools import PARSERS, ListParser, Parsed, functions, required_schema
+from cellar.text.tools import PARSERS, HermesParser, ListParser, Parsed, functions, required_schema
 
 ONE = ("f", '{"a": 1}')
 TWO = ("g", '{"b": "<tool_call>"}')
@@ -153,6 +153,14 @@ def test_nothing_breaks_a_reader(parser: str, text: str, data: st.DataObject) ->
     pieces = [*(parts.push(character) for character in text), parts.flush()]
     assert "".join(one.content for one in pieces) == "".join(one.content for one in once)
     assert joined(pieces) == joined(once)
+
+
+def test_blanks_behind_a_call_are_told_alike_however_the_text_is_cut() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call> done \n'
+    whole, parts = HermesParser(), HermesParser()
+    once = whole.push(text).content + whole.flush().content
+    assert once == " done"
+    assert "".join(parts.push(character).content for character in text) + parts.flush().content == once
 
 
 def test_the_schema_of_required_calls() -> None:
