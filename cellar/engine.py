@@ -61,7 +61,7 @@ class Engine(Generic[PlanT]):
         self.run_ahead = run_ahead
         self.clock = clock
         self.masker = masker
-        self._compiling: set[str] = set()
+        self._compiling: dict[str, Request] = {}
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
         self._mailbox: Mailbox[Callable[[StepOutput], None]] = Mailbox(self.wake)
         self._loop: Loop[PlanT, StepResult | CopyResult, StepOutput] = Loop(
@@ -128,14 +128,12 @@ class Engine(Generic[PlanT]):
             self._supply(self.masker.submitted(plan))
 
     def committed(self, result: StepResult | CopyResult) -> StepOutput | None:
-        """A step that failed ends the requests that it names, with its reason; the others go on."""
+        """A step that failed ends the requests that it names; the others go on."""
         if not isinstance(result, StepResult):
             return None
         output = self.scheduler.commit(result, self.clock())
         if self.masker is not None:
             self._supply(self.masker.committed(result))
-        if result.error is not None:
-            output.finished = {id: (reason, result.error) for id, (reason, _) in output.finished.items()}
         return output
 
     # -- letters ----------------------------------------------------------------------------------
@@ -151,7 +149,7 @@ class Engine(Generic[PlanT]):
                 if masker is None:
                     raise RequestError("structured output needs a tokenizer; load one.", "structured_outputs")
                 if not masker.ready(wanted):
-                    self._compiling.add(request.id)
+                    self._compiling[request.id] = request
                     self._compiler.submit(self._compile, request, masker, wanted)
                     return
             self.scheduler.add(request, self.clock())
@@ -170,16 +168,16 @@ class Engine(Generic[PlanT]):
         self._post(lambda refused: self._compiled(request, refused, reason))
 
     def _compiled(self, request: Request, refused: StepOutput, reason: str | None) -> None:
-        if request.id not in self._compiling:
-            return  # it was dropped meanwhile
-        self._compiling.discard(request.id)
+        if self._compiling.get(request.id) is not request:
+            return  # it was dropped meanwhile; its id may be another's by now
+        del self._compiling[request.id]
         if reason is None:
             self._admit(request, refused)
         else:
             refused.finished[request.id] = (FinishReason.ERROR, reason)
 
     def _abort(self, request_id: str) -> None:
-        self._compiling.discard(request_id)
+        self._compiling.pop(request_id, None)
         self.scheduler.abort(request_id)
 
     def _supply(self, masks: StepMasks | None) -> None:

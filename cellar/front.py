@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cellar import demo
 from cellar.core.config import EngineConfig, ModelConfig
-from cellar.core.errors import ConfigError, RequestError
-from cellar.core.messages import Request, RequestOutput, StepOutput, StepPlan
+from cellar.core.errors import CapacityError, ConfigError, RequestError
+from cellar.core.messages import FinishReason, Request, RequestOutput, StepOutput, StepPlan
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine import Engine
@@ -54,6 +54,7 @@ class Front:
         self.templates = templates
         self._outputs = OutputProcessor(tokenizer)
         self._siblings: dict[str, tuple[Request, ...]] = {}
+        self._refused: list[StepOutput] = []  # what came to light between turns
 
     def prepare(
         self,
@@ -72,12 +73,13 @@ class Front:
         """Start requests; all of them, or none and RequestError if one could never run."""
         for one in prepared:
             self.post(one, stream)
-        refused = self.engine.receive().finished
-        if refused:
+        refused = self._receive()
+        reasons = [refused.pop(id) for one in prepared if (id := one.sequences[0].id) in refused]
+        if reasons:
             for one in prepared:
                 self.abort(one.id)
-            self.engine.receive()
-            raise RequestError(str(next(iter(refused.values()))[1]))
+            self._receive()
+            raise RequestError(str(reasons[0][1]))
 
     def post(self, one: Prepared, stream: bool = False) -> None:
         """Start a request at the next turn; if it could never run it comes back with an error.
@@ -100,7 +102,9 @@ class Front:
     def turn(self, timeout: float | None = None) -> Processed:
         """One turn of the engine; -> news of streams, and requests that are complete."""
         news = Processed()
-        for frame in self.engine.turn(timeout):
+        frames = [output for output in self._refused if output.finished]
+        self._refused.clear()
+        for frame in frames or self.engine.turn(timeout):
             if self._siblings:
                 self._add_siblings(frame)
             processed = self._outputs.process(frame)
@@ -117,6 +121,12 @@ class Front:
     def close(self) -> None:
         """Free the engine."""
         self.engine.close()
+
+    def _receive(self) -> dict[str, tuple[FinishReason, int | str | None]]:
+        """Have the engine read its mailbox; -> what it refused. What stays in there comes with the next turn."""
+        output = self.engine.receive()
+        self._refused.append(output)
+        return output.finished
 
     def _add_siblings(self, frame: StepOutput) -> None:
         for id in self._siblings.keys() & (set(frame.ids) | frame.finished.keys()):
@@ -150,16 +160,22 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
     checkpoint = _directory(config.model)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
-    opened = open_local(config, checkpoint)
-    config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
-    scheduler = StepScheduler(
-        capacity.num_slots,
-        capacity.num_rows,
-        capacity.chunk_size,
-        capacity.max_model_len,
-        config.schedule,
-        config.cache.enable_prefix_caching,
-    )
+    try:
+        opened = open_local(config, checkpoint)
+        config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
+        scheduler = StepScheduler(
+            capacity.num_slots,
+            capacity.num_rows,
+            capacity.chunk_size,
+            capacity.max_model_len,
+            config.schedule,
+            config.cache.enable_prefix_caching,
+        )
+    except MemoryError as error:
+        raise CapacityError(
+            f"this machine's memory does not hold the books of max_num_seqs {config.schedule.max_num_seqs} requests; "
+            "lower max_num_seqs or max_model_len."
+        ) from error
     reader = open_reader(spec, capacity.max_model_len, tokenizer, config.model.seed)
     masker = None
     if tokenizer is not None:

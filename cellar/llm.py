@@ -35,8 +35,7 @@ class LLM:
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
-        name = None if model is None else str(model)
-        self._take(open_front(EngineConfig.of(model=name, **options)))
+        self._take(open_front(EngineConfig.of(model=model, **options)))
 
     @classmethod
     def over(cls, opened: Opened) -> LLM:

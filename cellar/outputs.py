@@ -244,6 +244,7 @@ class _Request:
     __slots__ = (
         "id",
         "include_stop",
+        "matcher",
         "num_cached_tokens",
         "num_logprobs",
         "params",
@@ -264,6 +265,7 @@ class _Request:
         self.params = params
         self.stream = stream
         self.include_stop = params.include_stop_str_in_output
+        self.matcher = StopMatcher(params.stop_strings, self.include_stop) if params.stop_strings else None
         self.num_logprobs = params.logprobs
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
@@ -306,7 +308,6 @@ class _Sequence:
     )
 
     def __init__(self, request: _Request, id: str, index: int, detokenizer: Detokenizer | None) -> None:
-        params = request.params
         self.request = request
         self.id = id
         self.index = index
@@ -318,9 +319,8 @@ class _Sequence:
         self.told = False  # it has had a delta
         self._parts: list[str] = []
         self._detokenizer = detokenizer
-        self._min_tokens = params.min_tokens
-        stops = params.stop_strings if detokenizer is not None else ()
-        self._matcher = StopMatcher(stops, params.include_stop_str_in_output) if stops else None
+        self._min_tokens = request.params.min_tokens
+        self._matcher = None if request.matcher is None else request.matcher.fork()
         self._ahead: StopMatcher | None = None
 
     def push(self, token: int, hidden: bool) -> tuple[str, str | None]:

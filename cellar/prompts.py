@@ -10,7 +10,7 @@ import numpy as np
 
 from cellar.core.errors import RequestError
 from cellar.core.messages import IntArray, Request
-from cellar.core.sampling import SamplingParams
+from cellar.core.sampling import MAX_INTEGER, SamplingParams
 
 _ALLOWED = 'a string, a list of token ids, {"prompt": ...} or {"prompt_token_ids": [...]}'
 _MASK = 2**64 - 1
@@ -75,7 +75,7 @@ class PromptReader:
             except RequestError as error:
                 if len(each) == 1:
                     raise
-                raise RequestError(f"prompt {k} of {len(each)}: {error}", error.parameter) from error
+                raise RequestError(f"prompt {k} of {len(each)}: {error}", error.parameter, error.code) from error
         return found
 
     def check(self, params: SamplingParams) -> None:
@@ -97,8 +97,10 @@ class PromptReader:
         salt: bytes = b"",
     ) -> tuple[Request, ...]:
         """The `params.n` sequences of one request, each with a seed of its own."""
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise RequestError(f"priority is {priority!r}, but must be an integer.", "priority")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INTEGER:
+            raise RequestError(
+                f"priority is {priority!r}, but must be an integer from {-MAX_INTEGER} to {MAX_INTEGER}.", "priority"
+            )
         self.check(params)
         room = self.max_model_len - len(prompt.token_ids)
         stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
@@ -158,6 +160,7 @@ class PromptReader:
                 f"the prompt has {len(ids)} tokens, but the context holds {self.max_model_len}, at least one of them "
                 f"output; shorten it to {self.max_model_len - 1} tokens or raise max_model_len.",
                 "prompt",
+                "context_length_exceeded",
             )
         _check_ids("prompt", ids, self.vocab_size)
         return Prompt(np.asarray(ids, np.int32), text)

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from itertools import count
 from os import PathLike
 from types import TracebackType
 from typing import Any
@@ -42,8 +43,7 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
-        name = None if model is None else str(model)
-        self._take(open_front(EngineConfig.of(model=name, **options)))
+        self._take(open_front(EngineConfig.of(model=model, **options)))
 
     @classmethod
     def over(cls, opened: Opened, begin: Callable[[], None] | None = None) -> AsyncLLM:
@@ -61,7 +61,7 @@ class AsyncLLM:
         self._front: Front = opened.front
         self._letters: deque[Callable[[], None]] = deque()
         self._streams: dict[str, _Stream] = {}
-        self._count = 0
+        self._numbers = count()
         self._ended: BaseException | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="cellar-engine", daemon=True)
@@ -167,8 +167,7 @@ class AsyncLLM:
         conversation: str | None = None,
         salt: bytes = b"",
     ) -> Prepared:
-        id = request_id if request_id is not None else f"cellar-{self._count}"
-        self._count += 1
+        id = request_id if request_id is not None else f"cellar-{next(self._numbers)}"
         params = sampling_params or SamplingParams()
         return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt)
 
@@ -196,10 +195,10 @@ class AsyncLLM:
 
     def _post(self, letter: Callable[[], None]) -> None:
         """Have something done by the loop's thread. Raises what ended the loop, if it has ended."""
-        self._letters.append(letter)
-        self._front.engine.wake()
-        if self._ended is not None:
-            self._letters.clear()
+        if self._ended is None:
+            self._letters.append(letter)
+            self._front.engine.wake()
+        if self._ended is not None:  # asked again: the loop may have read its last letter before this one came
             raise CellarError(str(self._ended)) from self._ended
 
     # -- the loop's thread ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from cellar.core.errors import ConfigError, DeviceError, IntegrityError, Request
 from cellar.core.tasks import CellCapacity, TaskPlan, Values
 from cellar.runtime.cells import LocalCellRuntime
 from cellar.runtime.fake_cells import FakeCellRuntime
+from tests.limits import join_all
 
 VOCAB = 50
 BAD, RAISES, MISSHAPEN = 47, 48, 49
@@ -144,10 +145,48 @@ def test_submit_from_many_threads(engine: CellEngine) -> None:
     threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    join_all(threads)
     assert not wrong
     assert engine.run("sum", [{"tokens": [1]}])[0]["s"].tolist() == [1, 2, 3], "run works beside the thread"
+
+
+def test_many_at_once_are_answered_in_order(engine: CellEngine) -> None:
+    rng = random.Random(1)
+    requests = [{"tokens": tokens(rng)} for _ in range(20)]
+    unfolded = [engine.unfold("write", fields) for fields in requests]
+    engine.start()
+    futures = [engine.submit_many("write", unfolded[:13]), engine.submit_many("write", unfolded[13:])]
+    answers = [answer for future in futures for answer in future.result(30)]
+    for fields, answer in zip(requests, answers, strict=True):
+        assert equal(answer, engine.models["write"].evaluate(fields))
+    assert engine.submit_many("write", []).result(0) == []
+
+
+def test_of_many_at_once_those_that_fail_are_told_and_ids_are_their_own() -> None:
+    with local(models()) as engine:
+        good, bad = (engine.unfold("sum", {"tokens": given}) for given in ([1, 2], [1, BAD]))
+        future = engine.submit_many("sum", [good, bad, good], ids=["a", "b", "c"])
+        for ids in (["a", "d"], ["e", "e"]):
+            with pytest.raises(RequestError, match="own"):
+                engine.submit_many("sum", [good, good], ids=ids)
+        engine._drive()
+        first, second, third = future.result(0)
+        assert equal(first, third)
+        assert isinstance(second, RequestError)
+        assert balanced(engine)
+
+
+def test_many_at_once_are_cancelled_together(engine: CellEngine) -> None:
+    unfolded = [engine.unfold("write", {"tokens": [1], "limit": 50_000}) for _ in range(3)]
+    future = engine.submit_many("write", unfolded, ids=["a", "b", "c"])
+    other = engine.submit_many("sum", [engine.unfold("sum", {"tokens": [1]})])
+    for _ in range(3):
+        engine._deliver(engine.loop.turn(0.0))
+    engine.abort("b")
+    engine._drive()
+    assert future.cancelled()
+    assert other.result(0)[0]["s"].tolist() == [1, 2, 3]
+    assert balanced(engine)
 
 
 def test_a_stream_gives_every_step_and_then_the_whole(engine: CellEngine) -> None:
@@ -291,9 +330,11 @@ def test_close_answers_open_requests() -> None:
     engine.start()
     future = engine.submit("write", {"tokens": [1], "limit": 90_000})
     time.sleep(0.1)
+    many = engine.submit_many("write", [engine.unfold("write", {"tokens": [1], "limit": 90_000})] * 2)
     engine.close()
     with pytest.raises(DeviceError, match="closed"):
         future.result(5)
+    assert all(isinstance(answer, DeviceError) for answer in many.result(5))
     with pytest.raises(DeviceError, match="closed"):
         engine.submit("write", {"tokens": [1]})
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from cellar.core.config import ScheduleConfig
-from cellar.core.errors import IntegrityError
-from cellar.core.messages import FinishReason, Request, StepOutput, StepPlan
-from cellar.core.sampling import SamplingParams
+from cellar.core.errors import IntegrityError, RequestError
+from cellar.core.messages import FinishReason, Request, StepOutput, StepPlan, StepResult
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine import Engine
 from cellar.runtime.fake import FakeRuntime, next_token
 from cellar.runtime.protocol import Capacity
 from cellar.schedule.steps import StepScheduler
+from tests.fake_front import open_fake
+from tests.limits import join_all
 
 VOCAB = 97
 
@@ -170,7 +173,7 @@ def test_add_from_another_thread_ends_the_wait() -> None:
     timer.start()
     engine.turn(30.0)
     run(engine, collected)
-    timer.join()
+    join_all([timer])
     assert collected.tokens["a"] == expected([1, 2], 3)
 
 
@@ -193,15 +196,86 @@ def test_many_threads_add_and_abort() -> None:
     clients = [threading.Thread(target=client, args=(name,)) for name in "abcd"]
     for thread in [looper, *clients]:
         thread.start()
-    for thread in clients:
-        thread.join()
+    join_all(clients)
     done.set()
     engine.wake()
-    looper.join()
+    join_all([looper])
     for name in "abcd":
         for k in range(40):
             if k % 4 != 3:
                 assert collected.tokens[f"{name}{k}"] == expected([k % VOCAB] * 5, 6)
+
+
+class SlowGrammars:
+    """A masker whose grammars are ready when the test says so, and that masks nothing."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.begun, self.go = threading.Semaphore(0), threading.Event()
+        self.error = error
+        self.done: set[str] = set()
+
+    def ready(self, wanted: StructuredOutputsParams) -> bool:
+        return wanted.text in self.done
+
+    def prepare(self, wanted: StructuredOutputsParams) -> None:
+        self.begun.release()
+        assert self.go.wait(20)
+        if self.error is not None:
+            raise RequestError(self.error)
+        self.done.add(wanted.text)
+
+    def submitted(self, plan: StepPlan) -> None:
+        return None
+
+    def committed(self, result: StepResult) -> None:
+        return None
+
+
+def structured(id: str, prompt: list[int], grammar: str) -> Request:
+    asked = request(id, prompt, 3)
+    return replace(asked, params=asked.params.clone(structured_outputs=StructuredOutputsParams(regex=grammar)))
+
+
+def test_an_id_taken_again_while_a_grammar_compiles_runs_the_later_request() -> None:
+    engine, _ = make()
+    engine.masker = masker = SlowGrammars()
+    engine.add(structured("a", [1, 2], "x"))
+    engine.receive()
+    assert masker.begun.acquire(timeout=20)
+    engine.abort("a")
+    engine.add(structured("a", [7, 8, 9], "y"))
+    engine.receive()
+    masker.go.set()
+    opened: list[list[int]] = []
+    plan = engine.scheduler.plan
+
+    def noted(worker: int, now: float) -> StepPlan | None:
+        made = plan(worker, now)
+        opened.extend([made.tokens.tolist()] if made is not None and made.opens else [])
+        return None if made is None else replace(made, masked_rows=())
+
+    engine.scheduler.plan = noted  # type: ignore[method-assign]
+    run(engine, Collected())
+    assert opened == [[7, 8, 9]]
+
+
+def test_what_is_refused_between_turns_belongs_to_the_request_it_was_said_of() -> None:
+    opened, _ = open_fake()
+    front = opened.front
+    front.engine.masker = masker = SlowGrammars("no such grammar")
+    prompt, plain = front.reader.read([1, 2]), SamplingParams(max_tokens=2)
+    grammar = plain.clone(structured_outputs=StructuredOutputsParams(regex="x"))
+    front.start([front.prepare("late", prompt, grammar)])
+    masker.go.set()
+    assert masker.begun.acquire(timeout=20)
+    front.engine._compiler.shutdown()  # the refusal has been posted
+    front.start([front.prepare("good", prompt, plain)])
+    ended = {}
+    while len(ended) < 2:
+        for output in front.turn(5.0).finished:
+            ended[output.request_id] = output.outputs[0]
+    assert (ended["late"].finish_reason, ended["late"].stop_reason) == ("error", "no such grammar")
+    assert ended["good"].finish_reason == "length"
 
 
 def test_books_are_checked_when_work_ends_but_not_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

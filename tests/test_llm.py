@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from cellar import LLM, SamplingParams
-from cellar.core.errors import CellarError, ConfigError, RequestError
+from cellar.core.errors import CapacityError, CellarError, ConfigError, RequestError
 from cellar.core.messages import StepPlan
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, continuation, open_fake
+from tests.limits import join_all, run_python
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -74,8 +72,10 @@ def test_priorities_order_the_queue() -> None:
     assert order == [1, 3, 2, 0]
     with pytest.raises(RequestError, match="1 priorities for 2 prompts"):
         model.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
-    with pytest.raises(RequestError, match="priority is 'high'"):
-        model.generate([[1]], GREEDY, use_tqdm=False, priority=["high"])  # type: ignore[list-item]
+    for wrong in ("high", True, 2**63):
+        with pytest.raises(RequestError, match=f"priority is {wrong!r}"):
+            model.generate([[1]], GREEDY, use_tqdm=False, priority=[wrong])  # type: ignore[list-item]
+    assert model.generate([[1]], GREEDY, use_tqdm=False, priority=[-(2**31) + 1])[0].finished
 
 
 def test_defaults_are_those_of_vllm() -> None:
@@ -256,10 +256,21 @@ def test_an_unknown_option_names_the_nearest() -> None:
         LLM(max_num_sequences=3)
 
 
+def test_more_requests_than_memory_has_room_for_are_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crowded(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("cellar.schedule.steps.Rows", crowded)
+    with pytest.raises(CapacityError, match=r"max_num_seqs 7 .* lower"):
+        LLM(max_num_seqs=7, max_model_len=64, num_threads=1, kv_cache_memory_bytes=2**20)
+
+
 def test_a_failing_step_ends_only_its_requests() -> None:
     opened, _ = open_fake(nan=lambda step, row: row == 1 and step > 2)
     outputs = LLM.over(opened).generate([[1], [2], [3]], GREEDY, use_tqdm=False)
     assert sorted(o.outputs[0].finish_reason or "" for o in outputs) == ["error", "length", "length"]
+    (reason,) = [o.outputs[0].stop_reason for o in outputs if o.outputs[0].finish_reason == "error"]
+    assert "not finite" in str(reason)
 
 
 # -- chat, streams --------------------------------------------------------------------------------
@@ -330,7 +341,7 @@ def test_ctrl_c_from_outside_while_waiting() -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         model.generate([1, 2], GREEDY.clone(max_tokens=200), use_tqdm=False)
-    timer.join()
+    join_all([timer])
     assert len(model.generate([1, 2], GREEDY.clone(max_tokens=2), use_tqdm=False)) == 1
 
 
@@ -348,8 +359,7 @@ def test_importing_cellar_is_light() -> None:
     code = (
         "import sys, cellar; cellar.SamplingParams; print([m for m in ('torch', 'numpy', 'typer') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
-    assert found.stdout.strip() == "[]"
+    assert run_python(code).strip() == "[]"
 
 
 def test_the_package_lists_its_names() -> None:

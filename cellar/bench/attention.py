@@ -1,12 +1,14 @@
 """Attention by itself, checked and timed beside what memory and arithmetic of this machine allow.
 
     python -m cellar.bench.attention [--json FILE] [--seconds S] [--only NAME]
+    python -m cellar.bench.attention --comparison scattered [--json FILE] [--png FILE]
+    python -m cellar.bench.attention --comparison unified [--json FILE]
 
 Every shape is first compared with the definition in float32, then timed over caches that rotate, so that none stays in
 the processor's cache. On an accelerator the launches of all caches are captured in one graph: its time per launch is
 the kernel's, and the time of eager launches stands beside it. `share` is the part of the limit that was reached:
 bytes of K and V over the measured read rate, or products over the measured rate of dense ones, whichever takes longer.
-The last line is JSON.
+The last line is JSON. The comparisons stand in `attention_scattered.py` and `attention_unified.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -101,10 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the result")
     parser.add_argument("--seconds", type=float, default=0.5, help="time per measurement")
     parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--comparison", choices=("scattered", "unified"), help="a comparison instead of single shapes")
+    parser.add_argument("--png", type=Path, help="figure of --comparison scattered")
     options = parser.parse_args(arguments)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
     dtype = torch.float32 if accelerator is None else torch.bfloat16
+    if options.comparison is not None:
+        from cellar.bench import attention_scattered, attention_unified
+
+        if options.comparison == "scattered":
+            return attention_scattered.run(device, dtype, options.json, options.png)
+        return attention_unified.run(device, options.json)
     with torch.inference_mode():
         rates = measured_rates(device, dtype, options.seconds)
         print(f"{describe(device)}: reads {rates.read / 1e9:.0f} GB/s, {rates.products / 1e12:.2f} TFLOP/s")
@@ -152,11 +162,10 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rates: Rates
     generator = np.random.default_rng(0)
     chunks = -(-shape.context // CHUNK)
     slots = shape.batch * chunks + 1
-    copies = min(32, max(2, -(-(2**28 if device.type == "cpu" else 2**29) // shape.nbytes(dtype.itemsize))))
     order = generator.permutation(slots - 1) if device.type != "cpu" else np.arange(slots - 1)
     table = torch.from_numpy(order.astype(np.int32).reshape(shape.batch, chunks)).to(device)
-    layout = (2, slots, shape.kv_heads, CHUNK, shape.dim)
-    caches = [torch.randn(layout, device=device).to(dtype) for _ in range(copies)]
+    caches = caches_of(shape, slots, device, dtype)
+    copies = len(caches)
     q = torch.randn(shape.batch * shape.queries, shape.heads, shape.dim, device=device).to(dtype)
     scale = shape.dim**-0.5
 
@@ -192,6 +201,14 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rates: Rates
     )
 
 
+def caches_of(shape: Shape, slots: int, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    """Random K and V [2, slots, kv_heads, CHUNK, dim], as often as it takes that no cache of the processor helps."""
+    enough = 2**28 if device.type == "cpu" else 2**29
+    copies = min(32, max(2, -(-enough // shape.nbytes(dtype.itemsize))))
+    layout = (2, slots, shape.kv_heads, CHUNK, shape.dim)
+    return [torch.randn(layout, device=device).to(dtype) for _ in range(copies)]
+
+
 def work_of(shape: Shape, start: np.ndarray, device: torch.device, queries: int | None = None) -> AttentionWork:
     """A plan for spans of all rows from `start` on."""
     stop = start + (queries or shape.queries)
@@ -222,6 +239,30 @@ def captured(call: Callable[[], None], device: torch.device) -> Callable[[], Non
     return replay
 
 
+def by_turns(calls: Mapping[str, Callable[[], None]], device: torch.device, rounds: int = 9) -> dict[str, float]:
+    """Seconds of each call: the median of `rounds`, taken by turns, so that all see the same machine."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for call in calls.values():
+        call()
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(_elapsed(call, device))
+    return {name: float(np.median(found)) for name, found in times.items()}
+
+
+def _elapsed(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+    first, last = (torch.Event(device, enable_timing=True) for _ in range(2))
+    first.record()
+    call()
+    last.record()
+    last.synchronize()
+    return first.elapsed_time(last) / 1e3
+
+
 def typical_seconds(call: Callable[[], object], device: torch.device, seconds: float) -> float:
     """Median time of a call by an accelerator's own clock; on the CPU, which others use too, the tenth percentile."""
     call()
@@ -229,19 +270,12 @@ def typical_seconds(call: Callable[[], object], device: torch.device, seconds: f
     if device.type == "cpu":
         end = time.perf_counter() + seconds
         while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
-            begin = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - begin)
+            times.append(_elapsed(call, device))
         return float(np.quantile(times, 0.1))
     torch.accelerator.synchronize()
     end = time.perf_counter() + seconds
     while len(times) < 5 or (time.perf_counter() < end and len(times) < 1000):
-        begin_event, end_event = (torch.Event(device, enable_timing=True) for _ in range(2))
-        begin_event.record()
-        call()
-        end_event.record()
-        end_event.synchronize()
-        times.append(begin_event.elapsed_time(end_event) / 1e3)
+        times.append(_elapsed(call, device))
     return float(np.median(times))
 
 

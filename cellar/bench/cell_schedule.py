@@ -1,10 +1,12 @@
 """Time of the cell scheduler alone: plan and commit of batched chains, and add + finish of requests, with no runtime.
 
-    python -m cellar.bench.cell_schedule [--batch 64 512] [--length 24] [--seconds 2]
+    python -m cellar.bench.cell_schedule [--batch 64 512] [--length 24] [--present 3 16] [--per-task] [--seconds 2]
 
-An LSTM of one cell (inputs token, h, c) serves chains of `--length` nodes; three batches of requests are always
-there, so that every batch is full and requests join and leave all the time. From the time of that and of chains ten
-times as long follow the costs of a node (plan and commit) and of a request (add, admission, finish).
+An LSTM of one cell (inputs token, h, c) serves chains of `--length` nodes; `--present` batches of requests are always
+there, so that every batch is full and requests join and leave all the time: with few, those that a plan has room for
+are admitted with every plan; with many, admission shares its costs among more. From the time of that and of chains ten
+times as long follow the costs of a node (plan and commit) and of a request (add, admission, finish). A plan's results
+are committed at once, as an accelerator's come, or task by task with `--per-task`.
 
 Time is that of the processor, over windows of a few calls: their fifth percentile, which on a busy machine is nearest
 to what the code takes, and their median. `all` is nodes over the time of everything. The project's limits: 5 million
@@ -51,6 +53,8 @@ class Timing:
 
     batch: int
     length: int
+    present: int
+    per_task: bool
     nodes_per_second: float
     median_nodes_per_second: float
     seconds_per_request: float
@@ -92,14 +96,24 @@ def chain_graph(length: int) -> CellGraph:
     return CellGraph((part,), fields, np.array([NO_STOP]), (0,), (slots, 2), states + 6, (length, 0), (), length)
 
 
-def measure(batch: int, length: int, seconds: float) -> Timing:
+def measure(batch: int, length: int, seconds: float, present: int = 3, *, per_task: bool = False) -> Timing:
     """Times chains of `length` and of ten times that length, and takes both costs from the two."""
-    short, long = _seconds_per_node(batch, length, seconds), _seconds_per_node(batch, length * LONG, seconds)
+    short = _seconds_per_node(batch, length, seconds, present, per_task)
+    long = _seconds_per_node(batch, length * LONG, seconds, present, per_task)
     (best_node, best), (median_node, median) = (
         _costs(share(short), share(long), length) for share in (_least, statistics.median)
     )
     return Timing(
-        batch, length, 1 / best_node, 1 / median_node, best, median, 1 / _least(short), LIMIT_NODES.get(batch)
+        batch,
+        length,
+        present,
+        per_task,
+        1 / best_node,
+        1 / median_node,
+        best,
+        median,
+        1 / _least(short),
+        LIMIT_NODES.get(batch),
     )
 
 
@@ -114,36 +128,39 @@ def _least(windows: list[float]) -> float:
     return statistics.quantiles(windows, n=20)[0]
 
 
-def _seconds_per_node(batch: int, length: int, seconds: float) -> list[float]:
-    """Processor time of this thread by node, over windows of a few calls, while 3 * batch chains are there."""
+def _seconds_per_node(batch: int, length: int, seconds: float, present: int, per_task: bool) -> list[float]:
+    """Processor time of this thread by node, over windows of a few calls, while present * batch chains are there."""
     rng = np.random.default_rng(0)
     graphs = {n: chain_graph(n) for n in range(length - length // 2, length + length // 2 + 1)}
     lengths = rng.integers(min(graphs), max(graphs) + 1, 4096).tolist()
     tokens = [rng.integers(0, 1000, n) for n in lengths]
-    frames = 8 * batch * VALUE_SLOTS
+    frames = 4 * (present + 1) * batch * VALUE_SLOTS
     scheduler = CellScheduler([lstm_spec(batch)], CellCapacity(((frames, 2 * frames),)), CellConfig())
-    labels, flags = np.zeros(batch * 5, np.int64), np.zeros(batch, np.uint8)
+    most = batch * scheduler.config.max_tasks
+    labels, flags = np.zeros(most, np.int64), np.zeros(most, np.uint8)
     added = running = 0
     waiting: deque[CellRequest] = deque()
     windows: list[float] = []
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline or len(windows) < 40:
-        while len(waiting) < 4 * batch * CALLS:
+        while len(waiting) < (present + 1) * batch * CALLS:
             k = added % len(tokens)
             waiting.append(CellRequest(str(added), 0, graphs[lengths[k]], (tokens[k], None)))
             added += 1
         nodes, begin = 0, time.thread_time()
         for _ in range(CALLS):
-            while running < 3 * batch:
-                scheduler.add(waiting.popleft())
-                running += 1
+            if running < present * batch:
+                scheduler.add_all([waiting.popleft() for _ in range(present * batch - running)])
+                running = present * batch
             plan = scheduler.plan(0)
             assert plan is not None
-            sizes = np.diff(plan.cu_batch).tolist()
-            for t, size in enumerate(sizes):
-                result = TaskResult(plan.plan, 0, t, t + 1, flags[:size], (None, None, labels[:size]))
+            cu = plan.cu_batch.tolist()
+            step = 1 if per_task else plan.num_tasks
+            for t in range(0, plan.num_tasks, step):
+                size = cu[t + step] - cu[t]
+                result = TaskResult(plan.plan, 0, t, t + step, flags[:size], (None, None, labels[:size]))
                 running -= len(scheduler.commit(result).finished)
-            nodes += sum(sizes)
+            nodes += cu[-1]
         windows.append((time.thread_time() - begin) / nodes)
     return windows[len(windows) // 4 :]
 
@@ -153,15 +170,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cellar.bench.cell_schedule", description=__doc__)
     parser.add_argument("--batch", type=int, nargs="+", default=sorted(LIMIT_NODES))
     parser.add_argument("--length", type=int, default=24)
+    parser.add_argument("--present", type=int, nargs="+", default=[3, 16])
+    parser.add_argument("--per-task", action="store_true")
     parser.add_argument("--seconds", type=float, default=1.0)
     options = parser.parse_args(argv)
-    timings = [measure(batch, options.length, options.seconds) for batch in options.batch]
-    print(f"{'':6}  {'plan + commit, M nodes/s':^24}  {'add + finish, us/request':^24}  {'all':>6}")
-    print(f"{'batch':>6}  {'least':>8}{'median':>8}{'limit':>8}  {'least':>8}{'median':>8}{'limit':>8}  {'M/s':>6}")
+    timings = [
+        measure(batch, options.length, options.seconds, present, per_task=options.per_task)
+        for batch in options.batch
+        for present in options.present
+    ]
+    print(f"{'':15}  {'plan + commit, M nodes/s':^24}  {'add + finish, us/request':^24}  {'all':>6}")
+    columns = f"{'least':>8}{'median':>8}{'limit':>8}"
+    print(f"{'batch':>6}  {'present':>7}  {columns}  {columns}  {'M/s':>6}")
     for t in timings:
         limit = "-" if t.limit_nodes is None else f"{t.limit_nodes / 1e6:.0f}"
         print(
-            f"{t.batch:6}  {t.nodes_per_second / 1e6:8.2f}{t.median_nodes_per_second / 1e6:8.2f}{limit:>8}  "
+            f"{t.batch:6}  {t.present:7}  "
+            f"{t.nodes_per_second / 1e6:8.2f}{t.median_nodes_per_second / 1e6:8.2f}{limit:>8}  "
             f"{t.seconds_per_request * 1e6:8.2f}{t.median_seconds_per_request * 1e6:8.2f}"
             f"{t.limit_request_seconds * 1e6:8.0f}  {t.all_nodes_per_second / 1e6:6.2f}"
         )

@@ -181,6 +181,7 @@ _SOURCES: Mapping[str, str] = {
     "norm": NORM,
     "rotary": ROTARY,
     "rotary_kv": ROTARY,
+    "rotary_kv_cpu": ROTARY,
     "kv": ROTARY,
     "attention": ATTENTION,
     "attention_cpu": ATTENTION,

@@ -12,8 +12,11 @@ from rich.table import Table
 
 from cellar.bench.anatomy import spec_of
 from cellar.core.hardware import Measure, Profile
+from cellar.models.hub import resolve
+from cellar.models.registry import shipped_config
 from cellar.ops.linear_choice import inflections, timings_of
 from cellar.runtime.device import resolve_device
+from cellar.runtime.probes import scores
 from cellar.runtime.probes.context import ProbeContext
 from cellar.runtime.probes.registry import default_path, machine_name, measure
 
@@ -33,7 +36,8 @@ def measure_machine(
     path = output or default_path(machine_name(accelerator))
     context = ProbeContext(accelerator, path.parent)
     if model is not None:
-        context = replace(context, model=model, spec=spec_of(model, resolved.type))
+        checkpoint = resolve(model) if shipped_config(model) is None else None
+        context = replace(context, model=model, spec=spec_of(model, resolved.type), checkpoint=checkpoint)
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
@@ -84,8 +88,18 @@ def linear_rows(profile: Profile) -> list[tuple[str, str, str, str]]:
     return found
 
 
+def score_rows(profile: Profile) -> list[tuple[str, str, str, str, str]]:
+    """Model, layer, the bounds of 99.99 % of its attention scores, and the softmax that it gets."""
+    found = profile.tables.get(scores.TABLE)
+    return [
+        (str(model), str(layer), f"{low} to {high}", f"{least} to {most}", "running maximum" if wide else "unified")
+        for _, model, layer, low, high, least, most, again in (() if found is None else found.rows)
+        for wide in [float(again) > scores.MOST_AGAIN]
+    ]
+
+
 def print_profile(profile: Profile, console: Console | None = None) -> None:
-    """A table of the profile, and one of its linear layers if they were measured."""
+    """A table of the profile, one of its linear layers and one of its attention scores if they were measured."""
     table = Table(title=profile.machine, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -100,4 +114,11 @@ def print_profile(profile: Profile, console: Console | None = None) -> None:
             table.add_column(name, justify="right")
         for line in linear:
             table.add_row(*line)
+        console.print(table)
+    if attention := score_rows(profile):
+        table = Table(title="attention scores: how wide, and what softmax follows", title_justify="left")
+        for name in ("model", "layer", "99.99 %", "all", "softmax"):
+            table.add_column(name, justify="left" if name == "model" else "right")
+        for entry in attention:
+            table.add_row(*entry)
         console.print(table)

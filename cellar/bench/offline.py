@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
+
 from cellar.bench.limits import Limits, limits_of
 from cellar.bench.meter import MeteredRuntime, PhaseTotal, StepRecord, totals
 from cellar.bench.transformers_peer import ORDERS, TransformersPeer
@@ -68,6 +70,13 @@ class Bench:
         """Random prompts that fit the model."""
         llm = self._llm
         return random_workload(num_prompts, inputs, outputs, llm.spec.vocab_size, llm.max_model_len, seed)
+
+    def renewed(self, workload: Workload, seed: int) -> Workload:
+        """The same lengths, other tokens: prompts that came before would be found in the prefix cache."""
+        random = np.random.default_rng(seed)
+        vocab_size = self._llm.spec.vocab_size
+        prompts = tuple(random.integers(0, vocab_size, len(prompt)).tolist() for prompt in workload.prompts)
+        return Workload(prompts, workload.output_lengths)
 
     def run(self, workload: Workload) -> float:
         """Do a workload greedily, past end symbols; -> seconds."""
@@ -132,9 +141,9 @@ def compare_with_transformers(
     single = bench.workload(1, LengthRange(one[0], one[0]), LengthRange(one[1], one[1]), seed)
     batch = bench.workload(*many, seed)
     found: dict[str, Any] = {}
-    bench.run(single)
+    bench.run(bench.renewed(single, seed + 1))
     peer.run(single, 1, "given")
-    found["one_prompt"] = _by_turns(bench, single, lambda: peer.run(single, 1, "given"), rounds)
+    found["one_prompt"] = _by_turns(bench, single, lambda: peer.run(single, 1, "given"), rounds, seed)
     say(_line(f"one prompt, {one[0]} -> {one[1]}", found["one_prompt"]))
     tried: dict[tuple[int, str], float] = {}
     for size in sorted({min(size, len(batch.prompts)) for size in BATCH_SIZES}):
@@ -142,18 +151,21 @@ def compare_with_transformers(
             tried[size, order] = peer.run(batch, size, order)
             say(f"transformers, batch {size}, order {order}: {batch.num_output_tokens / tried[size, order]:.0f} tok/s")
     size, order = min(tried, key=lambda key: tried[key])
-    found["batch"] = _by_turns(bench, batch, lambda: peer.run(batch, size, order), rounds)
+    # Trying the batches has warmed the other side up, too.
+    bench.run(bench.renewed(batch, seed + 1))
+    found["batch"] = _by_turns(bench, batch, lambda: peer.run(batch, size, order), rounds, seed)
     found["batch"] |= {"static_batch": size, "order": order}
     title = f"{many[0]} prompts, {many[1]} -> {many[2]}, against batch {size}, order {order}"
     say(_line(title, found["batch"]))
     return found
 
 
-def _by_turns(bench: Bench, work: Workload, other: Callable[[], float], rounds: int) -> dict[str, Any]:
+def _by_turns(bench: Bench, work: Workload, other: Callable[[], float], rounds: int, seed: int) -> dict[str, Any]:
+    """`seed` + 2 and those after it make the prompts of our turns: none of them may be in the prefix cache."""
     ours: list[float] = []
     theirs: list[float] = []
-    for _ in range(rounds):
-        ours.append(work.num_output_tokens / bench.run(work))
+    for turn in range(rounds):
+        ours.append(work.num_output_tokens / bench.run(bench.renewed(work, seed + 2 + turn)))
         theirs.append(work.num_output_tokens / other())
     a, b = statistics.median(ours), statistics.median(theirs)
     return {"cellar": a, "transformers": b, "ratio": a / b, "cellar_runs": ours, "transformers_runs": theirs}

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cellar import demo
 from cellar.core.errors import CheckpointError, ConfigError
 from cellar.core.hardware import Profile
 from cellar.core.specs import ModelSpec
@@ -23,19 +24,21 @@ from cellar.planner.search import Answer
 from cellar.planner.sharding import Mesh
 
 
-def model_spec(name: str) -> ModelSpec:
-    """The spec of a known model's name, or of a config.json (or a directory that holds one). No weight is read."""
+def model_spec(name: str, kind: str = "gpu") -> ModelSpec:
+    """The spec of a known model's name (`demo` too), or of a config.json (or a directory that holds one), in the dtype
+    that it runs in on a kind of device. No weight is read.
+    """
     found = models.known_spec(name)
     if found is not None:
         return found
     config = shipped_config(name)
     if config is None:
-        path = Path(name).expanduser()
+        path = demo.path() if name == "demo" else Path(name).expanduser()
         if not path.exists():
-            names = ", ".join((*shipped_names(), *models.NAMES))
+            names = ", ".join(("demo", *shipped_names(), *models.NAMES))
             raise CheckpointError(f"model {name!r} is unknown; give a directory, its config.json, or one of {names}.")
         config = read_config(path)
-    return open_model(config, auto_dtype(config, "gpu")).spec
+    return open_model(config, auto_dtype(config, kind)).spec
 
 
 def open_machine(name: str) -> Machine:

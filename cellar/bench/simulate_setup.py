@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cellar import demo
 from cellar.bench.plan import model_spec
 from cellar.bench.steps import read_steps, table_name
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Profile
 from cellar.core.specs import ModelSpec
-from cellar.models.registry import auto_dtype, open_model, read_config
 from cellar.planner.calibration import fit_steps
 from cellar.planner.cost import Dimensions, dimensions
 from cellar.planner.machines import Machine, from_profile, machine, processor
@@ -95,11 +93,7 @@ def _weights(name: str | None, kind: str) -> Formats:
 
 
 def _spec(model: str, kind: str, form: Formats) -> ModelSpec:
-    if model != "demo":
-        spec = model_spec(model)
-    else:
-        config = read_config(demo.path())
-        spec = open_model(config, auto_dtype(config, kind)).spec
+    spec = model_spec(model, kind)
     dtype = "float32" if form is FLOAT32 else "bfloat16"
     groups = tuple(replace(group, dtype=dtype) for group in spec.kv.groups)
     return replace(spec, kv=replace(spec.kv, groups=groups))

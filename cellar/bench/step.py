@@ -15,24 +15,25 @@ import argparse
 import json
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch._C._autograd import DeviceType
-from torch.overrides import TorchFunctionMode
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 from cellar import demo
 from cellar.bench.anatomy import spec_of
 from cellar.bench.attention import describe
-from cellar.bench.kinds import IDLE, Launch, Traffic, in_order, kinds_of, linear_kinds, times_of, traffic
+from cellar.bench.breakdown import Breakdown, breakdown_from, by_kind, least_seconds, lines_of
+from cellar.bench.kinds import Launch, Traffic
+from cellar.bench.launches import Callers, cpu_launches, device_launches
 from cellar.bench.limits import Limits, limits_of
+from cellar.bench.step_figure import draw
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, ConfigError
 from cellar.core.hardware import Profile
@@ -45,70 +46,8 @@ from cellar.runtime.local import open_local
 from cellar.runtime.masks import MaskBox
 from cellar.runtime.probes.registry import shipped
 
-_PACKAGE = str(Path(__file__).parents[1])
-_CALLER = "called by "
-
-SCHEMA = 1
 WARM_STEPS = 8
 AHEAD = 2
-
-
-@dataclass(frozen=True)
-class KindTime:
-    """One kind of launch in one step: seconds, bytes, and the seconds that the machine needs for these at best.
-
-    `limit_seconds` is bytes over bandwidth or FLOPs over their rate, whichever is longer; 0 where nothing is needed.
-    """
-
-    kind: str
-    seconds: float
-    launches: float
-    nbytes: int
-    flops: int
-    limit_seconds: float
-
-
-@dataclass(frozen=True)
-class Breakdown:
-    """A decode step of `batch` rows with about `context` positions each. Times in seconds per step.
-
-    `seconds` was taken without the profiler, `profiled_seconds` with it; the kinds' times add up to the latter, but for
-    the ends of the run.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    batch: int
-    context: int
-    graphs: bool
-    num_steps: int
-    seconds: float
-    profiled_seconds: float
-    limits: Limits
-    limit_seconds: float
-    kinds: tuple[KindTime, ...]
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps({"schema": SCHEMA, **asdict(self)})
-
-
-def breakdown_from(text: str) -> Breakdown:
-    """What `to_json` wrote. Raises ConfigError for anything else."""
-    try:
-        data = json.loads(text)
-        if data.pop("schema") != SCHEMA:
-            raise ValueError
-        return Breakdown(
-            **{
-                **data,
-                "limits": Limits(**data["limits"]),
-                "kinds": tuple(KindTime(**kind) for kind in data["kinds"]),
-            }
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError("the file holds no breakdown of a step; make one with `cellar bench step --json`.") from error
 
 
 class DecodeBench:
@@ -178,13 +117,13 @@ class DecodeBench:
                     self._launch_all(self._steps()[:2])
                 with profile(activities=[ProfilerActivity.CUDA]) as found:
                     seconds = self._timed(self._steps())
-                return seconds, _device_launches(found)
-            with profile(activities=[ProfilerActivity.CPU]) as found, _Callers():
+                return seconds, device_launches(found)
+            with profile(activities=[ProfilerActivity.CPU]) as found, Callers():
                 traced_seconds = self._timed(self._steps())
-            sources = _cpu_launches(found)
+            sources = cpu_launches(found)
             with profile(activities=[ProfilerActivity.CPU]) as found:
                 seconds = self._timed(self._steps())
-            launches = _cpu_launches(found)
+            launches = cpu_launches(found)
             # Asking who called slows everything; the same steps without that have the times.
             if [launch.name for launch in launches] != [launch.name for launch in sources]:
                 return traced_seconds, sources
@@ -285,63 +224,9 @@ def measure(bench: DecodeBench, model: str, limits: Limits) -> Breakdown:
         seconds=seconds,
         profiled_seconds=profiled_seconds,
         limits=limits,
-        limit_seconds=_limit(_least(bench.spec, bench.batch, position), limits),
+        limit_seconds=least_seconds(_least(bench.spec, bench.batch, position), limits),
         kinds=by_kind(launches, bench.spec, bench.batch, position, bench.num_steps, limits),
     )
-
-
-def by_kind(
-    launches: Sequence[Launch], spec: ModelSpec, batch: int, context: float, num_steps: int, limits: Limits
-) -> tuple[KindTime, ...]:
-    """The launches of `num_steps` steps, summed by kind, per step."""
-    kinds = kinds_of(launches, linear_kinds(spec))
-    times, counts = times_of(launches, kinds), Counter(kinds)
-    needs = traffic(spec, batch, context)
-    found = []
-    for kind in in_order([*kinds, IDLE]):
-        need = needs.get(kind, Traffic()).launched(counts[kind] / num_steps)
-        found.append(
-            KindTime(
-                kind=kind,
-                seconds=times.get(kind, 0) / 1e9 / num_steps,
-                launches=counts[kind] / num_steps,
-                nbytes=need.nbytes,
-                flops=need.flops,
-                limit_seconds=_limit(need, limits),
-            )
-        )
-    return tuple(found)
-
-
-def lines_of(found: Breakdown) -> list[str]:
-    """A table for people."""
-    lines = [
-        f"{found.model}, {found.batch} x {found.context}, {found.dtype}, {found.device}"
-        f"{', graphs' if found.graphs else ''}",
-        f"limits: {found.limits.bandwidth / 1e12:.3g} TB/s, {found.limits.flops / 1e12:.3g} TFLOP/s "
-        f"({found.limits.source})",
-        f"{'kind':<18} {'us':>9} {'of step':>8} {'MB':>9} {'GB/s':>8} {'of limit':>8} {'launches':>9}",
-    ]
-    whole = sum(kind.seconds for kind in found.kinds) or 1.0
-    for kind in found.kinds:
-        rate = share = megabytes = "-"
-        if kind.nbytes and kind.seconds:
-            megabytes, rate = f"{kind.nbytes / 1e6:.2f}", f"{kind.nbytes / kind.seconds / 1e9:.0f}"
-            share = f"{kind.limit_seconds / kind.seconds:.0%}"
-        lines.append(
-            f"{kind.kind:<18} {kind.seconds * 1e6:>9.1f} {kind.seconds / whole:>8.1%} {megabytes:>9} {rate:>8} "
-            f"{share:>8} {kind.launches:>9.1f}"
-        )
-    nbytes = sum(kind.nbytes for kind in found.kinds)
-    share = f"{found.limit_seconds / found.seconds:.0%}"
-    lines.append(
-        f"{'step':<18} {found.seconds * 1e6:>9.1f} {'':>8} {nbytes / 1e6:>9.2f} "
-        f"{nbytes / found.seconds / 1e9:>8.0f} {share:>8} {sum(kind.launches for kind in found.kinds):>9.1f}"
-    )
-    lines.append(
-        f"limit of the step {found.limit_seconds * 1e6:.1f} us; under the profiler {found.profiled_seconds * 1e6:.1f}"
-    )
-    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,8 +257,6 @@ def run(options: StepOptions) -> None:
         return
     print("\n".join(lines_of(found)))
     if options.png is not None:
-        from cellar.bench.step_figure import draw
-
         draw(found, options.png)
     if options.json is not None:
         options.json.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -435,10 +318,6 @@ def _limits(bench: DecodeBench, machine_profile: str) -> Limits:
     return limits_of(str(bench.device), bench.spec.dtype, named)
 
 
-def _limit(need: Traffic, limits: Limits) -> float:
-    return max(need.nbytes / limits.bandwidth, need.flops / limits.flops)
-
-
 def _least(spec: ModelSpec, batch: int, context: float) -> Traffic:
     """Of the whole step: weights and KV once, as the planner counts them."""
     return Traffic(spec.step_nbytes(round(batch * context)), spec.flops(batch, round(context), batch))
@@ -454,65 +333,6 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}); give a file that --json wrote.") from error
-
-
-class _Callers(TorchFunctionMode):
-    """Names, as a range of the profile, the file of ours that made each call of torch.
-
-    The profiler's own way (`with_stack`) traces all Python of all threads; with a second thread that waits with a time
-    limit, Python 3.11 and that tracer were seen to hand each other the interpreter for ever.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not _is_ours(frame.f_code.co_filename):
-            frame = frame.f_back
-        with record_function(_CALLER + frame.f_code.co_filename):
-            return func(*args, **(kwargs or {}))
-
-
-def _is_ours(file: str) -> bool:
-    return file.startswith(_PACKAGE) and file != __file__
-
-
-def _device_launches(found: Any) -> list[Launch]:
-    """Kernels and copies by start."""
-    events = found.profiler.kineto_results.events()
-    there = [e for e in events if e.device_type() != DeviceType.CPU and _is_work(e)]
-    launches = [Launch(e.name(), e.start_ns(), e.start_ns() + e.duration_ns()) for e in there]
-    return sorted(launches, key=lambda launch: launch.start)
-
-
-def _cpu_launches(found: Any) -> list[Launch]:
-    """Operations that no other operation has called, by start, each with the file of ours that called it."""
-    events = [e for e in found.profiler.kineto_results.events() if _is_operation(e.name()) or _is_caller(e.name())]
-    events.sort(key=lambda e: (e.start_ns(), -e.duration_ns(), not _is_caller(e.name())))
-    launches: list[Launch] = []
-    caller, until = None, 0
-    for event in events:
-        start, stop = event.start_ns(), event.start_ns() + event.duration_ns()
-        if _is_caller(event.name()):
-            if start >= until:  # not one within another
-                caller, until = event.name().removeprefix(_CALLER), stop
-        elif not launches or start >= launches[-1].stop:
-            launches.append(Launch(event.name(), start, stop, caller if start < until else None))
-    return launches
-
-
-def _is_work(event: Any) -> bool:
-    """Kernels and copies, not the profiler's notes about them."""
-    kind = getattr(event, "activity_type", None)
-    return kind is None or kind() in ("kernel", "gpu_memcpy", "gpu_memset")
-
-
-def _is_operation(name: str) -> bool:
-    return "::" in name and not name.startswith("<")
-
-
-def _is_caller(name: str) -> bool:
-    return name.startswith(_CALLER)
 
 
 if __name__ == "__main__":

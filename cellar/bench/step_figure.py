@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 
+from cellar.bench.breakdown import Breakdown
 from cellar.bench.kinds import ACTIVATION, ATTENTION, COMBINE, COPIES, EMBEDDING, IDLE, NORM, ROTARY, SAMPLING
-from cellar.bench.step import Breakdown
 from cellar.core.errors import ConfigError
 
 # Linear layers in blues, attention in reds, idle time in grey; all light enough to read a label on.

@@ -20,6 +20,8 @@ GROWN_ROWS = 3
 
 # How an input of a block is fed; hashable, so that equal blocks have equal keys.
 Feed = tuple[Any, ...]
+_UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+
 ZERO: Feed = ("zero",)
 VALUE: Feed = ("value",)
 VALUES: Feed = ("values",)
@@ -396,7 +398,7 @@ def host_dtype(name: str) -> np.dtype[Any]:
 
 def _below(array: Values, high: int) -> bool:
     """Whether all integers are in [0, high): read as unsigned, negative ones are the largest."""
-    return int(array.view(f"u{array.itemsize}").max()) < high
+    return int(np.maximum.reduce(array.view(_UNSIGNED[array.itemsize]), axis=None)) < high
 
 
 def _kind(port: Port) -> str:

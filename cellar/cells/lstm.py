@@ -102,6 +102,11 @@ class LSTMRows:
         assert finite is not None
         return finite, x
 
+    @property
+    def single(self) -> LSTMWeights | None:
+        """The packed weights of the one layer; None for several layers, and where nothing is packed."""
+        return self._whole[0] if self._whole is not None and len(self._whole) == 1 else None
+
     def output(self, x: Rows, h: Rows, c: Rows, targets: Sequence[Rows | None]) -> RowsOutput:
         """A step as a cell with the outputs h and c makes it."""
         h_out, c_out = landing(targets[0], h, h.index), landing(targets[1], c, c.index)
@@ -113,9 +118,9 @@ class LSTMRows:
 
         `features` makes features of the rows of x.
         """
-        if self._whole is None or len(self._whole) > 1:
+        weights = self.single
+        if weights is None:
             return step
-        (weights,) = self._whole
 
         def run(sources: Sequence[Rows], num_steps: int, targets: Sequence[Rows | None]) -> RowsOutput:
             x, h, c = sources

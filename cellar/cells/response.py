@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -80,11 +80,14 @@ class Layout:
     structure: Any
     leaves: tuple[Located, ...]
     grown: dict[tuple[int, int, int], str]
+    _assemble: Callable[[CellResults], Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_assemble", _assembler(self.structure, iter(self.leaves)))
 
     def assemble(self, results: CellResults) -> Any:
         """The response of one request: arrays and plain numbers in the structure that unfold returned."""
-        values = iter([leaf.value(results) for leaf in self.leaves])
-        return _rebuild(self.structure, lambda: next(values))
+        return self._assemble(results)
 
 
 def flatten(returned: Any, leaves: list[Leaf], names: list[str], name: str = "") -> Any:
@@ -141,6 +144,20 @@ def describe(structure: Any, ports: list[ResponsePort]) -> Any:
     """The structure with a `ResponsePort` in place of each value."""
     left = iter(ports)
     return _rebuild(structure, lambda: next(left))
+
+
+def _assembler(structure: Any, leaves: Iterator[Located]) -> Callable[[CellResults], Any]:
+    """A function that builds the structure, made once for all requests of a form."""
+    if structure is None:
+        return next(leaves).value
+    kind, items = structure
+    if kind == "dict":
+        named = [(key, _assembler(item, leaves)) for key, item in items]
+        return lambda results: {key: made(results) for key, made in named}
+    parts = [_assembler(item, leaves) for item in items]
+    if kind == "list":
+        return lambda results: [made(results) for made in parts]
+    return lambda results: tuple([made(results) for made in parts])
 
 
 def _rebuild(structure: Any, value: Callable[[], Any]) -> Any:

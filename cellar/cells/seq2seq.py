@@ -1,8 +1,13 @@
 """Seq2Seq (Sutskever, Vinyals, Le 2014): an encoder and a decoder cell, the decoder fed with its own last word.
 
 Encoder: names of `torch.nn.LSTM` and `embedding.weight`. Decoder: the same, and `output.weight` [vocab, hidden],
-`output.bias`; the best word is chosen on the device. Decoder cells have priority, and batch sizes of their own:
-their product with the vocabulary is most of the work (thesis 001, section 2.7.4).
+`output.bias`; the best word is chosen on the device. Decoder cells have batch sizes of their own: their product with
+the vocabulary is most of the work (thesis 001, section 2.7.4).
+
+Cells that read go before cells that write, unlike in the thesis. Where a worker has one call at a time, none is running
+when the next is chosen, so that priority alone decides: a decoder that goes first runs with the one or two requests
+that have come so far until they end, while all others wait to be read; a reader that goes first costs little and fills
+the decoder's batches (docs/log/cells.md).
 """
 
 from __future__ import annotations
@@ -20,7 +25,15 @@ from cellar.cells.model import CellModel
 from cellar.cells.refs import GrownOutput
 from cellar.cells.sequence import read, state_shapes, step_cell
 from cellar.core.errors import RequestError
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, landing, put, returned
+from cellar.ops.lstm import lstm_step
+from cellar.ops.recurrent import finite_states
+from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, put, returned
+
+_CARRIED = {0: 0, 1: 1, 2: 2}
+"""Of inputs and outputs (token, h, c)."""
+
+_MOST_STEPS_BATCH = 16
+"""Larger batches take a millisecond and more a step, beside which what several steps in one call save is little."""
 
 
 class DecoderCell(LSTMStack):
@@ -61,7 +74,28 @@ class DecoderCell(LSTMStack):
             best, sound = best_token(project(last.gather()))
             return RowsOutput(finite & sound, (put(targets[0], best), *returned(targets[1:], landed)))
 
-        return step
+        weights = rows.single
+        if weights is None:
+            return step
+
+        def run(sources: Sequence[Rows], num_steps: int, targets: Sequence[Rows | None]) -> RowsOutput:
+            token, state, memory = (source.gather() for source in sources)
+            tokens, sounds, memories = [], [], []
+            for _ in range(num_steps):
+                state, memory = lstm_step(words.index_select(0, token), state, memory, weights)
+                token, sound = best_token(project(state))
+                tokens.append(token)
+                sounds.append(sound)
+                memories.append(memory)
+            finite = torch.cat(sounds)
+            # What is infinite once is so to the end.
+            if not finite_states(memory).all():
+                finite &= torch.cat([finite_states(one) for one in memories])
+            if targets[0] is not None:
+                targets[0].scatter(token)
+            return RowsOutput(finite, (torch.cat(tokens), put(targets[1], state), put(targets[2], memory)))
+
+        return StepsFunction(step, _CARRIED, run, every=frozenset({0}), most=_MOST_STEPS_BATCH)
 
 
 def translator(
@@ -76,7 +110,7 @@ def translator(
     decoder_batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES[:-1],
 ) -> CellModel:
     """{tokens, max_tokens} -> {tokens}: a decoder that begins with `start` and the encoder's states, until `stop`."""
-    reading = step_cell("encoder", encoder, encoder_batch_sizes)
+    reading = step_cell("encoder", encoder, encoder_batch_sizes, priority=1)
     writing = writing_cell("decoder", decoder, decoder_batch_sizes)
     most = max_tokens
 
@@ -101,7 +135,7 @@ def language_model(
 
     All tokens given but the last one run in a cell without the product with the vocabulary; both have the same weights.
     """
-    reading = step_cell("read", decoder.encoder(), prompt_batch_sizes)
+    reading = step_cell("read", decoder.encoder(), prompt_batch_sizes, priority=1)
     writing = writing_cell("write", decoder, batch_sizes)
     most = max_tokens
 
@@ -118,12 +152,11 @@ def language_model(
 
 
 def writing_cell(name: str, decoder: DecoderCell, batch_sizes: Sequence[int]) -> Cell:
-    """The cell of one step of a decoder; it goes before the cells that read."""
+    """The cell of one step of a decoder; the cells that read go before it."""
     return Cell(
         name,
         decoder,
         ("token", "h", "c"),
-        priority=1,
         batch_sizes=tuple(batch_sizes),
         shapes=state_shapes(decoder),
         high={"token": decoder.embedding.num_embeddings},

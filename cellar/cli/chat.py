@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, Any]]
 
+# One answer, and its text alone, is shown.
+_SAMPLING = replace(SAMPLING, skip=SAMPLING.skip | {"n", "logprobs"})
 
-@verb(engine=ENGINE, sampling=SAMPLING)
+
+@verb(engine=ENGINE, sampling=_SAMPLING)
 def chat(
     system: Annotated[str | None, typer.Option(help="System message at the head of the conversation.")] = None,
     *,

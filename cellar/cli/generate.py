@@ -42,6 +42,8 @@ def generate(
     """Continue prompts. One prompt is shown as it is written, with figures at the end."""
     params = sampling_params(sampling)
     wanted = _prompts(prompts, input)
+    if output is not None:
+        _check_writable(output)
     from cellar.llm import LLM
 
     with LLM(**engine) as llm:
@@ -76,6 +78,14 @@ def _prompts(arguments: list[str] | None, file: Path | None) -> list[Any]:
     if not found and (arguments or file):
         raise RequestError("there are no prompts in the input; give at least one line.")
     return found or [STORY]
+
+
+def _check_writable(file: Path) -> None:
+    """Found out before the work, not behind it. Raises RequestError."""
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise RequestError(f"results cannot be written to {file} ({error.strerror}); give another file.") from error
 
 
 def _lines(stream: TextIO) -> list[str]:
@@ -133,7 +143,7 @@ def _show(results: list[RequestOutput]) -> None:
         for completion in result.outputs:
             title = f"{k + 1}" if len(result.outputs) == 1 else f"{k + 1}.{completion.index + 1}"
             console.print(Rule(title, align="left", style="dim"))
-            text = (result.prompt or "") + completion.text if completion.text else str(completion.token_ids)
+            text = (result.prompt or "") + completion.text or str(completion.token_ids)
             console.out(text)
 
 

@@ -15,7 +15,9 @@ OBJECTIVES = ("throughput", "latency", "cost")
 
 @verb()
 def plan(
-    model: Annotated[str, typer.Argument(help="Directory, config.json, or a name such as llama-3-70b or palm-540b.")],
+    model: Annotated[
+        str, typer.Argument(help="Directory, config.json, demo, or a name such as llama-3-70b or palm-540b.")
+    ] = "demo",
     machine: Annotated[
         str, typer.Option(help="t4, a100, h100, h200, tpuv4 or laptop, a count of one (4xH200), or a profile's JSON.")
     ] = "h200",

@@ -21,7 +21,10 @@ def profile(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Also measure this model's linear layers: directory, hub name, or a shipped config's name."),
+        typer.Option(
+            help="Also measure this model's linear layers, and its attention scores if it has weights: directory, hub "
+            "name, or a shipped config's name."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the file's path only.")] = False,
 ) -> None:

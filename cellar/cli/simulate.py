@@ -33,7 +33,7 @@ _RESULTS = OptionGroup(
 
 @verb(dataset=_DATASET, traffic=_TRAFFIC, engine=_ENGINE, results=_RESULTS)
 def simulate(
-    model: Annotated[str, typer.Argument(help="Directory, config.json, a name such as opt-13b, or demo.")],
+    model: Annotated[str, typer.Argument(help="Directory, config.json, demo, or a name such as opt-13b.")] = "demo",
     machine: Annotated[
         str, typer.Option(help="t4, a100, h100, h200 or laptop, a count of one (4xA100), or a profile's JSON.")
     ] = "h200",

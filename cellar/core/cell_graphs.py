@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,9 +102,11 @@ class CellGraph:
     num_values per bank, values that a request must bring
     fans       subgraphs that wait for one node, where there are several
     num_nodes  with every growing chain at its limit
+    results    per part: its cell, how many results of it there are, and of which outputs
     seat       requests of equal `seat` need equally much of everything
     special    as in `GraphPart`, of any part
     valued     banks in which a request must bring values
+    entries    cells of the subgraphs that wait for nothing
     """
 
     parts: tuple[GraphPart, ...]
@@ -115,16 +118,21 @@ class CellGraph:
     num_values: tuple[int, ...]
     fans: tuple[tuple[int, ...], ...]
     num_nodes: int
-    seat: tuple[int, ...] = field(init=False)
+    results: tuple[tuple[int, int, tuple[int, ...]], ...] = field(init=False)
+    seat: tuple[Any, ...] = field(init=False)
     special: bool = field(init=False)
     valued: tuple[int, ...] = field(init=False)
+    entries: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "valued", tuple(b for b, n in enumerate(self.num_values) if n))
         runs = [0 if n == 0 else 1 << (n - 1).bit_length() for n in self.num_values]
-        results = [n for part in self.parts for n in (part.cell, part.num_results)]
-        object.__setattr__(self, "seat", (*self.frames, *runs, len(self.subgraphs), *results))
+        results = tuple((part.cell, part.num_results, part.emitted) for part in self.parts)
+        begun = self.subgraphs[self.subgraphs[:, Field.WAITS] == 0, Field.PART].tolist()
+        object.__setattr__(self, "results", results)
+        object.__setattr__(self, "seat", (*self.frames, *runs, len(self.subgraphs), results))
         object.__setattr__(self, "special", any(part.special for part in self.parts))
+        object.__setattr__(self, "entries", frozenset([self.parts[p].cell for p in begun]))
 
 
 @dataclass(slots=True, eq=False)
@@ -188,20 +196,25 @@ class CellConfig:
     """How cells are scheduled.
 
     max_tasks    MaxTasksToSubmit of Algorithm 1: tasks of one call of a worker
-    run_ahead    calls on their way to a worker; 1 is the paper's, with 2 the device never waits for the host
+    run_ahead    calls on their way to a worker; 1 is the paper's, with 2 the device need not wait for the host.
+                 None: as the runtime asks for (`CellCapacity.run_ahead`)
     graph_batch  0: cellular batching. n: graph batching, the baseline: n requests of a model run as one merged graph;
                  none joins or leaves before all are done
     """
 
     max_tasks: int = 5
-    run_ahead: int = 1
+    run_ahead: int | None = None
     graph_batch: int = 0
 
     def __post_init__(self) -> None:
         for name, least in (("max_tasks", 1), ("run_ahead", 1), ("graph_batch", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        if self.max_tasks * self.run_ahead > VALUE_SLOTS:
-            raise ConfigError(
-                f"max_tasks * run_ahead is {self.max_tasks * self.run_ahead}; it must be at most {VALUE_SLOTS}."
-            )
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{name} is {value}; it must be at least {least}.")
+        most = self.max_tasks * (self.run_ahead or 1)
+        if most > VALUE_SLOTS:
+            raise ConfigError(f"max_tasks * run_ahead is {most}; it must be at most {VALUE_SLOTS}.")
+
+    def calls_ahead(self, wanted: int) -> int:
+        """`run_ahead`, or what the runtime wants as far as `VALUE_SLOTS` allows."""
+        return self.run_ahead or max(1, min(wanted, VALUE_SLOTS // self.max_tasks))

@@ -5,8 +5,11 @@ Command-line options are generated from these fields; `metadata["help"]` is thei
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, Literal, get_args, get_type_hints
 
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import ConfigError
@@ -31,12 +34,16 @@ class ModelConfig:
     seed: int = _option(0, "Seed of requests that bring none, and of dummy weights.")
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         if self.dtype != "auto":
-            object.__setattr__(self, "dtype", dtype_name(self.dtype))
-        if self.max_model_len is not None and self.max_model_len < 1:
-            raise ConfigError(f"max_model_len is {self.max_model_len}; it must be at least 1.")
-        if self.load_format not in ("auto", "dummy"):
-            raise ConfigError(f"load_format {self.load_format!r} is not known; use auto or dummy.")
+            object.__setattr__(self, "dtype", dtype_name(str(self.dtype)))
+        _check_types(self)
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len}; it must be at least 2, one token in and one token out."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +56,7 @@ class CacheConfig:
     enable_prefix_caching: bool = _option(True, "Share the KV of equal prefixes and keep it for later requests.")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
         if self.block_size not in CHUNK_SIZES:
@@ -68,12 +76,11 @@ class ScheduleConfig:
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1.")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least 1.")
-        if self.scheduling_policy not in ("fcfs", "priority"):
-            raise ConfigError(f"scheduling_policy {self.scheduling_policy!r} is not known; use fcfs or priority.")
         if not 0 <= self.decode_reserve < 1:
             raise ConfigError(f"decode_reserve is {self.decode_reserve}; it must be in [0, 1).")
         if self.run_ahead < 1:
@@ -90,6 +97,7 @@ class DeviceConfig:
     machine_profile: str = _option("auto", "Profile that chooses kernels: auto, none, a file, or a shipped one's name.")
 
     def __post_init__(self) -> None:
+        _check_types(self)
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N.")
@@ -145,6 +153,35 @@ _PARTS: dict[str, Any] = {
     "schedule": ScheduleConfig,
     "device": DeviceConfig,
 }
+
+
+def _check_types(part: Any) -> None:
+    """Raise ConfigError unless every option is of its type."""
+    for name, kind in get_type_hints(type(part)).items():
+        value, kinds = getattr(part, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        if not any(_is_of(value, one) for one in kinds):
+            raise ConfigError(
+                f"{name} is {value!r}; it must be {' or '.join(_WORDS.get(k) or _listed(k) for k in kinds)}."
+            )
+
+
+_WORDS: dict[Any, str] = {
+    str: "a string",
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    NoneType: "None",
+}
+
+
+def _is_of(value: object, kind: Any) -> bool:
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return isinstance(value, kind) if kind in _WORDS else value in get_args(kind)
+
+
+def _listed(literal: Any) -> str:
+    return " or ".join(get_args(literal))
 
 
 def _unknown(name: str) -> str:

@@ -18,12 +18,14 @@ class ConfigError(CellarError, ValueError):
 class RequestError(CellarError, ValueError):
     """One request asks for something that this engine cannot do; no other request is disturbed.
 
-    `parameter` names the offending field, so that a server can report it.
+    `parameter` names the offending field, and `code` is OpenAI's word for what is wrong, where it has one, so that a
+    server can report them.
     """
 
-    def __init__(self, message: str, parameter: str | None = None) -> None:
+    def __init__(self, message: str, parameter: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.parameter = parameter
+        self.code = code
 
 
 class CheckpointError(CellarError):

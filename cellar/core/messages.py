@@ -207,7 +207,7 @@ class CopyResult:
 
 @dataclass(slots=True)
 class StepOutput:
-    """What one commit delivers: ids[k] got tokens[k]; `finished` says which ended, why, and on which token.
+    """What one commit delivers: ids[k] got tokens[k]; `finished` says which ended, why, and by which stop id or error.
 
     A request may appear in `finished` without a token (an error). `logprobs[id]` and
     `prompt_logprobs[id]` are there if asked for; `num_cached_tokens[id]` comes with a request's first token:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json as _json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from cellar.core.errors import RequestError
 
+MAX_SEQUENCES = 1024
 MAX_LOGPROBS = 20
+MAX_INTEGER = 2**31 - 1
+MAX_TEMPERATURE = 100.0
+REPETITION_PENALTIES = (0.01, 100.0)
+"""Beyond these float32 has no room for what comes of a logit."""
+
+_TOKEN_IDS = "token ids, 0 or more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +49,15 @@ class StructuredOutputsParams:
             )
         kind, value = given[0], getattr(self, given[0])
         if kind == "choice":
-            ok = not isinstance(value, str) and all(isinstance(text, str) and text for text in value)
-            _check("structured_outputs", "choice", ok, "a list of non-empty strings")
+            ok = isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
+            _check("choice", value, ok, "a list of non-empty strings", "structured_outputs")
             value = tuple(value)
             object.__setattr__(self, "choice", value)
         elif kind == "json" and isinstance(value, Mapping):
             value = _json.dumps(value)
             object.__setattr__(self, "json", value)
         elif kind != "json_object":
-            _check("structured_outputs", kind, isinstance(value, str), "a string")
+            _check(kind, value, isinstance(value, str), "a string", "structured_outputs")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "text", value if isinstance(value, str) else _json.dumps(value))
 
@@ -89,55 +97,51 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
-        _check("n", self.n, isinstance(self.n, int) and self.n >= 1, "an integer of at least 1")
-        _number("temperature", self.temperature, 0.0, math.inf)
+        _whole("n", self.n, 1, MAX_SEQUENCES)
+        _number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check("top_p", self.top_p, _finite(self.top_p) and 0 < self.top_p <= 1, "in (0, 1]")
-        _check("top_k", self.top_k, _integer(self.top_k) and self.top_k >= -1, "0 or -1 (all), or a positive integer")
+        _whole("top_k", self.top_k, -1)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _check(
-            "repetition_penalty",
-            self.repetition_penalty,
-            _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-            "greater than 0",
-        )
+        _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check(
-            "seed",
-            self.seed,
-            self.seed is None or (_integer(self.seed) and -(2**63) <= self.seed < 2**63),
-            "None or a 64-bit integer",
-        )
-        _check(
-            "max_tokens",
-            self.max_tokens,
-            self.max_tokens is None or (_integer(self.max_tokens) and self.max_tokens >= 1),
-            "None or an integer of at least 1",
-        )
-        _check("min_tokens", self.min_tokens, _integer(self.min_tokens) and self.min_tokens >= 0, "0 or more")
+        if self.seed is not None:
+            _check("seed", self.seed, _integer(self.seed) and -(2**63) <= self.seed < 2**63, "None or a 64-bit integer")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1)
+        _whole("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}; lower it to at most that.",
                 "min_tokens",
             )
         for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
             value = getattr(self, name)
-            _check(
-                name,
-                value,
-                value is None or (_integer(value) and 0 <= value <= MAX_LOGPROBS),
-                f"None or from 0 to {MAX_LOGPROBS}",
-            )
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+            _check(name, value, isinstance(value, bool), "True or False")
+        strings = (self.stop,) if isinstance(self.stop, str) else self._all("stop", "non-empty strings")
         _check("stop", self.stop, all(isinstance(s, str) and s for s in strings), "non-empty strings")
         if strings and not self.detokenize:
             raise RequestError("stop strings need text, but detokenize is False; set it to True.", "detokenize")
         object.__setattr__(self, "stop_strings", strings)
-        ids = tuple(self.stop_token_ids or ())
-        _check("stop_token_ids", self.stop_token_ids, all(_integer(t) and t >= 0 for t in ids), "token ids, 0 or more")
-        for token, bias in (self.logit_bias or {}).items():
-            _check("logit_bias", token, _integer(token) and token >= 0, "token ids, 0 or more")
+        ids = self._all("stop_token_ids", _TOKEN_IDS)
+        _check("stop_token_ids", self.stop_token_ids, all(map(_token, ids)), _TOKEN_IDS)
+        grammar = self.structured_outputs
+        ok = grammar is None or isinstance(grammar, StructuredOutputsParams)
+        _check("structured_outputs", grammar, ok, "StructuredOutputsParams")
+        biases = {} if self.logit_bias is None else self.logit_bias
+        _check("logit_bias", biases, isinstance(biases, Mapping), "a mapping of token ids to numbers")
+        for token, bias in biases.items():
+            _check("logit_bias", token, _token(token), _TOKEN_IDS)
             _check("logit_bias", bias, _finite(bias) and -100 <= bias <= 100, "from -100 to 100")
+
+    def _all(self, name: str, allowed: str) -> tuple[Any, ...]:
+        """The members of a field that is a sequence, or None."""
+        value = getattr(self, name)
+        _check(name, value, value is None or isinstance(value, Iterable), allowed)
+        return () if value is None else tuple(value)
 
     @property
     def greedy(self) -> bool:
@@ -158,15 +162,23 @@ def _integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INTEGER
+
+
 def _finite(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _check(name: str, value: object, ok: bool, allowed: str) -> None:
+def _check(name: str, value: object, ok: bool, allowed: str, parameter: str | None = None) -> None:
     if not ok:
-        raise RequestError(f"{name} is {value!r}, but must be {allowed}.", name)
+        raise RequestError(f"{name} is {value!r}, but must be {allowed}.", parameter or name)
 
 
 def _number(name: str, value: object, low: float, high: float) -> None:
-    ok = _finite(value) and low <= value <= high  # type: ignore[operator]
-    _check(name, value, ok, f"from {low:g} to {high:g}" if math.isfinite(high) else f"{low:g} or more")
+    _check(name, value, _finite(value) and low <= value <= high, f"from {low:g} to {high:g}")  # type: ignore[operator]
+
+
+def _whole(name: str, value: object, low: int, high: int = MAX_INTEGER) -> None:
+    ok = _integer(value) and low <= value <= high  # type: ignore[operator]
+    _check(name, value, ok, f"an integer from {low} to {high}")

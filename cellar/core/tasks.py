@@ -90,10 +90,14 @@ class CellModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class CellCapacity:
-    """rows[m][b]: rows of bank b of model m; the same on every worker, and a multiple of the bank's width."""
+    """rows[m][b]: rows of bank b of model m; the same on every worker, and a multiple of the bank's width.
+
+    `run_ahead`: plans on their way that keep a worker busy, 2 where it computes while the host goes on.
+    """
 
     rows: tuple[tuple[int, ...], ...]
     num_workers: int = 1
+    run_ahead: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Identity of a chunk: H(parent, tokens, extra), chained from a root made of namespace and salt.
+"""Identity of a chunk: H(parent, tokens), chained from a root made of namespace and salt.
 
 Equal identities mean equal K and V, whichever request wrote them, because K and V of a position depend on
 all tokens before it and on nothing else of the request. The identity needs the tokens, not the KV, of what
@@ -23,9 +23,9 @@ def root_identity(namespace: bytes, salt: bytes) -> bytes:
     return blake2b(len(namespace).to_bytes(8, "little") + namespace + salt, digest_size=IDENTITY_BYTES).digest()
 
 
-def chunk_identity(parent: bytes, tokens: bytes, extra: bytes = b"") -> bytes:
-    """`tokens` are the int32 bytes of one whole chunk; `extra` names an adapter or media, if any."""
-    return blake2b(parent + tokens + extra, digest_size=IDENTITY_BYTES).digest()
+def chunk_identity(parent: bytes, tokens: bytes) -> bytes:
+    """`tokens` are the int32 bytes of one whole chunk."""
+    return blake2b(parent + tokens, digest_size=IDENTITY_BYTES).digest()
 
 
 class Chain:

@@ -118,7 +118,7 @@ class KVStore:
         self._pool.drop(slots)
 
     def forget(self, slots: Slots) -> None:
-        """Chunks with tokens that turned out not to count lose their identity, unless others use them."""
+        """Chunks that turned out not to count, or to be wrong, lose their identity, unless others use them."""
         self._pool.forget(slots)
 
     def stats(self) -> KVStats:

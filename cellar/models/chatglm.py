@@ -108,8 +108,10 @@ def model(spec: ModelSpec) -> Decoder:
 
 def _readable(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without `auto_map`: what the code that it names computes is what this file computes."""
-    named = [ARCHITECTURE if name == _ALSO else name for name in config.get("architectures") or [ARCHITECTURE]]
-    return {name: value for name, value in config.items() if name != "auto_map"} | {"architectures": named}
+    readable = {name: value for name, value in config.items() if name != "auto_map"}
+    if isinstance(named := config.get("architectures"), list):
+        readable["architectures"] = [ARCHITECTURE if name == _ALSO else name for name in named]
+    return readable
 
 
 def _refuse(fields: Fields) -> None:

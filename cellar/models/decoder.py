@@ -69,8 +69,8 @@ def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
     if "sliding_window" in fields and fields.raw("sliding_window") is None:
         window = None
-    kinds = fields.raw("layer_types")
-    if kinds is None:
+    kinds = fields.names("layer_types")
+    if not kinds:
         first = fields.integer("max_window_layers", 28, least=0)
         return tuple(window if j >= first else None for j in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
@@ -82,7 +82,7 @@ def layer_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 def uniform_layers(fields: Fields, kind: str) -> None:
     """Refuse `layer_types` that name anything but `kind`. For model types whose layers are all alike."""
-    if set(fields.raw("layer_types") or [kind]) != {kind}:
+    if set(fields.names("layer_types") or [kind]) != {kind}:
         raise fields.refusal("layer_types", "layers of several kinds are not defined for this model_type")
 
 

@@ -64,17 +64,18 @@ class Fields:
 
     def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
         self._config = config
-        named = config.get("architectures") or [architecture]
+        named = self.names("architectures") or [architecture]
         if architecture not in named:
             raise CheckpointError(
-                f"architecture {', '.join(map(str, named))} is not supported for model_type "
+                f"architecture {', '.join(named)} is not supported for model_type "
                 f"{config.get('model_type')!r}; {architecture} is: use a checkpoint of the language model."
             )
         for name, neutral in _NEUTRAL.items():
             value = config.get(name)
             if value is not None and value not in neutral:
                 raise self.refusal(name, "this is not implemented; use a checkpoint without it")
-        if "AutoModelForCausalLM" in (config.get("auto_map") or {}):
+        code = config.get("auto_map")
+        if isinstance(code, Mapping) and "AutoModelForCausalLM" in code:
             raise self.refusal("auto_map", "code from checkpoints is not run; use a checkpoint without it")
 
     def __contains__(self, name: str) -> bool:
@@ -89,6 +90,15 @@ class Fields:
         value = repr(self._config.get(name))
         value = value if len(value) <= 120 else value[:117] + "..."
         return CheckpointError(f"{name} in config.json is {value}; {remedy}.")
+
+    def names(self, name: str) -> list[str]:
+        """A list of names, empty if it is missing."""
+        value = self._config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            raise self.refusal(name, "it must be a list of names")
+        return value
 
     def integer(self, name: str, default: int, least: int = 1) -> int:
         """A whole number of at least `least`."""
@@ -114,7 +124,7 @@ class Fields:
     def activation(self, name: str, default: str) -> str:
         """The kind of an activation function as `ops` names it: silu, gelu, gelu_tanh or relu."""
         value = self._given(name, default)
-        if value not in ACTIVATIONS:
+        if not isinstance(value, str) or value not in ACTIVATIONS:
             raise self.refusal(name, f"supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[value]
 

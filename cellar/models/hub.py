@@ -7,14 +7,14 @@ from pathlib import Path
 
 from cellar.core.errors import CheckpointError
 
-# What a run needs; `original/` and `consolidated` hold the same weights a second time.
-WANTED = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "merges.txt")
-UNWANTED = ("original/*", "consolidated*", "*.onnx*", "*/*")
+# What a run needs; folders (such as `original`) and `consolidated` hold the same weights a second time.
+WANTED = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
+UNWANTED = ("consolidated*", "*/*")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def resolve(model: str | Path, revision: str | None = None) -> Path:
+def resolve(model: str | Path) -> Path:
     """The directory of a model: `model` itself if it is one, else the hub's repository of that name, downloaded.
 
     What is in the hub's cache already is used without a network. Raises CheckpointError if `model` is neither
@@ -29,17 +29,15 @@ def resolve(model: str | Path, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"model {str(model)!r} is neither a directory nor a hub name like organization/name; check the path."
         )
-    return _snapshot(model, revision)
+    return _snapshot(model)
 
 
-def _snapshot(name: str, revision: str | None) -> Path:
+def _snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(
-            snapshot_download(name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED))
-        )
+        return Path(snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)))
     except GatedRepoError as error:
         raise CheckpointError(
             f"model {name} asks for consent on the hub; give it there, then log in with `hf auth login`."

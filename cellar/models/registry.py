@@ -47,9 +47,9 @@ def open_model(config: Config, dtype: str, chunk_size: int = 32, max_model_len: 
     Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow.
     """
     kind = config.get("model_type")
-    if kind not in MODELS:
-        names = ", ".join(config.get("architectures") or ())
-        of = f" ({names})" if names else ""
+    if not isinstance(kind, str) or kind not in MODELS:
+        names = config.get("architectures")
+        of = f" ({', '.join(map(str, names))})" if isinstance(names, list) and names else ""
         raise CheckpointError(f"model_type {kind!r}{of} is not supported; supported are {', '.join(MODELS)}.")
     module = MODELS[kind]
     return module.model(module.spec(config, dtype_name(dtype), chunk_size, max_model_len))

@@ -34,7 +34,7 @@ def rope_spec(fields: Fields, head_dim: int, trained: int, max_model_len: int | 
     """
     given = _parameters(fields)
     name = given.get("rope_type", given.get("type", "default"))
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise CheckpointError(f"rotary embedding of type {name!r} is not supported; supported are {', '.join(_KINDS)}.")
     if given.get("partial_rotary_factor", 1) not in (1, None) or "mrope_section" in given:
         raise CheckpointError(
@@ -61,12 +61,12 @@ def rope_spec(fields: Fields, head_dim: int, trained: int, max_model_len: int | 
 
 
 def context_length(default: int, limit: int, max_model_len: int | None) -> int:
-    """`max_model_len`, or the model's default. Raises ConfigError if it is over the model's limit or below 1."""
+    """`max_model_len`, or the model's default. Raises ConfigError if it is over the model's limit or below 2."""
     if max_model_len is None:
         return default
-    if not 1 <= max_model_len <= limit:
+    if not 2 <= max_model_len <= limit:
         raise ConfigError(
-            f"max_model_len is {max_model_len}, but this model allows from 1 to {limit}; choose one of these."
+            f"max_model_len is {max_model_len}, but this model allows from 2 to {limit}; choose one of these."
         )
     return max_model_len
 

@@ -47,6 +47,9 @@ __all__ = [
 
 LOG2E = 1.4426950408889634
 
+# Without a maximum a row is safe while its sum of 2^s stays in (2^-96, 2^96): float32's exponents, and room for P V.
+UNIFIED_RANGE = 96
+
 
 def attention(
     q: Tensor,

@@ -233,6 +233,13 @@ class AttentionWork:
             return self.captured.wide == 0
         return bool((self.stop - self.start == 1).all())
 
+    @cached_property
+    def with_maximum(self) -> AttentionWork:
+        """The same plan, list and scratch, for layers whose scores are too wide to leave the maximum out."""
+        other = copy(self)
+        other.unified = False
+        return other
+
     @property
     def num_tokens(self) -> int:
         """Query tokens of the step."""

@@ -11,6 +11,7 @@ from cellar.core.specs import RopeSpec
 from cellar.ops.kv import write_kv_definition
 from cellar.ops.registry import Case, Op
 from cellar.ops.rotary import rope_table, rotary_definition
+from cellar.ops.rotary_kv_cpu import RotaryKV
 from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def rotary_kv(
     """
     if q.is_cuda:
         return rotary_kv_kernel(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
-    return rotary_kv_definition(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
+    return RotaryKV(positions, cos_sin, slot_mapping).rotated(q, k, v, k_cache, v_cache)
 
 
 def rotary_kv_definition(

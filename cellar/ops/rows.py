@@ -69,13 +69,18 @@ class StepsFunction:
     carried  input -> output: from the second step on the input is what the step before put out
     run      run(sources, num_steps, targets): `sources` of carried inputs name rows [b], of the others rows
              [num_steps * b], step after step; `targets` are the last step's, and only that one's outputs are written
+    every    outputs that `run` returns for every step, [num_steps * b, *shape], whether they are written or not
+    most     the largest batch for which this is worth the waiting for all steps; None: any
 
-    A node of which some step is not finite is not finite in the end.
+    Of what `run` returns, `finite` is [b], where a node of which some step is not finite is not finite in the end; but
+    if there are outputs of every step it is theirs, [num_steps * b].
     """
 
     step: RowsFunction
     carried: Mapping[int, int]
     run: Callable[[Sequence[Rows], int, Sequence[Rows | None]], RowsOutput]
+    every: frozenset[int] = frozenset()
+    most: int | None = None
 
     def __call__(self, sources: Sequence[Rows], targets: Sequence[Rows | None]) -> RowsOutput:
         """One step."""

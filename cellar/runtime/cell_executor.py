@@ -8,7 +8,7 @@ Nothing waits: on an accelerator a task's answer is a function that is called wh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,8 @@ Longs = NDArray[np.int64]
 class Answer:
     """What a task has left on the host, before or after it is there (pinned memory).
 
-    `num_tasks`: of how many tasks that were one call it is the last; the others have left nothing.
+    `num_tasks`: how many tasks were one call. The flags are those of all of them, or of the last if the others have
+    left nothing.
     """
 
     flags: Tensor
@@ -46,8 +47,9 @@ class Answer:
         first = int(plan.cu_batch[last])
         for node in self.errors:
             flags[node] = NodeFlag.FAILED
-        if self.num_tasks > 1:
-            flags = np.concatenate((np.zeros(first - int(plan.cu_batch[task]), np.uint8), flags))
+        missing = int(plan.cu_batch[last + 1]) - int(plan.cu_batch[task]) - len(flags)
+        if missing:
+            flags = np.concatenate((np.zeros(missing, np.uint8), flags))
         return TaskResult(
             plan=plan.plan,
             worker=plan.worker,
@@ -114,7 +116,7 @@ class CellExecutor:
         sources = [_cut(index, sizes) for index in plan.sources]
         rows = [_cut(index, sizes) for index in plan.rows]
         emitted = Emitted(plan)
-        runs = step_runs(plan, cell, function.carried, sizes, emitted) if isinstance(function, StepsFunction) else {}
+        runs = _runs(plan, cell, function, sizes, emitted) if isinstance(function, StepsFunction) else {}
         t = 0
         while t < len(sizes):
             first, batch, errors = t, sizes[t], dict[int, str]()
@@ -130,17 +132,35 @@ class CellExecutor:
             else:
                 inputs, targets = bound(cell, tables, [index[t] for index in sources], [index[t] for index in rows])
                 output, errors = guarded(function, cell, inputs, targets, batch)
-            yield Answer(output.finite, _values(emitted, t, output, targets), errors, t + 1 - first)
+            every = function.every if t > first and isinstance(function, StepsFunction) else frozenset[int]()
+            yield Answer(output.finite, _values(emitted, first, t, output, targets, every), errors, t + 1 - first)
             t += 1
 
 
+def _runs(
+    plan: TaskPlan, cell: CellSpec, function: StepsFunction, sizes: Sequence[int], emitted: Emitted
+) -> dict[int, int]:
+    """`step_runs`, where the batches are small enough for it."""
+    most = function.most
+    if most is not None and min(sizes) > most:
+        return {}
+    found = step_runs(plan, cell, function.carried, sizes, emitted, function.every)
+    return found if most is None else {first: count for first, count in found.items() if sizes[first] <= most}
+
+
 def step_runs(
-    plan: TaskPlan, cell: CellSpec, carried: Mapping[int, int], sizes: Sequence[int], emitted: Emitted
+    plan: TaskPlan,
+    cell: CellSpec,
+    carried: Mapping[int, int],
+    sizes: Sequence[int],
+    emitted: Emitted,
+    every: Collection[int] = (),
 ) -> dict[int, int]:
     """First task -> number of tasks, for tasks that may be one call of several steps.
 
     They are steps of the same nodes in the same order, each of which reads what the one before wrote; nobody else
-    reads what lies in between: the nodes write two frames by turns, and no output of the steps between is emitted.
+    reads what lies in between: the nodes write two frames by turns, and of the steps between no output is emitted but
+    those in `every`.
     """
     row_of = {o: k for k, o in enumerate(cell.kept)}
     count = len(sizes)
@@ -158,7 +178,7 @@ def step_runs(
         last = first
         while (
             last + 1 < count
-            and emitted.silent(last)
+            and emitted.silent(last, every)
             and all(read[last + 1] == written[last] for read, written in pairs)
             and (last == first or all(written[last + 1] == written[last - 1] for _, written in pairs))
         ):
@@ -194,21 +214,28 @@ def _several(
         return None, targets
 
 
-def _values(emitted: Emitted, task: int, output: RowsOutput, targets: Sequence[Rows | None]) -> list[Tensor | None]:
-    """What a task emits."""
+def _values(
+    emitted: Emitted,
+    first: int,
+    last: int,
+    output: RowsOutput,
+    targets: Sequence[Rows | None],
+    every: Collection[int],
+) -> list[Tensor | None]:
+    """What tasks [first, last] emit: of the outputs `every` all of them, of others only the last."""
     if not emitted.any:
         return emitted.none
     values: list[Tensor | None] = []
-    for nodes, target, value in zip(emitted.of(task), targets, output.values, strict=True):
+    for o, (target, value) in enumerate(zip(targets, output.values, strict=True)):
+        nodes = emitted.of(o, first if o in every else last, last)
         if nodes is None:
             values.append(None)
-            continue
-        index = torch.from_numpy(nodes)
-        if target is not None:
-            values.append(target.table.index_select(0, target.index[index]))
+        elif value is not None:
+            whole = len(nodes) == len(value)
+            values.append(value if whole else value.index_select(0, torch.from_numpy(nodes)))
         else:
-            assert value is not None
-            values.append(value.index_select(0, index))
+            assert target is not None
+            values.append(target.table.index_select(0, target.index[torch.from_numpy(nodes)]))
     return values
 
 
@@ -235,19 +262,16 @@ class Emitted:
         self.none: list[Tensor | None] = [None for _ in plan.emits]
         self._cuts = [None if nodes is None else np.searchsorted(nodes, plan.cu_batch) for nodes in plan.emits]
 
-    def silent(self, task: int) -> bool:
-        """True if no output of the task goes to the host."""
-        return all(cuts is None or cuts[task] == cuts[task + 1] for cuts in self._cuts)
+    def silent(self, task: int, but: Collection[int] = ()) -> bool:
+        """True if no output of the task goes to the host, `but` aside."""
+        return all(cuts is None or cuts[task] == cuts[task + 1] or o in but for o, cuts in enumerate(self._cuts))
 
-    def of(self, task: int) -> list[Longs | None]:
-        """One entry per output; None where the whole plan emits none."""
-        found: list[Longs | None] = []
-        for nodes, cuts in zip(self._emits, self._cuts, strict=True):
-            if nodes is None or cuts is None:
-                found.append(None)
-            else:
-                found.append(nodes[cuts[task] : cuts[task + 1]].astype(np.int64) - int(self._cu[task]))
-        return found
+    def of(self, output: int, first: int, last: int) -> Longs | None:
+        """Of tasks [first, last], as numbers within them; None where the whole plan emits none."""
+        nodes, cuts = self._emits[output], self._cuts[output]
+        if nodes is None or cuts is None:
+            return None
+        return nodes[cuts[first] : cuts[last + 1]].astype(np.int64) - int(self._cu[first])
 
 
 def _cut(index: IntArray, sizes: list[int]) -> Sequence[Tensor]:

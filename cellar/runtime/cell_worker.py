@@ -141,7 +141,7 @@ class CellWorker:
         try:
             for launched in executor.launch(plan):
                 self._launched.put((plan, launched))
-                done += 1
+                done = launched.stop
         except Exception as error:
             self._launched.put((plan, failure(plan, done, error)))
 
@@ -155,9 +155,9 @@ class CellWorker:
                 if isinstance(what, Launched):
                     try:
                         what.end.synchronize()
-                        result = what.answer.result(plan, what.task, what.start.elapsed_time(what.end) / 1e3)
+                        result = what.answer.result(plan, what.start.elapsed_time(what.end) / 1e3)
                     except Exception as error:
-                        broken, result = plan, failure(plan, what.task, error)
+                        broken, result = plan, failure(plan, what.first, error)
                 else:
                     result = what
                 self._publish(plan, result)

@@ -8,17 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import Empty, SimpleQueue
 
-import numpy as np
 import torch
 from torch import nn
 
 from cellar.core.errors import ConfigError
-from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult, Values
+from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult
 from cellar.ops.rows import RowsFunction
 from cellar.runtime.cell_banks import Banks, bank_rows
 from cellar.runtime.cell_executor import CellExecutor
 from cellar.runtime.cell_functions import rows_function
-from cellar.runtime.cell_graphs import GraphExecutor
+from cellar.runtime.cell_graphs import MOST_TASKS, GraphExecutor
+from cellar.runtime.cell_results import merged
 from cellar.runtime.cell_worker import CellWorker, Opener, Results
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import GIB, device_free
@@ -35,7 +35,8 @@ class LocalCellRuntime:
     models[m] and modules[m][c] are specs and torch modules (cell c of model m). `devices` has one entry per worker; on
     the CPU workers are threads of this process. `memory_bytes` bounds each worker's banks, `rows[m][b]` fixes them;
     `num_threads` is the number of CPU threads of a worker's operations (None: torch's; several CPU workers divide
-    the cores). `enforce_eager`: no graphs.
+    the cores). `enforce_eager`: no graphs. `answer_tasks`: of how many tasks of a plan an accelerator gives the results
+    at once; with 1 each is handed over as soon as it is done, which costs the host as much as its launch.
     Raises DeviceError, ConfigError, CapacityError.
     """
 
@@ -49,9 +50,12 @@ class LocalCellRuntime:
         rows: Sequence[Sequence[int]] | None = None,
         num_threads: int | None = None,
         enforce_eager: bool = False,
+        answer_tasks: int = MOST_TASKS,
     ) -> None:
         if not models or not devices:
             raise ConfigError("a runtime of cells needs at least one model and one device.")
+        if answer_tasks < 1:
+            raise ConfigError(f"answer_tasks is {answer_tasks}; it must be at least 1.")
         places = [resolve_device(name) for name in devices]
         # In a thread of its own, which takes its OpenMP team with it when it ends (see `local.open_local`).
         with ThreadPoolExecutor(1, "cellar-open") as thread:
@@ -59,7 +63,8 @@ class LocalCellRuntime:
         if rows is None:
             nbytes = memory_bytes or min(_share(place, places.count(place)) for place in places)
             rows = bank_rows(models, nbytes)
-        self._capacity = CellCapacity(tuple(tuple(counts) for counts in rows), len(places))
+        ahead = 1 if all(place.type == "cpu" for place in places) else 2
+        self._capacity = CellCapacity(tuple(tuple(counts) for counts in rows), len(places), ahead)
         banks = [Banks(models, rows, place, uploader(place)) for place in places]
         self._results: Results = SimpleQueue()
         self._closed = False
@@ -72,14 +77,14 @@ class LocalCellRuntime:
         if hosts > 1 and num_threads is None:
             # Teams of several workers on the same cores would wait for each other.
             num_threads = max(1, (os.cpu_count() or 1) // hosts)
-        capture = not enforce_eager
+        opened = partial(GraphExecutor, capture=not enforce_eager, answer_tasks=answer_tasks)
         try:
             for k, place in enumerate(places):
                 own = functions[k]
                 opener: Opener = (
                     partial(CellExecutor, models, own, banks, k)
                     if place.type == "cpu"
-                    else partial(GraphExecutor, models, modules, own, banks, k, place, uploader(place), capture=capture)
+                    else partial(opened, models, modules, own, banks, k, place)
                 )
                 alone = len(places) == 1
                 self._workers.append(CellWorker(k, opener, self._results, place, num_threads, alone=alone))
@@ -114,13 +119,10 @@ class LocalCellRuntime:
                     worker, result, last = item
                     if last:
                         worker.collected()
-                    if found and _follows(found[-1], result):
-                        found[-1] = _joined(found[-1], result)
-                    else:
-                        found.append(result)
+                    found.append(result)
                 item = queue.get_nowait()
         except Empty:
-            return found
+            return merged(found) if len(found) > 1 else found
 
     def wake(self) -> None:
         """End a waiting `poll` from another thread; if none waits, the next one returns at once."""
@@ -157,27 +159,3 @@ def _share(place: torch.device, sharers: int) -> int:
     free = device_free(place)
     nbytes = min(CPU_SHARE * free, CPU_LIMIT) if place.type == "cpu" else DEVICE_SHARE * free
     return int(nbytes / sharers)
-
-
-def _follows(first: TaskResult, second: TaskResult) -> bool:
-    same = (first.worker, first.plan, first.stop) == (second.worker, second.plan, second.first)
-    return same and first.error is None and second.error is None
-
-
-def _joined(first: TaskResult, second: TaskResult) -> TaskResult:
-    return TaskResult(
-        plan=first.plan,
-        worker=first.worker,
-        first=first.first,
-        stop=second.stop,
-        flags=np.concatenate((first.flags, second.flags)),
-        values=tuple(_chain(a, b) for a, b in zip(first.values, second.values, strict=True)),
-        errors={**first.errors, **second.errors},
-        seconds=first.seconds + second.seconds,
-    )
-
-
-def _chain(first: Values | None, second: Values | None) -> Values | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return np.concatenate((first, second))

@@ -39,14 +39,15 @@ SCORED_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that are sampled together: those without a mask at once, those with one when it has come.
+    """Rows that are sampled together.
 
-    `index` are their places among the step's results; None: all, in order.
+    `index` are their places among the step's results; None: all, in order. `masked` are those of them, by their
+    places in the group, that have a mask; None: none has.
     """
 
     drawing: Drawing
     index: LongArray | None
-    masked: bool
+    masked: LongArray | None
 
     def arrays(self) -> list[NDArray[Any]]:
         """Rows first, places last."""
@@ -115,7 +116,9 @@ class StepExecutor:
         if len(given) and (given.min() < 0 or given.max() >= self._vocab_size):
             raise IntegrityError(f"step {plan.step} has a token that is not in [0, {self._vocab_size}).")
         inputs = step_inputs(plan, self.rows.table_host, self._chunk_size)
-        groups = self._groups(plan, inputs)
+        # On the CPU a step's masks have nearly always come when its logits are there, so its rows are grouped then.
+        later = bool(plan.masked_rows) and self._device.type == "cpu"
+        groups = [] if later else self._groups(plan, inputs)
         if self._graphs is not None and self._graphs.serves(inputs) and groups[0].index is None:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         arrays = _Arrays()
@@ -126,7 +129,7 @@ class StepExecutor:
         scored = arrays.add([inputs.scored, inputs.targets] if len(inputs.scored) else [])
         shown = arrays.add([inputs.hidden] if len(inputs.hidden) else [])
         changed = arrays.add(delta)
-        drawn = [arrays.add(group.arrays()) for group in groups]
+        places = [arrays.add(group.arrays()) for group in groups]
         tensors = self._upload(arrays.arrays)
 
         if delta:
@@ -143,10 +146,14 @@ class StepExecutor:
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
         outcomes = []
-        if groups:
+        if len(inputs.sampled):
             logits = self.forward.logits(h if inputs.all_sampled else select(h, *tensors[chosen]))
-            for group, place in zip(groups, drawn, strict=True):
-                outcomes.append(self._sample(plan.step, logits, group, tensors[place], masks))
+            drawn = [tensors[place] for place in places]
+            if later:
+                groups = self._groups(plan, inputs, masks)
+                drawn = [self._upload(group.arrays()) for group in groups]
+            for group, there in zip(groups, drawn, strict=True):
+                outcomes.append(self._sample(plan.step, logits, group, there, masks))
         return _Finish(plan.step, outcomes, prompt_scores, states, clock())
 
     def _replay(
@@ -185,16 +192,23 @@ class StepExecutor:
         """Let go of the captured steps."""
         self._graphs = None
 
-    def _groups(self, plan: StepPlan, inputs: StepInputs) -> list[_Group]:
-        """Unmasked rows before masked ones: they do not wait."""
+    def _groups(self, plan: StepPlan, inputs: StepInputs, masks: MaskBox | None = None) -> list[_Group]:
+        """One group if no row has a mask, or all `masks` are there; else unmasked rows before masked ones: they do
+        not wait.
+        """
         rows = inputs.sampled_rows
         if not len(rows):
             return []
-        if plan.masked_rows:
-            is_masked = np.isin(rows, plan.masked_rows)
-            parts = [(np.flatnonzero(is_masked == masked), masked) for masked in (False, True)]
-            return [_Group(self.rows.prepare(rows[at]), at, masked) for at, masked in parts if len(at)]
-        return [_Group(self.rows.prepare(rows), None, False)]
+        if not plan.masked_rows:
+            return [_Group(self.rows.prepare(rows), None, None)]
+        is_masked = np.zeros(self.rows.spare, np.bool_)
+        is_masked[list(plan.masked_rows)] = True
+        is_masked = is_masked[rows]
+        if masks is not None and masks.complete(plan.step, rows[is_masked].tolist()):
+            return [_Group(self.rows.prepare(rows), None, np.flatnonzero(is_masked))]
+        free, bound = np.flatnonzero(~is_masked), np.flatnonzero(is_masked)
+        parts = [(free, None), (bound, np.arange(len(bound)))]
+        return [_Group(self.rows.prepare(rows[at]), at, masked) for at, masked in parts if len(at)]
 
     def _tokens(self, given: Sequence[Tensor], fed: Sequence[Tensor]) -> Tensor:
         """The step's tokens: from the host, and those that were sampled before and never left the device.
@@ -210,18 +224,21 @@ class StepExecutor:
         if index is not None:
             logits, tensors = logits.index_select(0, tensors[-1]), tensors[:-1]
         how = self.rows.bind(drawing, tensors)
-        if group.masked:
-            how = replace(how, masks=self._masks(step, drawing.rows, masks))
+        if group.masked is not None and len(group.masked):
+            how = replace(how, masks=self._masks(step, drawing.rows, group.masked, masks))
         chosen = sample(logits, how)
         self.rows.sampled(rows_there, chosen.tokens, how)
         return _Outcome(group, *_downloaded(chosen, how))
 
-    def _masks(self, step: int, rows: LongArray, masks: MaskBox) -> Masks:
+    def _masks(self, step: int, rows: LongArray, places: LongArray, masks: MaskBox) -> Masks:
+        """The masks of the rows at `places`, once they have come."""
         words = -(-self._vocab_size // 32)
-        bits = np.stack([mask[:words] for mask in masks.wait(step, rows.tolist())])
-        if bits.shape[1] != words:
-            raise IntegrityError(f"the masks of step {step} have {bits.shape[1]} words, but {words} are needed.")
-        where, there = self._upload([np.arange(len(rows)), np.ascontiguousarray(bits, np.int32)])
+        given = [mask[:words] for mask in masks.wait(step, rows[places].tolist())]
+        least = min(len(mask) for mask in given)
+        if least != words:
+            raise IntegrityError(f"the masks of step {step} have {least} words, but {words} are needed.")
+        bits: NDArray[np.int32] = np.concatenate(given, dtype=np.int32).reshape(-1, words)
+        where, there = self._upload([places, bits])
         return Masks(where, there)
 
     def _scores(

@@ -21,6 +21,7 @@ import numpy as np
 
 from cellar.core.errors import IntegrityError
 from cellar.core.tasks import ZERO_ROW, CellCapacity, CellModelSpec, CellSpec, NodeFlag, TaskPlan, TaskResult, Values
+from cellar.runtime.cell_results import merged
 
 MODULUS = 1009
 
@@ -86,7 +87,8 @@ class FakeCellRuntime:
     """Implements `CellRuntime`.
 
     latency   seconds that each task lasts
-    order     workers, given those with work, that run one task during a poll; default: all
+    order     workers, given those with work, that run a task during a poll; default: all
+    at_once   how many tasks of a plan a worker runs, and answers as one, during a poll; default: one
     compute   replaces the formula: (model, cell, inputs) -> outputs
     nan, fail whether node n of a plan is not finite, or fails (with this reason)
     break_    why the tasks of a plan fail as a whole, or None
@@ -96,6 +98,7 @@ class FakeCellRuntime:
     capacity: CellCapacity
     latency: float = 0.0
     order: Callable[[list[int]], list[int]] | None = None
+    at_once: Callable[[], int] = lambda: 1
     compute: Callable[[int, int, Sequence[Values]], Sequence[Values]] | None = None
     nan: Callable[[TaskPlan, int], bool] | None = None
     fail: Callable[[TaskPlan, int], str | None] | None = None
@@ -120,7 +123,7 @@ class FakeCellRuntime:
             self._arrived.notify_all()
 
     def poll(self, timeout: float | None) -> list[TaskResult]:
-        """Run one task on each worker that has one, and answer; waits for work up to `timeout` seconds."""
+        """Run a task on each worker that has one, and answer; waits for work up to `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._arrived:
             while not self._woken and not self._closed and not any(worker.pending for worker in self.workers):
@@ -131,7 +134,12 @@ class FakeCellRuntime:
         busy = [worker.id for worker in self.workers if worker.pending]
         if busy and self.latency:
             time.sleep(self.latency)
-        return [self._step(self.workers[w]) for w in (self.order(busy) if self.order and busy else busy)]
+        results: list[TaskResult] = []
+        for w in self.order(busy) if self.order and busy else busy:
+            pending = self.workers[w].pending[0]
+            count = min(self.at_once(), pending.plan.num_tasks - pending.done)
+            results += [self._step(self.workers[w]) for _ in range(count)]
+        return merged(results)
 
     def wake(self) -> None:
         """End a waiting `poll`."""

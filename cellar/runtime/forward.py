@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from cellar.ops.attention_plan import AttentionShape, AttentionWork, plan_attent
 from cellar.ops.kv import write_kv
 from cellar.ops.rotary import rope_table
 from cellar.ops.rotary_kv import rotary_kv
+from cellar.ops.rotary_kv_cpu import RotaryKV
 from cellar.runtime.arena import Arena
 from cellar.runtime.step_inputs import StepInputs
 
@@ -25,7 +26,7 @@ class StepContext:
     positions: int64 [tokens]. slot_mapping: int64 [tokens]. table: int32 [rows, columns]. works: per layer.
     """
 
-    __slots__ = ("_k", "_scale", "_slot_mapping", "_table", "_v", "_works", "cos_sin", "positions")
+    __slots__ = ("_k", "_on_cpu", "_scale", "_slot_mapping", "_table", "_v", "_works", "cos_sin", "positions")
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class StepContext:
         self._table = table
         self._works = works
         self._scale = scale
+        self._on_cpu = None if positions.is_cuda else RotaryKV(positions, cos_sin, slot_mapping)
 
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Write k, v of all spans, then attend: a span may see what another of its row writes in this step."""
@@ -52,7 +54,12 @@ class StepContext:
         if q.is_cuda and work.is_decode:
             cos_sin = self.cos_sin if rotate else None
             return decode_attention(q, k, v, cos_sin, k_cache, v_cache, self._table, work, self._scale)
-        if rotate:
+        if self._on_cpu is not None:
+            if rotate:
+                q = self._on_cpu.rotated(q, k, v, k_cache, v_cache)
+            else:
+                self._on_cpu.write(k, v, k_cache, v_cache)
+        elif rotate:
             assert self.cos_sin is not None
             q = rotary_kv(q, k, v, self.positions, self.cos_sin, k_cache, v_cache, self._slot_mapping)
         else:
@@ -78,6 +85,14 @@ class Forward:
         ]
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
+        self._wide_layers: frozenset[int] = frozenset()
+
+    def keep_maximum(self, layers: Collection[int]) -> None:
+        """Compute the softmax of these layers with a running maximum: a profile found their scores too wide.
+
+        Say so before steps are captured.
+        """
+        self._wide_layers = frozenset(layers)
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
@@ -106,6 +121,8 @@ class Forward:
     ) -> Hidden:
         """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]. `planned` by `plan`."""
         works = [planned[shape] for shape in self._shape_of_layer]
+        for j in self._wide_layers:
+            works[j] = works[j].with_maximum
         context = StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale)
         model, weights = self.model, self.weights
         h = model.embed(weights.embedding, tokens, context)

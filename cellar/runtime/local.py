@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from cellar.runtime.masks import MaskBox
 from cellar.runtime.memory import device_free, human
 from cellar.runtime.probes.linear import choices_of
 from cellar.runtime.probes.registry import profiles_of
+from cellar.runtime.probes.scores import wide_layers
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.worker import StepWorker
 
@@ -39,7 +40,8 @@ class LocalRuntime:
 
     `weights` lie on `device` in the form that its operations want (`open_local` packs them for the CPU).
     `num_threads` is the worker's number of CPU threads; None leaves torch's. `enforce_eager`: capture no graphs.
-    `most_tokens`: the largest step with prompts that comes, for capturing the short ones.
+    `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
+    softmax needs a running maximum on an accelerator.
     Raises ConfigError for a placement that puts anything elsewhere.
     """
 
@@ -54,6 +56,7 @@ class LocalRuntime:
         num_threads: int | None = None,
         enforce_eager: bool = False,
         most_tokens: int = 0,
+        wide_layers: Collection[int] = (),
         placement: Placement | None = None,
     ) -> None:
         if placement is not None:
@@ -67,6 +70,7 @@ class LocalRuntime:
         self.executor: StepExecutor | None = StepExecutor(
             model, weights, num_slots=num_slots, num_rows=num_rows, device=device
         )
+        self.executor.forward.keep_maximum(wide_layers)
         if not enforce_eager:
             self.executor.capture(num_rows, most_tokens)
         if device.type != "cpu":
@@ -170,8 +174,12 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
     _check_fits(spec, device)
     start = time.perf_counter()
     change: loader.Transform = _pack_linear
+    wide: Collection[int] = ()
     if device.type != "cpu":
-        change = _preparing(choices_of(profiles_of(config.device.machine_profile, device)))
+        profiles = profiles_of(config.device.machine_profile, device)
+        change = _preparing(choices_of(profiles))
+        if model_config.load_format != "dummy" and directory is not None:
+            wide = wide_layers(profiles, directory)
     if model_config.load_format == "dummy":
         weights = loader.dummy(spec, device, model_config.seed, change)
     else:
@@ -189,6 +197,7 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
         num_threads=config.device.num_threads,
         enforce_eager=config.device.enforce_eager,
         most_tokens=config.schedule.max_num_batched_tokens or 0,
+        wide_layers=wide,
     )
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     return OpenedModel(runtime, spec, resolved, directory, seconds)

@@ -38,6 +38,12 @@ class MaskBox:
                 self._steps[step].update(masks)
                 self._changed.notify_all()
 
+    def complete(self, step: int, rows: Sequence[int]) -> bool:
+        """True if `wait` would return at once."""
+        with self._changed:
+            there = self._steps[step]
+            return all(row in there for row in rows)
+
     def wait(self, step: int, rows: Sequence[int]) -> list[Mask]:
         """The masks of `rows`, once all are there. Raises Closed if the runtime is closed before."""
         with self._changed:

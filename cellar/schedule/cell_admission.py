@@ -2,62 +2,80 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from enum import IntEnum
+from itertools import islice
 
 import numpy as np
 
-from cellar.core.cell_graphs import CellGraph, Column, Field
+from cellar.core.cell_graphs import CellGraph, CellRequest, Column, Field
 from cellar.schedule.cell_queue import IndexArray
-from cellar.schedule.cell_requests import Owned, RunningRequest, Seats
+from cellar.schedule.cell_requests import Growth, Owned, Roster, SeatKind, Seats
 from cellar.schedule.cell_subgraphs import FREE, State, Subgraphs
 from cellar.schedule.cell_types import CellType
 
 _MOST_GRAPHS = 1 << 15
 
 
+class _Fact(IntEnum):
+    """Rows of `GraphBook.facts`; how many values of each bank follow.
+
+    FIRST, COUNT  its subgraphs, among the columns of `states`
+    SPECIAL       1: see `CellGraph`
+    """
+
+    FIRST = 0
+    COUNT = 1
+    SPECIAL = 2
+
+
 class GraphBook:
     """What admission needs to know of graphs, as arrays: requests of equal graphs are admitted without a look at them.
 
-    first, count  int64 [graphs]: its subgraphs, among the columns of `states`
-    states        int64 [State + B, subgraphs]: the state in which a subgraph starts, but for what is its request's
+    facts   int64 [_Fact + B, graphs]
+    states  int64 [State + B, subgraphs]: the state in which a subgraph starts, but for what is its request's
+    kinds   by graph, its seats
     """
 
-    def __init__(self, types: Sequence[CellType], subgraphs: Subgraphs) -> None:
+    def __init__(self, types: Sequence[CellType], subgraphs: Subgraphs, seats: Seats) -> None:
         self._types = types
         self._subgraphs = subgraphs
+        self._seats = seats
         self.index: dict[CellGraph, int] = {}
-        self.first: IndexArray = np.zeros(64, np.int64)
-        self.count: IndexArray = np.zeros(64, np.int64)
+        self.facts: IndexArray = np.zeros((len(_Fact) + len(seats.values), 64), np.int64)
         self.states: IndexArray = np.zeros((subgraphs.num_fields, 64), np.int64)
+        self.kinds: list[SeatKind] = []
         self._num_states = 0
         self._moves = 0
 
-    def lookup(self, graphs: Sequence[CellGraph]) -> IndexArray:
+    def lookup(self, graphs: Sequence[CellGraph]) -> list[int]:
         """-> numbers of graphs; those of requests that run are kept in the tables of their cells."""
         try:
-            return np.fromiter(map(self.index.__getitem__, graphs), np.int64, len(graphs))
+            return [*map(self.index.__getitem__, graphs)]
         except KeyError:
             pass
         if len(self.index) + len(graphs) > _MOST_GRAPHS:
             self._forget()
+            self._seats.forget()
         while True:
             for graph in graphs:
                 if graph not in self.index:
                     self._write(graph)
             if (moves := sum(kind.table.num_moves for kind in self._types)) == self._moves:
-                return np.fromiter(map(self.index.__getitem__, graphs), np.int64, len(graphs))
+                return [*map(self.index.__getitem__, graphs)]
             self._moves = moves  # rows have moved, so what was written is wrong; now there is room for all
             self._forget()
 
     def _forget(self) -> None:
         self.index.clear()
+        self.kinds.clear()
         self._num_states = 0
 
     def _write(self, graph: CellGraph) -> None:
         sub, g, s, count = self._subgraphs, len(self.index), self._num_states, len(graph.subgraphs)
-        if g >= len(self.first):
-            self.first = np.concatenate([self.first, np.zeros_like(self.first)])
-            self.count = np.concatenate([self.count, np.zeros_like(self.count)])
+        if g >= self.facts.shape[1]:
+            self.facts = np.concatenate([self.facts, np.zeros_like(self.facts)], axis=1)
         while s + count > self.states.shape[1]:
             self.states = np.concatenate([self.states, np.zeros_like(self.states)], axis=1)
         starts, kinds = [], []
@@ -84,60 +102,90 @@ class GraphBook:
             state[State.DEST] = p  # replaced by the place of the part's results
             columns.append(state)
         self.states[:, s : s + count] = np.array(columns).T
-        self.first[g], self.count[g] = s, count
+        self.facts[:, g] = (s, count, graph.special, *graph.num_values)
+        self.kinds.append(self._seats.kind_of(graph))
         self._num_states += count
         self.index[graph] = g
 
 
 class Admission:
-    """Admits requests of one model."""
+    """Admits requests of one model. `pending` are those that it looks at: their graphs are in use."""
 
-    def __init__(self, subgraphs: Subgraphs, types: Sequence[CellType], seats: Seats) -> None:
-        self.book = GraphBook(types, subgraphs)
+    def __init__(self, subgraphs: Subgraphs, types: Sequence[CellType], seats: Seats, roster: Roster) -> None:
+        self.book = GraphBook(types, subgraphs, seats)
+        self.pending: list[CellRequest] = []
         self._subgraphs = subgraphs
         self._types = types
         self._seats = seats
+        self._roster = roster
 
-    def admit(self, requests: Sequence[RunningRequest]) -> None:
-        """Start requests that have their seats. Subgraphs that wait for nothing join their queues."""
-        sub, book = self._subgraphs, self.book
-        g = book.lookup([running.request.graph for running in requests])
-        first, count = book.first[g], book.count[g]
+    def admit(self, queue: deque[CellRequest], most: int) -> tuple[list[int], list[CellRequest]]:
+        """Start up to `most` requests from the front of a queue, as far as there are rows -> their seats, and them.
+
+        Subgraphs that wait for nothing join their queues.
+        """
+        requests = self.pending = list(islice(queue, most))
+        graphs = self.book.lookup([request.graph for request in requests])
+        self.pending = []
+        kinds, make = self.book.kinds, self._seats.make
+        numbers: list[int] = []
+        for g in graphs:
+            kind = kinds[g]
+            number = kind.empty.pop() if kind.empty else make(kind)
+            if number is None:
+                break
+            numbers.append(number)
+        count = len(numbers)
+        if count < len(requests):
+            del requests[count:], graphs[count:]
+        for _ in numbers:
+            queue.popleft()
+        if numbers:
+            self._start(requests, np.array(numbers), self.book.facts.take(graphs, axis=1))
+        return numbers, requests
+
+    def _start(self, requests: Sequence[CellRequest], numbers: IndexArray, facts: IndexArray) -> None:
+        """numbers: the seats; facts: of the graphs."""
+        sub, book, seats, roster = self._subgraphs, self.book, self._seats, self._roster
+        first, count = facts[_Fact.FIRST], facts[_Fact.COUNT]
         total = int(count.sum())
         slots = sub.take(total)
-        own = self._seats.owned.take([running.number for running in requests], axis=1)
-        serials = np.array([running.serial for running in requests])
+        own = roster.owned.take(numbers, axis=1)
+        roster.unfinished[numbers] = count
+        for b, brought in enumerate(facts[len(_Fact) :]):
+            if np.count_nonzero(brought):
+                seats.bring(b, own[len(Owned) + b], [request.values[b] for request in requests])
+        begins = own[Owned.SIBLINGS]
         if total == len(requests):
             states = book.states.take(first, axis=1)
-            for running, slot in zip(requests, slots.tolist(), strict=True):
-                running.subgraphs = slot
+            seats.slots.data[begins] = slots
             states[State.DEST] = own[Owned.DEST]
         else:
-            ends = count.cumsum()
             mine = np.repeat(np.arange(len(requests)), count)
-            states = book.states.take(first[mine] + np.arange(total) - (ends - count)[mine], axis=1)
-            begins = own[Owned.SIBLINGS]
-            self._seats.slots.data[begins[mine] + np.arange(total) - (ends - count)[mine]] = slots
-            for running, begin, end in zip(requests, (ends - count).tolist(), ends.tolist(), strict=True):
-                running.subgraphs = slots[begin:end]
-            parts = states[State.DEST].tolist()
-            states[State.DEST] = [requests[r].starts[p] for r, p in zip(mine.tolist(), parts, strict=True)]
-            own, serials = own[:, mine], serials[mine]
-        states[State.OWNER], states[State.RUN], states[State.SIBLINGS] = serials, own[Owned.RUN], own[Owned.SIBLINGS]
-        states[len(State) : len(State) + len(own) - len(Owned)] = own[len(Owned) :]
+            among = np.arange(total) - (count.cumsum() - count)[mine]
+            states = book.states.take(first[mine] + among, axis=1)
+            seats.slots.data[begins[mine] + among] = slots
+            own, numbers = own[:, mine], numbers[mine]
+            parts = zip(numbers.tolist(), states[State.DEST].tolist(), strict=True)
+            states[State.DEST] = [roster.starts[number][p] for number, p in parts]
+        states[State.OWNER], states[State.RUN], states[State.SIBLINGS] = numbers, own[Owned.RUN], own[Owned.SIBLINGS]
+        states[len(State) :] = own[len(Owned) :]
         sub.state[:, slots] = states
-        self._grow(requests, states)
+        if np.count_nonzero(facts[_Fact.SPECIAL]):
+            for request in requests:
+                if request.graph.special:
+                    seats.count(request, 1)
+            self._grow(requests, numbers if total == len(requests) else numbers[count.cumsum() - count])
         self._queue(slots, states)
 
-    def _grow(self, requests: Sequence[RunningRequest], states: IndexArray) -> None:
+    def _grow(self, requests: Sequence[CellRequest], numbers: IndexArray) -> None:
         """Growing chains get their lengths when they stop; until then, their limits."""
-        if not np.count_nonzero(states[State.LOOP]):
-            return
-        for running in requests:
-            fields = running.request.graph.subgraphs
+        for request, number in zip(requests, numbers.tolist(), strict=True):
+            fields = request.graph.subgraphs
             grows = np.flatnonzero(fields[:, Field.LOOP])
-            running.growing = running.slots()[grows].tolist()
-            running.lengths = [(n, False) for n in fields[grows, Field.NODES].tolist()]
+            if len(grows):
+                slots = self._seats.slots_of(number, request.graph)[grows].tolist()
+                self._roster.growing[number] = Growth(slots, fields[grows, Field.NODES].tolist())
 
     def _queue(self, slots: IndexArray, states: IndexArray) -> None:
         ready = states[State.READY]

@@ -13,7 +13,7 @@ from cellar.schedule.cell_queue import IndexArray
 from cellar.schedule.cell_requests import Seats
 from cellar.schedule.cell_rows import BankRows
 from cellar.schedule.cell_subgraphs import Subgraphs
-from cellar.schedule.cell_types import Batch, CellType, Task
+from cellar.schedule.cell_types import Batch, CellType
 
 Fan = Callable[[int, int], Sequence[int]]
 """(slot, f) -> numbers of the subgraphs in `CellGraph.fans[f]` of the slot's request."""
@@ -39,16 +39,29 @@ class Dependants:
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """`owners` are the subgraphs of all nodes; `committed` tasks have come back."""
+    """`owners` are the subgraphs of all nodes, task t's at [cu_batch[t], cu_batch[t + 1]); `committed` tasks are back.
+
+    `ending` are the subgraphs of which it has the last nodes; `plain`: no task has two nodes of one.
+    """
 
     worker: int
     kind: CellType
-    tasks: list[Task]
     cu_batch: list[int]
     owners: IndexArray
     emits: tuple[Emit | None, ...]
     dependants: Dependants | None
+    ending: IndexArray
+    plain: bool
     committed: int = 0
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of the plan."""
+        return len(self.cu_batch) - 1
+
+    def flying(self) -> IndexArray:
+        """The subgraphs of the nodes that have not come back."""
+        return self.owners[self.cu_batch[self.committed] :]
 
 
 def assemble(
@@ -63,20 +76,21 @@ def assemble(
 ) -> tuple[TaskPlan, Flight]:
     """Gather the rows of all nodes of all tasks at once."""
     cu, entries, owners = batch.cu, batch.entries, batch.owners
-    table = kind.table.rows.take(entries, axis=0).T.copy()
-    touched = slice(kind.sources.start, kind.rows.stop)
-    table[touched] = seats.rows.data.take(table[touched] + sub.run.take(owners))
-    uploads = _uploads(kind, table, owners, sub, seats)
-    copies = _copies(worker, kind, table, uploads, cu, banks) if banks[0].num_workers > 1 else ()
+    table = kind.table.rows
+    codes = table[kind.sources.start : kind.rows.stop].take(entries, axis=1)
+    touched = seats.rows.data.take(codes + sub.run.take(owners))
+    sources, rows = touched[: kind.num_inputs], touched[kind.num_inputs :]
+    uploads = _uploads(kind, sources, entries, owners, sub, seats)
+    copies = _copies(worker, kind, sources, rows, uploads, cu, banks) if banks[0].num_workers > 1 else ()
     emits: list[Emit | None] = [None] * len(kind.spec.outputs)
     positions: list[IntArray | None] = [None] * len(emits)
-    mask = table[Column.EMIT]
+    mask = table[Column.EMIT].take(entries)
     union = int(np.bitwise_or.reduce(mask))
     for o in range(len(emits)):
         if union >> o & 1:
             chosen = np.flatnonzero(mask & (1 << o))
             mine = owners[chosen]
-            places = table[Column.DEST][chosen] + sub.dest[mine]
+            places = table[Column.DEST].take(entries[chosen]) + sub.dest[mine]
             if kind.num_growing:
                 assert batch.steps is not None
                 places += batch.steps[chosen]
@@ -84,21 +98,22 @@ def assemble(
             emits[o] = Emit(places, mine, chosen.searchsorted(cu).tolist())
     dependants = None
     if kind.num_waited_for:
-        dependants = _dependants(table[Column.DEP], owners, cu, sub, seats, fan)
-    sources, rows = table[kind.sources], table[kind.rows]
+        dependants = _dependants(table[Column.DEP].take(entries), owners, cu, sub, seats, fan)
     plan = TaskPlan(
         number, worker, kind.model, kind.cell, np.array(cu, np.int32), sources, rows, tuple(positions), uploads, copies
     )
-    return plan, Flight(worker, kind, batch.tasks, cu, owners, tuple(emits), dependants)
+    return plan, Flight(worker, kind, cu, owners, tuple(emits), dependants, batch.ending, batch.plain)
 
 
-def _uploads(kind: CellType, table: IntArray, owners: IndexArray, sub: Subgraphs, seats: Seats) -> tuple[Upload, ...]:
+def _uploads(
+    kind: CellType, sources: IntArray, entries: IndexArray, owners: IndexArray, sub: Subgraphs, seats: Seats
+) -> tuple[Upload, ...]:
     """The values of requests that the nodes read."""
     uploads = []
     for i in kind.valued:
         bank = kind.spec.inputs[i].bank
         assert bank is not None
-        numbers, rows = table[kind.rows.stop + i], table[kind.sources.start + i]
+        numbers, rows = kind.table.rows[kind.rows.stop + i].take(entries), sources[i]
         mine = owners
         given = numbers >= 0
         count = np.count_nonzero(given)
@@ -112,7 +127,13 @@ def _uploads(kind: CellType, table: IntArray, owners: IndexArray, sub: Subgraphs
 
 
 def _copies(
-    worker: int, kind: CellType, table: IntArray, uploads: Sequence[Upload], cu: list[int], banks: Sequence[BankRows]
+    worker: int,
+    kind: CellType,
+    sources: IntArray,
+    rows: IntArray,
+    uploads: Sequence[Upload],
+    cu: list[int],
+    banks: Sequence[BankRows],
 ) -> tuple[StateCopy, ...]:
     """The states that the nodes read and another worker wrote, bank by bank."""
     for upload in uploads:
@@ -121,8 +142,8 @@ def _copies(
     copies: list[StateCopy] = []
     for b in sorted({*kind.reads_of, *kind.writes_of}):
         written = kind.writes_of.get(b)
-        read = table[[kind.sources.start + i for i in kind.reads_of.get(b, [])]]
-        made = None if written is None else table[kind.rows.start + written[0]]
+        read = sources[kind.reads_of.get(b, [])]
+        made = None if written is None else rows[written[0]]
         copies += banks[b].bring(worker, read.ravel(), np.tile(task, len(read)), made, task)
     return tuple(copies)
 

@@ -1,4 +1,8 @@
-"""Seats: all that a running request owns, kept together for the next request that needs as much."""
+"""Seats: all that a running request owns, kept together for the next request that needs as much.
+
+A running request is the number of its seat; what is known of it stands in arrays (`Roster`), so that many requests
+come and go without an object for each.
+"""
 
 from __future__ import annotations
 
@@ -15,77 +19,42 @@ from cellar.schedule.cell_rows import BankRows, RowRuns
 from cellar.schedule.cell_store import RunStore
 from cellar.schedule.cell_types import CellType
 
-Emitted = tuple[Values | None, ...]
+Results = tuple[tuple[int, int, tuple[int, ...]], ...]
+"""`CellGraph.results`."""
+
+_FEW = 8
+"""Values of so few requests are copied one by one sooner than together."""
 
 
-class RunningRequest:
-    """A seat, and the request that sits there.
+class SeatKind:
+    """Requests of equal `CellGraph.seat`: what each needs, and the seats of that kind that nobody uses.
 
-    number      its column in `Seats.owned`
-    starts      first place in the outbox of each part
-    values      where its values in each bank begin in their store
-
-    request, serial  who sits here now
-    subgraphs   its slots in the order of the graph, or the one slot (a slot is its own while `Subgraphs.owner` says so)
-    unfinished  how many subgraphs have not ended
-    num_dead    how many ended early, and have a node in flight
-    growing     slots of the growing chains, and in `lengths` how far they came and whether they met their symbol
+    `num_seats` counts those in use too.
     """
 
-    __slots__ = (
-        "growing",
-        "lengths",
-        "num_dead",
-        "number",
-        "request",
-        "serial",
-        "starts",
-        "subgraphs",
-        "unfinished",
-        "values",
-    )
+    __slots__ = ("empty", "frames", "num_seats", "num_subgraphs", "num_values", "results")
 
-    def __init__(self, number: int, starts: list[int], values: list[int]) -> None:
-        self.number = number
-        self.starts = starts
-        self.values = values
-        self.request: CellRequest
-        self.serial = -1
-        self.subgraphs: IndexArray | int = 0
-        self.unfinished = 0
-        self.num_dead = 0
-        self.growing: Sequence[int] = ()
-        self.lengths: list[tuple[int, bool]] | None = None
+    def __init__(self, graph: CellGraph, results: Results) -> None:
+        self.frames = graph.frames
+        self.num_values = graph.num_values
+        self.num_subgraphs = len(graph.subgraphs)
+        self.results = results
+        self.num_seats = 0
+        self.empty: list[int] = []
 
-    @property
-    def model(self) -> int:
-        """Index of the model."""
-        return self.request.model
 
-    def slots(self) -> IndexArray:
-        """`subgraphs` as an array."""
-        return np.atleast_1d(np.asarray(self.subgraphs))
+class Growth:
+    """Slots of a request's growing chains, and in `lengths` how far they came and whether they met their symbol."""
 
-    def part_of(self, cell: int) -> int:
-        """Index of the part of the graph that holds the nodes of a cell."""
-        return next(p for p, part in enumerate(self.request.graph.parts) if part.cell == cell)
+    __slots__ = ("lengths", "slots")
 
-    def results(self, types: Sequence[CellType]) -> CellResults:
-        """Copies of what its nodes sent back."""
-        parts = self.request.graph.parts
-        if len(parts) == 1:
-            emitted: tuple[Emitted, ...] = (types[parts[0].cell].outbox.get(parts[0], self.starts[0]),)
-        else:
-            emitted = tuple([types[p.cell].outbox.get(p, start) for p, start in zip(parts, self.starts, strict=True)])
-        if self.lengths is None:
-            return CellResults(emitted)
-        return CellResults(
-            emitted, tuple([n for n, _ in self.lengths]), tuple([stopped for _, stopped in self.lengths])
-        )
+    def __init__(self, slots: list[int], limits: list[int]) -> None:
+        self.slots = slots
+        self.lengths = [(n, False) for n in limits]
 
 
 class Owned(IntEnum):
-    """Rows of `Seats.owned`; where the values in each bank begin follow.
+    """Rows of `Roster.owned`; where the values in each bank begin follow.
 
     RUN       where its rows begin in the store of rows
     SIBLINGS  where the slots of its subgraphs begin in the store of slots
@@ -97,99 +66,189 @@ class Owned(IntEnum):
     DEST = 2
 
 
+class Roster:
+    """The seats of all models, by number.
+
+    owned       int64 [Owned + B, seats]: where the runs of each seat begin
+    unfinished  int64 [seats]: how many subgraphs of the request have not ended
+    num_dead    int64 [seats]: how many ended early, and have a node in flight
+    kinds       what each seat is good for
+    starts      first place in the outbox of each part
+    growing     of the requests that have growing chains
+    """
+
+    def __init__(self, num_banks: int, room: int = 64) -> None:
+        self.owned: IndexArray = np.zeros((len(Owned) + num_banks, room), np.int64)
+        self.unfinished: IndexArray = np.zeros(room, np.int64)
+        self.num_dead: IndexArray = np.zeros(room, np.int64)
+        self.kinds: list[SeatKind | None] = [None] * room
+        self.starts: list[tuple[int, ...]] = [()] * room
+        self.growing: dict[int, Growth] = {}
+        self._unused: list[int] = list(range(room - 1, -1, -1))
+
+    def take(self, kind: SeatKind, starts: tuple[int, ...], owned: Sequence[int]) -> int:
+        """-> the number of a new seat that owns these runs."""
+        if not self._unused:
+            room = len(self.unfinished)
+            self.owned = np.concatenate([self.owned, np.zeros_like(self.owned)], axis=1)
+            self.unfinished = np.concatenate([self.unfinished, np.zeros_like(self.unfinished)])
+            self.num_dead = np.concatenate([self.num_dead, np.zeros_like(self.num_dead)])
+            self.kinds += [None] * room
+            self.starts += [()] * room
+            self._unused = list(range(2 * room - 1, room - 1, -1))
+        number = self._unused.pop()
+        self.kinds[number], self.starts[number] = kind, starts
+        self.owned[: len(owned), number] = owned
+        return number
+
+    def give(self, number: int) -> None:
+        """A seat that owns nothing any more."""
+        self.kinds[number] = None
+        self._unused.append(number)
+
+
 class Seats:
     """The seats of one model, and the stores in which they own runs.
 
     rows       by code, the row
     values[b]  [room, *shape]: by number, the value
     slots      by number of a subgraph in its request, its slot
-    owned      int64 [Owned + B, seats]: where the runs of each seat begin
 
-    A seat that is empty is kept for the next request with an equal `CellGraph.seat`, so most requests start without
-    anything being counted out for them. When rows run short the empty seats are dissolved.
+    A seat that is empty is kept for the next request of its kind, so most requests start without anything being
+    counted out for them. When rows run short the empty seats are dissolved.
     """
 
-    def __init__(self, banks: Sequence[BankRows], types: Sequence[CellType]) -> None:
+    def __init__(self, banks: Sequence[BankRows], types: Sequence[CellType], roster: Roster) -> None:
         self.rows = RowRuns(banks)
         self.values = [RunStore(np.zeros((256, *bank.spec.shape), _host(bank.spec))) for bank in banks]
         self.slots = RunStore(np.zeros(1024, np.int64))
-        self.owned: IndexArray = np.zeros((len(Owned) + len(banks), 64), np.int64)
+        self.num_special = 0
+        self._roster = roster
         self._types = types
-        self._unused: list[int] = list(range(63, -1, -1))
-        self._empty: dict[tuple[int, ...], list[tuple[RunningRequest, CellGraph]]] = {}
+        self._kinds: dict[Any, SeatKind] = {}
+        self._results: dict[Results, Results] = {}
 
-    def take(self, request: CellRequest, serial: int) -> RunningRequest | None:
-        """A seat for a request; None if there are not so many rows."""
-        graph = request.graph
-        empty = self._empty.get(graph.seat)
-        seat = empty.pop()[0] if empty else self._make(graph)
-        if seat is None:
-            return None
-        seat.request = request
-        seat.serial = serial
-        seat.unfinished = len(graph.subgraphs)
-        for b in graph.valued:
-            given = request.values[b]
-            if given is not None:
-                start = seat.values[b]
-                self.values[b].data[start : start + len(given)] = given
-        if graph.special:
-            self._count(request, 1)
-        return seat
+    def kind_of(self, graph: CellGraph) -> SeatKind:
+        """What a request of this graph needs."""
+        kind = self._kinds.get(graph.seat)
+        if kind is None:
+            results = self._results.setdefault(graph.results, graph.results)
+            kind = self._kinds[graph.seat] = SeatKind(graph, results)
+        return kind
 
-    def leave(self, seat: RunningRequest) -> None:
-        """A request whose graph is special has ended, though its rows may still be in use."""
-        self._count(seat.request, -1)
+    def forget(self) -> None:
+        """Kinds that no seat is of are not kept."""
+        self.dissolve()
+        self._kinds = {seat: kind for seat, kind in self._kinds.items() if kind.num_seats}
+        self._results = {kind.results: kind.results for kind in self._kinds.values()}
 
-    def give(self, seat: RunningRequest) -> None:
-        """No task in flight names its rows any more."""
-        graph = seat.request.graph
-        seat.lengths = None
-        empty = self._empty.get(graph.seat)
-        if empty is None:
-            self._empty[graph.seat] = [(seat, graph)]
-        else:
-            empty.append((seat, graph))
+    def make(self, kind: SeatKind) -> int | None:
+        """-> a new seat; None if there are not so many rows."""
+        run = self.rows.take(kind.frames)
+        if run is None:
+            self.dissolve()
+            run = self.rows.take(kind.frames)
+            if run is None:
+                return None
+        starts = tuple([self._types[c].outbox.places.take(n) if n else 0 for c, n, _ in kind.results])
+        values = [store.take(n) if n else 0 for store, n in zip(self.values, kind.num_values, strict=True)]
+        kind.num_seats += 1
+        return self._roster.take(kind, starts, (run, self.slots.take(kind.num_subgraphs), starts[0], *values))
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """No task in flight names their rows any more."""
+        kinds = self._roster.kinds
+        for number in numbers:
+            kind = kinds[number]
+            assert kind is not None
+            kind.empty.append(number)
 
     def dissolve(self) -> None:
         """What empty seats own is free."""
-        for empty in self._empty.values():
-            for seat, graph in empty:
-                run, siblings = self.owned[[Owned.RUN, Owned.SIBLINGS], seat.number].tolist()
-                self._unused.append(seat.number)
-                self.rows.give(run, graph.frames)
-                for part, start in zip(graph.parts, seat.starts, strict=True):
-                    if part.num_results:
-                        self._types[part.cell].outbox.places.give(start, part.num_results)
-                for store, start, count in zip(self.values, seat.values, graph.num_values, strict=True):
+        roster = self._roster
+        for kind in self._kinds.values():
+            for number in kind.empty:
+                run, siblings = roster.owned[[Owned.RUN, Owned.SIBLINGS], number].tolist()
+                self.rows.give(run, kind.frames)
+                for (cell, count, _), start in zip(kind.results, roster.starts[number], strict=True):
+                    if count:
+                        self._types[cell].outbox.places.give(start, count)
+                begins = roster.owned[len(Owned) :, number].tolist()
+                for store, start, count in zip(self.values, begins, kind.num_values, strict=False):
                     if count:
                         store.places.give(start, count)
-                self.slots.places.give(siblings, len(graph.subgraphs))
-        self._empty.clear()
+                self.slots.places.give(siblings, kind.num_subgraphs)
+                roster.give(number)
+            kind.num_seats -= len(kind.empty)
+            kind.empty.clear()
 
-    def _make(self, graph: CellGraph) -> RunningRequest | None:
-        run = self.rows.take(graph.frames)
-        if run is None:
-            self.dissolve()
-            run = self.rows.take(graph.frames)
-            if run is None:
-                return None
-        starts = [self._types[p.cell].outbox.places.take(p.num_results) if p.num_results else 0 for p in graph.parts]
-        values = [store.take(n) if n else 0 for store, n in zip(self.values, graph.num_values, strict=True)]
-        if not self._unused:
-            count = self.owned.shape[1]
-            self.owned = np.concatenate([self.owned, np.zeros_like(self.owned)], axis=1)
-            self._unused = list(range(2 * count - 1, count - 1, -1))
-        number = self._unused.pop()
-        self.owned[:, number] = (run, self.slots.take(len(graph.subgraphs)), starts[0], *values)
-        return RunningRequest(number, starts, values)
+    def empty_frames(self) -> list[int]:
+        """Frames of each bank that empty seats hold."""
+        counts = [0] * len(self.values)
+        for kind in list(self._kinds.values()):
+            for b, frames in enumerate(kind.frames):
+                counts[b] += len(kind.empty) * frames
+        return counts
 
-    def frames(self, seat: RunningRequest) -> list[IndexArray]:
+    def bring(self, bank: int, starts: IndexArray, given: Sequence[Values | None]) -> None:
+        """Write the values that requests bring to a bank, from starts[k] on."""
+        store = self.values[bank].data
+        arrays = [values for values in given if values is not None]
+        if len(arrays) < _FEW or len(arrays) < len(given):
+            for values, start in zip(given, starts.tolist(), strict=True):
+                if values is not None:
+                    store[start : start + len(values)] = values
+            return
+        counts = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        ends = counts.cumsum()
+        where = (starts - ends + counts).repeat(counts)
+        where += np.arange(len(where))
+        store[where] = np.concatenate(arrays)
+
+    def slots_of(self, number: int, graph: CellGraph) -> IndexArray:
+        """The slots of a request's subgraphs in the order of its graph; one is its own while its owner says so."""
+        start = int(self._roster.owned[Owned.SIBLINGS, number])
+        found: IndexArray = self.slots.data[start : start + len(graph.subgraphs)]
+        return found
+
+    def results(self, numbers: list[int]) -> list[CellResults]:
+        """Copies of what the nodes of some requests sent back; one copy for all that are alike."""
+        kinds = self._roster.kinds
+        wanted = [kind.results for number in numbers if (kind := kinds[number]) is not None]
+        if wanted.count(wanted[0]) == len(wanted):
+            return self._alike(wanted[0], numbers)
+        groups: dict[Results, list[int]] = {}
+        for number, results in zip(numbers, wanted, strict=True):
+            groups.setdefault(results, []).append(number)
+        found: dict[int, CellResults] = {}
+        for results, alike in groups.items():
+            found.update(zip(alike, self._alike(results, alike), strict=True))
+        return [found[number] for number in numbers]
+
+    def _alike(self, results: Results, numbers: list[int]) -> list[CellResults]:
+        roster, parts = self._roster, []
+        for p, (cell, count, emitted) in enumerate(results):
+            outbox = self._types[cell].outbox
+            if count:
+                parts.append(outbox.get([roster.starts[number][p] for number in numbers], count, emitted))
+            else:
+                parts.append([outbox.nothing] * len(numbers))
+        found = [CellResults(emitted) for emitted in zip(*parts, strict=True)]
+        if roster.growing:
+            for number, one in zip(numbers, found, strict=True):
+                growth = roster.growing.get(number)
+                if growth is not None:
+                    one.lengths = tuple([n for n, _ in growth.lengths])
+                    one.stopped = tuple([stopped for _, stopped in growth.lengths])
+        return found
+
+    def frames(self, number: int, graph: CellGraph) -> list[IndexArray]:
         """The frames that a seat owns in each bank."""
-        return self.rows.frames(int(self.owned[Owned.RUN, seat.number]), seat.request.graph.frames)
+        return self.rows.frames(int(self._roster.owned[Owned.RUN, number]), graph.frames)
 
-    def _count(self, request: CellRequest, by: int) -> None:
-        """What matters for batching."""
+    def count(self, request: CellRequest, by: int) -> None:
+        """What matters for batching: a request whose graph is special has come or gone (rows may still be in use)."""
+        self.num_special += by
         for part in request.graph.parts:
             if part.special:
                 kind = self._types[part.cell]

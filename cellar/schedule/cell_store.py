@@ -60,13 +60,13 @@ class RunStore:
 
 
 class GraphTable:
-    """The rows of all graph parts of one cell that running requests use: int32 [room, columns]. Equal graphs share.
+    """The rows of all graph parts of one cell that running requests use, column by column: int32 [columns, room].
 
-    When the table is full, parts that nobody uses are forgotten.
+    Equal graphs share. When the table is full, parts that nobody uses are forgotten.
     """
 
     def __init__(self, columns: int, live: Callable[[], set[GraphPart]], subgraphs: Callable[[], IndexArray]) -> None:
-        self.rows: IntArray = np.zeros((1024, columns), np.int32)
+        self.rows: IntArray = np.zeros((columns, 1024), np.int32)
         self._live = live
         self._subgraphs = subgraphs
         self.num_moves = 0
@@ -78,10 +78,10 @@ class GraphTable:
         start = self._starts.get(part)
         if start is not None:
             return start
-        if self._top + len(part.table) > len(self.rows):
+        if self._top + len(part.table) > self.rows.shape[1]:
             self._compact(len(part.table), at, end)
         start = self._starts[part] = self._top
-        self.rows[start : start + len(part.table)] = part.table
+        self.rows[:, start : start + len(part.table)] = part.table.T
         self._top += len(part.table)
         return start
 
@@ -91,12 +91,12 @@ class GraphTable:
         kept = [(part, start) for part, start in self._starts.items() if part in live]
         counts = [len(part.table) for part, _ in kept]
         fresh = list(accumulate(counts, initial=0))
-        room = len(self.rows)
+        columns, room = self.rows.shape
         while room < 2 * (fresh[-1] + more):
             room *= 2
-        rows = np.zeros((room, self.rows.shape[1]), np.int32)
+        rows = np.zeros((columns, room), np.int32)
         for (part, _), start in zip(kept, fresh, strict=False):
-            rows[start : start + len(part.table)] = part.table
+            rows[:, start : start + len(part.table)] = part.table.T
         slots = self._subgraphs()
         if kept and len(slots):
             starts: NDArray[Any] = np.array([start for _, start in kept])

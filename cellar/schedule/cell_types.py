@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import cast
 
 import numpy as np
@@ -15,29 +16,27 @@ from cellar.schedule.cell_results import Outbox
 from cellar.schedule.cell_store import GraphTable
 from cellar.schedule.cell_subgraphs import FREE, Subgraphs
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """Nodes of one batch: takes[k] nodes (None: one each) of subgraph subgraphs[k]."""
-
-    subgraphs: IndexArray
-    takes: IndexArray | None
+More = Callable[[], bool]
+"""Lets more requests in -> whether any came."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """The nodes of all tasks of one call, task after task: nodes [cu[t], cu[t + 1]) are task t's.
 
-    entries  rows of the table
+    entries  columns of the table
     owners   subgraphs
     steps    where chains grow: how many steps each has made before; else None
+    ending   subgraphs of which no node is left now
+    plain    no task has two nodes of one subgraph
     """
 
-    tasks: list[Task]
     cu: list[int]
     entries: IndexArray
     owners: IndexArray
     steps: IndexArray | None
+    ending: IndexArray
+    plain: bool
 
 
 class CellType:
@@ -92,30 +91,40 @@ class CellType:
         """Ready nodes of subgraphs pinned to worker w: [w]; to none: [-1]."""
         return self._ready
 
+    @property
+    def num_unpinned(self) -> int:
+        """Ready nodes that any worker may run."""
+        return self._ready[FREE]
+
     # -- Algorithm 1 ------------------------------------------------------------------------------
 
     def num_ready(self, worker: int) -> int:
         """NumReadyNodes: only nodes that this worker may run count."""
         return self._ready[worker] + self._ready[FREE]
 
-    def batch(self, worker: int, most: int) -> Batch:
+    def batch(self, worker: int, most: int, more: More) -> Batch:
         """Batch, lines 12-23: up to `most` tasks. The first may have any size, later ones none under min(Bsizes).
 
         There is a node that this worker may run. The nodes are submitted, and so their children in the same subgraph
-        become ready for the next task.
+        become ready for the next task. `more` is asked for subgraphs while a task could be larger.
         """
         if not self.num_branching:
-            return self._batch_chains(worker, most)
-        formed: list[tuple[Task, IndexArray, IndexArray, IndexArray | None]] = []
+            return self._batch_chains(worker, most, more)
+        while self.num_ready(worker) < most * self.largest and more():
+            pass  # before the first task is formed, as rows of the table may move
+        formed: list[Batch] = []
         while len(formed) < most and self.num_ready(worker) >= (self.smallest if formed else 1):
             formed.append(self._form_task(worker))
-        cu = list(accumulate((len(entries) for _, entries, _, _ in formed), initial=0))
-        entries = np.concatenate([entries for _, entries, _, _ in formed])
-        owners = np.concatenate([owners for _, _, owners, _ in formed])
-        steps = np.concatenate([steps for _, _, _, steps in formed if steps is not None] or [entries[:0]])
-        return Batch([task for task, _, _, _ in formed], cu, entries, owners, steps if self.num_growing else None)
+        if len(formed) == 1:
+            return formed[0]
+        cu = list(accumulate((len(task.entries) for task in formed), initial=0))
+        entries = np.concatenate([task.entries for task in formed])
+        owners = np.concatenate([task.owners for task in formed])
+        ending = np.concatenate([task.ending for task in formed])
+        steps = np.concatenate([task.steps for task in formed if task.steps is not None] or [entries[:0]])
+        return Batch(cu, entries, owners, steps if self.num_growing else None, ending, False)
 
-    def _form_task(self, worker: int) -> tuple[Task, IndexArray, IndexArray, IndexArray | None]:
+    def _form_task(self, worker: int) -> Batch:
         """FormBatchedTask, lines 24-32: first in, first out, up to max(Bsizes) ready nodes."""
         sub = self._subgraphs
         slots, scanned = self._eligible(worker, self.largest)
@@ -138,87 +147,99 @@ class CellType:
         sub.left[slots] = left
         sub.at[slots] = at
         before = sub.ready[slots]
-        after = np.where(left > 0, self.table.rows[np.minimum(at, sub.end[slots] - 1), Column.READY], 0)
+        after = np.where(left > 0, self.table.rows[Column.READY].take(np.minimum(at, sub.end[slots] - 1)), 0)
         sub.ready[slots] = after
         self._pin(worker, slots, before, after)
-        if not left.all():
+        ending = slots[left == 0]
+        if len(ending):
             self.queue.keep(scanned, sub.left[self.queue.front(scanned)] > 0)
-        return Task(slots, takes), entries, owners, steps
+        return Batch([0, len(entries)], entries, owners, steps, ending, False)
 
-    def _batch_chains(self, worker: int, most: int) -> Batch:
+    def _batch_chains(self, worker: int, most: int, more: More) -> Batch:
         """As `batch`, where no subgraph ever has more than one ready node: all tasks at once.
 
         Subgraph i is in the tasks [start[i], stop[i]): from when a place is free until it has no nodes left.
         """
-        sub = self._subgraphs
-        slots, scanned = self._eligible(worker, self.largest)
-        left = sub.left[slots]
-        ending = int(np.count_nonzero(left < most))
-        if ending and len(self.queue) > scanned:  # others may join
-            slots, scanned = self._eligible(worker, self.largest + ending * most)
-            left = sub.left[slots]
-        start, used, most = self._starts(left, most)
+        sub, wanted = self._subgraphs, most
+        while True:
+            slots, scanned = self._eligible(worker, self.largest)
+            left = sub.left.take(slots)
+            short = int(np.count_nonzero(left < wanted))
+            if short and len(self.queue) > scanned:  # others may join
+                slots, scanned = self._eligible(worker, self.largest + short * wanted)
+                left = sub.left.take(slots)
+            start, used, most, full = self._starts(left, wanted)
+            if full or not more():
+                break
+            if self.num_branching:  # what came is no chain
+                return self.batch(worker, wanted, more)
         slots, left, start = slots[:used], left[:used], start[:used]
         stop = np.minimum(start + left, most)
         count = stop - start
-        at = sub.at[slots]
-        if not ending:
-            entries = (at + np.arange(most)[:, None]).ravel()
-            owners = np.tile(slots, most)
+        at = sub.at.take(slots)
+        task = np.arange(most)
+        if not short:
             cu = [used * t for t in range(most + 1)]
-            index, passed = np.tile(np.arange(used), most), np.repeat(np.arange(most), used)
+            task, index = task.repeat(used), np.broadcast_to(np.arange(used), (most, used)).ravel()
         else:
-            task = np.arange(most)[:, None]
-            task, index = np.nonzero((start <= task) & (task < stop))
-            passed = task - start[index]
-            entries, owners = at[index] + passed, slots[index]
-            cu = [0, *np.bincount(task, minlength=most).cumsum().tolist()]
+            column = task.astype(np.int8)[:, None]
+            member = (start.astype(np.int8) <= column) & (column < stop.astype(np.int8))
+            index = member.ravel().nonzero()[0]
+            bounds = index.searchsorted(np.arange(most + 1) * used)
+            cu = bounds.tolist()
+            task = task.repeat(bounds[1:] - bounds[:-1])
+            index -= task * used
+        entries = (at - start).take(index)
+        entries += task
+        owners = slots.take(index)
         steps = None
         fresh = at + count
         if self.num_growing:
             loop, end, grown = sub.loop[slots], sub.end[slots], sub.grown[slots]
             entries = _around(entries, end[index], loop[index])
             fresh = _around(fresh, end, loop)
-            steps = np.where(loop[index] > 0, grown[index] + passed, 0)
+            steps = np.where(loop[index] > 0, (grown - start)[index] + task, 0)
             sub.grown[slots] = grown + np.where(loop > 0, count, 0)
         left = left - count
         sub.left[slots] = left
         sub.at[slots] = fresh
         before = sub.ready[slots] if self._num_workers > 1 else count
-        if np.count_nonzero(left) < used:
-            sub.ready[slots[left == 0]] = 0
+        going = left > 0
+        ending = slots[~going]
+        if len(ending):
+            sub.ready[ending] = 0
             if self._num_workers == 1:
-                self.queue.keep(used, left > 0)
+                self.queue.keep(used, going)
             else:
                 self.queue.keep(scanned, sub.left[self.queue.front(scanned)] > 0)
         if self._num_workers > 1:
             self._pin(worker, slots, before, sub.ready[slots])
         else:
             self._ready[FREE] = len(self.queue)
-        tasks = [Task(owners[begin:end], None) for begin, end in pairwise(cu)]
-        return Batch(tasks, cu, entries, owners, steps)
+        return Batch(cu, entries, owners, steps, ending, True)
 
-    def _starts(self, left: IndexArray, most: int) -> tuple[IndexArray, int, int]:
-        """-> in which task each chain begins, how many chains take part, and how many tasks there are."""
+    def _starts(self, left: IndexArray, most: int) -> tuple[IndexArray, int, int, bool]:
+        """-> in which task each chain begins, how many take part, how many tasks there are, and if all are full."""
         start = np.zeros(len(left), np.int64)
         used = min(len(left), self.largest)
         freed = np.bincount(np.minimum(left[:used], most), minlength=most + 1).tolist()
-        waiting = left[used:].tolist()
-        size, joined = used, 0
+        size, joined = used, used
+        full = size == self.largest
         for t in range(1, most):
             size -= freed[t]
-            while size < self.largest and joined < len(waiting):
-                start[used + joined] = t
-                ends = t + waiting[joined]
-                if ends < most:
-                    freed[ends] += 1
-                joined += 1
-                size += 1
+            joining = left[joined : joined + self.largest - size].tolist()
+            start[joined : joined + len(joining)] = t
+            joined += len(joining)
+            size += len(joining)
+            for nodes in joining:
+                if t + nodes < most:
+                    freed[t + nodes] += 1
+            full = full and size == self.largest
             if size < self.smallest:
                 most = t
-                joined = int(np.count_nonzero(start[used : used + joined] < t))
+                joined = used + int(np.count_nonzero(start[used:joined] < t))
                 break
-        return start, used + joined, most
+        return start, joined, most, full
 
     def _eligible(self, worker: int, count: int) -> tuple[IndexArray, int]:
         """-> up to `count` subgraphs from the front that this worker may run, and how many were looked at."""
@@ -251,7 +272,7 @@ class CellType:
     def release(self, slots: IndexArray) -> None:
         """Subgraphs whose external inputs are met now join the queue."""
         sub = self._subgraphs
-        ready = self.table.rows[sub.at[slots], Column.READY]
+        ready = self.table.rows[Column.READY].take(sub.at[slots])
         sub.ready[slots] = ready
         self.enqueue(slots, int(ready.sum()))
 

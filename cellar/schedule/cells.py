@@ -25,7 +25,7 @@ from cellar.core.cell_graphs import (
     CellStep,
     GraphPart,
 )
-from cellar.core.errors import CapacityError, IntegrityError, RequestError
+from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
 from cellar.core.messages import FinishReason
 from cellar.core.tasks import CellCapacity, CellModelSpec, NodeFlag, TaskPlan, TaskResult, Values
 from cellar.schedule.cell_admission import Admission
@@ -33,31 +33,40 @@ from cellar.schedule.cell_fairness import FairShare
 from cellar.schedule.cell_flight import Dependants, Flight, assemble
 from cellar.schedule.cell_integrity import check
 from cellar.schedule.cell_queue import IndexArray
-from cellar.schedule.cell_requests import RunningRequest, Seats
+from cellar.schedule.cell_requests import Growth, Roster, Seats
 from cellar.schedule.cell_rows import BankRows
 from cellar.schedule.cell_store import GraphTable
 from cellar.schedule.cell_subgraphs import FREE, Subgraphs
 from cellar.schedule.cell_types import CellType
+
+_ADMITTED = 128
+"""Requests admitted at a time: enough to share what a call costs, and few enough not to hold up a plan."""
 
 
 class CellScheduler:
     """Decides which nodes of which requests form the next tasks. No clock, no torch, one thread.
 
     `capacity` says how many rows each bank has. Requests wait, first come first served within their model, until all
-    rows that they can need are free.
+    rows that they can need are free, and until a call can reach them: more ready nodes than the largest task takes, at
+    every cell at which requests begin, would not change what is planned, and a call that finds too few asks for more.
+
+    running, draining  requests by the number of their seat: those that run, and those that ended early and have nodes
+                       in flight
     """
 
     def __init__(
         self, models: Sequence[CellModelSpec], capacity: CellCapacity, config: CellConfig | None = None
     ) -> None:
         self.config = config or CellConfig()
+        self.run_ahead = self.config.calls_ahead(capacity.run_ahead)
         self.models = tuple(models)
         self.num_workers = capacity.num_workers
         self.subgraphs = Subgraphs(max(len(model.banks) for model in models))
         self.types: list[list[CellType]] = []
         self.banks: list[list[BankRows]] = []
-        self.running: dict[int, RunningRequest] = {}
-        self.draining: dict[int, RunningRequest] = {}
+        self.roster = Roster(max(len(model.banks) for model in models))
+        self.running: dict[int, CellRequest] = {}
+        self.draining: dict[int, CellRequest] = {}
         self.waiting: list[deque[CellRequest]] = [deque() for _ in models]
         self.flights: dict[int, Flight] = {}
         self._kinds: list[CellType] = []
@@ -73,12 +82,13 @@ class CellScheduler:
             self.types.append(types)
             rows = capacity.rows[m]
             self.banks.append([BankRows(b, spec, rows[b], self.num_workers) for b, spec in enumerate(model.banks)])
-            self._seats.append(Seats(self.banks[m], types))
-            self._admissions.append(Admission(self.subgraphs, types, self._seats[m]))
+            self._seats.append(Seats(self.banks[m], types, self.roster))
+            self._admissions.append(Admission(self.subgraphs, types, self._seats[m], self.roster))
         self._share = FairShare(tuple(len(model.cells) for model in models))
-        self._serials: dict[str, int | None] = {}  # None: it waits
-        self._next_serial = 0
+        self._numbers: dict[str, int | None] = {}  # None: it waits
+        self._entries: list[set[int]] = [set() for _ in models]
         self._next_plan = 0
+        self._admitted = _ADMITTED
         self._num_running = [0] * len(models)
         self._held: list[list[tuple[str, CellResults]]] = [[] for _ in models]
         self._late = CellOutput()
@@ -88,17 +98,33 @@ class CellScheduler:
 
     def add(self, request: CellRequest, now: float = 0.0) -> None:
         """Queue a request. Raises RequestError or CapacityError if it could never run; nothing is kept then."""
-        if request.id in self._serials:
+        if request.id in self._numbers:
             raise RequestError(f"request {request.id!r} runs already; give each its own id.", "id")
-        known = request.graph in self._admissions[request.model].book.index
-        for bank, frames in () if known else zip(self.banks[request.model], request.graph.frames, strict=True):
-            if frames >= bank.num_frames:
-                raise CapacityError(
-                    f"the request needs {frames} rows of {bank.spec.name} and there are {bank.num_frames - 1}; "
-                    "send a smaller one, or give cells more memory."
-                )
-        self._serials[request.id] = None
+        if request.graph not in self._admissions[request.model].book.index:
+            for bank, frames in zip(self.banks[request.model], request.graph.frames, strict=True):
+                if frames >= bank.num_frames:
+                    raise CapacityError(
+                        f"the request needs {frames} rows of {bank.spec.name} and there are {bank.num_frames - 1}; "
+                        "send a smaller one, or give cells more memory."
+                    )
+            self._entries[request.model] |= request.graph.entries
+        self._numbers[request.id] = None
         self.waiting[request.model].append(request)
+
+    def add_all(self, requests: Sequence[CellRequest], now: float = 0.0) -> list[tuple[str, str]]:
+        """Queue many -> ids of those that could never run, and why."""
+        refused: list[tuple[str, str]] = []
+        numbers, waiting, books = self._numbers, self.waiting, [one.book.index for one in self._admissions]
+        for request in requests:
+            if request.id not in numbers and request.graph in books[request.model]:
+                numbers[request.id] = None
+                waiting[request.model].append(request)
+                continue
+            try:
+                self.add(request, now)
+            except CellarError as error:
+                refused.append((request.id, str(error)))
+        return refused
 
     def plan(self, worker: int, now: float = 0.0) -> TaskPlan | None:
         """Schedule(worker): the next call of a worker, or None if there is nothing that it could run."""
@@ -116,12 +142,13 @@ class CellScheduler:
         """Take in finished tasks; those of one worker come in the order of their plans."""
         output = CellOutput()
         flight = self.flights.get(result.plan)
-        if flight is None or result.first != flight.committed or result.stop > len(flight.tasks):
+        if flight is None or result.first != flight.committed or result.stop > flight.num_tasks:
             raise IntegrityError(f"tasks [{result.first}, {result.stop}) of plan {result.plan} were not next.")
-        for t in range(result.first, result.stop):
-            self._commit_task(flight, t, result, output)
+        at_once = 1 if self._is_eventful(flight, result) else max(1, result.stop - result.first)
+        for t in range(result.first, result.stop, at_once):
+            self._commit_tasks(flight, t, t + at_once, result, output)
         flight.committed = result.stop
-        if result.stop == len(flight.tasks):
+        if result.stop == flight.num_tasks:
             del self.flights[result.plan]
         flight.kind.num_running -= result.stop - result.first
         self._share.measured(flight.kind.model, flight.kind.cell, result.seconds / max(1, result.stop - result.first))
@@ -132,29 +159,29 @@ class CellScheduler:
 
         Chains that have not come so far end where they are. The result comes from `late` or a later commit.
         """
-        serial = self._serials.get(request_id)
-        if serial is None:
+        number = self._numbers.get(request_id)
+        if number is None:
             self.abort(request_id)
             return
-        request = self.running[serial]
-        for slot in request.growing:
-            if self.subgraphs.owner[slot] == serial and not self.subgraphs.dead[slot]:
+        growth = self.roster.growing.get(number)
+        for slot in growth.slots if growth is not None else ():
+            if self.subgraphs.owner[slot] == number and not self.subgraphs.dead[slot]:
                 made = int(self.subgraphs.nodes[slot] - self.subgraphs.uncommitted[slot])
-                self._end_chain(request, slot, min(made, num_tokens), stopped=reason is FinishReason.STOP)
-        if request.unfinished == 0:
-            self._finish(request, self._late)
+                self._end_chain(number, slot, min(made, num_tokens), stopped=reason is FinishReason.STOP)
+        if self.roster.unfinished[number] == 0:
+            self._finish([number], self._late)
 
     def abort(self, request_id: str) -> None:
         """Drop a request at any moment; unknown and ended ids are ignored."""
-        if request_id not in self._serials:
+        if request_id not in self._numbers:
             for m, held in enumerate(self._held):
                 self._held[m] = [(id, results) for id, results in held if id != request_id]
             return
-        serial = self._serials[request_id]
-        if serial is not None:
-            self._end(self.running[serial])
+        number = self._numbers[request_id]
+        if number is not None:
+            self._end(number)
             return
-        del self._serials[request_id]
+        del self._numbers[request_id]
         for queue in self.waiting:
             for request in queue:
                 if request.id == request_id:
@@ -171,7 +198,7 @@ class CellScheduler:
         return bool(self.running or self.flights or any(self.waiting) or self._late.finished)
 
     def stats(self) -> CellStats:
-        """A snapshot."""
+        """A snapshot; other threads may ask for one."""
         return CellStats(
             waiting=sum(len(queue) for queue in self.waiting),
             running=len(self.running),
@@ -182,13 +209,25 @@ class CellScheduler:
         )
 
     def _free_rows(self) -> tuple[tuple[int, ...], ...]:
-        self._dissolve()
-        return tuple(tuple(bank.num_free << bank.shift for bank in banks) for banks in self.banks)
+        held = [seats.empty_frames() for seats in self._seats]
+        return tuple(
+            tuple((bank.num_free + count) << bank.shift for bank, count in zip(banks, counts, strict=True))
+            for banks, counts in zip(self.banks, held, strict=True)
+        )
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the bookkeeping is sound: no row lost, no row given twice, all counts true."""
         self._dissolve()
-        check(self.subgraphs, self._kinds, self.banks, self.running, self.draining, self.flights, self._frames_of)
+        check(
+            self.subgraphs,
+            self._kinds,
+            self.banks,
+            self.roster,
+            self.running,
+            self.draining,
+            self.flights,
+            self._frames_of,
+        )
 
     # -- Algorithm 1 ------------------------------------------------------------------------------
 
@@ -204,8 +243,9 @@ class CellScheduler:
 
     def _batch(self, ct: CellType, worker: int) -> TaskPlan:
         """Lines 11-23, for the scheduler's part; the type forms the tasks."""
-        batch = ct.batch(worker, self.config.max_tasks)
-        m, tasks = ct.model, len(batch.tasks)
+        m = ct.model
+        batch = ct.batch(worker, self.config.max_tasks, partial(self._let_in, m, ct.cell))
+        tasks = len(batch.cu) - 1
         ct.num_running += tasks
         plan, flight = assemble(
             self._next_plan, worker, ct, batch, self.subgraphs, self._seats[m], self.banks[m], self._fan
@@ -220,61 +260,93 @@ class CellScheduler:
     # -- requests ---------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Move requests from the queues to the workers' reach, as far as rows are free; all of a model at once."""
+        """Move requests from the queues to the workers' reach, as far as rows are free and calls reach."""
         for m, queue in enumerate(self.waiting):
-            if not queue:
-                continue
-            most = len(queue)
             if self.config.graph_batch:
-                if self._num_running[m]:
-                    continue
-                most = min(most, self.config.graph_batch)
-            admitted: list[RunningRequest] = []
-            seats = self._seats[m]
-            while len(admitted) < most:
-                seat = seats.take(queue[0], self._next_serial)
-                if seat is None:
-                    break
-                self._serials[queue.popleft().id] = self._next_serial
-                self.running[self._next_serial] = seat
-                self._next_serial += 1
-                admitted.append(seat)
-            if admitted:
-                self._num_running[m] += len(admitted)
-                self._admissions[m].admit(admitted)
+                if queue and not self._num_running[m]:
+                    self._start(m, self.config.graph_batch)
+                continue
+            while queue and self._is_short(m) and self._start(m, self._admitted):
+                pass
 
-    def _commit_task(self, flight: Flight, t: int, result: TaskResult, output: CellOutput) -> None:
-        sub, kind, task = self.subgraphs, flight.kind, flight.tasks[t]
-        slots = task.subgraphs
-        uncommitted = sub.uncommitted.take(slots) - (1 if task.takes is None else task.takes)
-        sub.uncommitted[slots] = uncommitted
+    def _let_in(self, m: int, cell: int) -> bool:
+        """Admit requests that begin at a cell of which a call could take more -> whether there were any."""
+        if not self.waiting[m] or self.config.graph_batch or cell not in self._entries[m]:
+            return False
+        return bool(self._start(m, self._admitted))
+
+    def _start(self, m: int, most: int) -> int:
+        """Admit up to `most` requests of a model -> how many."""
+        numbers, requests = self._admissions[m].admit(self.waiting[m], most)
+        self.running.update(zip(numbers, requests, strict=True))
+        self._numbers.update(zip([request.id for request in requests], numbers, strict=True))
+        self._num_running[m] += len(numbers)
+        return len(numbers)
+
+    def _is_short(self, m: int) -> bool:
+        """Whether a cell at which requests of a model begin has few ready nodes: no more than a task and a half."""
+        enough = 3 * self.num_workers / 2
+        return any(self.types[m][c].num_unpinned < enough * self.types[m][c].largest for c in self._entries[m])
+
+    # -- commit -------------------------------------------------------------------------------------
+
+    def _is_eventful(self, flight: Flight, result: TaskResult) -> bool:
+        """Whether tasks are committed one by one: a node failed, a chain met its stop symbol, steps are streamed."""
+        kind = flight.kind
+        if kind.num_streaming or np.count_nonzero(result.flags):
+            return True
+        if not kind.num_growing or result.error is not None:
+            return False
+        sub = self.subgraphs
+        for o, (emit, values) in enumerate(zip(flight.emits, result.values, strict=True)):
+            if emit is not None and values is not None and values.ndim == 1:
+                owners = emit.owners[emit.bounds[result.first] : emit.bounds[result.stop]]
+                if len(owners) != len(values):
+                    return True
+                hit = (sub.stop[owners] == values) & (sub.stop_output[owners] == o)
+                if np.count_nonzero(hit):
+                    return True
+        return False
+
+    def _commit_tasks(self, flight: Flight, first: int, stop: int, result: TaskResult, output: CellOutput) -> None:
+        """Tasks [first, stop) of a flight; one, or several between which nothing happens."""
+        sub, kind = self.subgraphs, flight.kind
+        slots = flight.owners[flight.cu_batch[first] : flight.cu_batch[stop]]
+        np.subtract.at(sub.uncommitted, slots, 1)
+        at_once = stop - first > 1
+        if at_once and stop - first == flight.num_tasks and not sub.num_dead:
+            done = flight.ending[sub.uncommitted.take(flight.ending) == 0]
+        else:
+            done = slots[sub.uncommitted.take(slots) == 0]
+            if at_once or not flight.plain:  # a subgraph may have had several nodes
+                done = np.array([*dict.fromkeys(done.tolist())], np.int64)
         if self.num_workers > 1:
-            landed = slots[uncommitted == sub.left[slots]]
+            landed = slots[sub.uncommitted[slots] == sub.left[slots]]
             if len(landed):
-                kind.unpin(landed, flight.worker)
+                kind.unpin(np.unique(landed), flight.worker)
         if result.error is not None:
             alive = slots[sub.dead[slots] == 0]
-            for serial in np.unique(sub.owner[alive]).tolist():
-                self._fail(self.running[serial], result.error, output)
+            for number in np.unique(sub.owner[alive]).tolist():
+                self._fail(number, result.error, output)
         else:
-            failed = self._fail_nodes(flight, t, result, output)
-            self._keep_values(flight, t, result, output, some_ended=failed or sub.num_dead > 0)
+            failed = self._fail_nodes(flight, first, stop, result, output)
+            self._keep_values(flight, first, stop, result, output, some_ended=failed or sub.num_dead > 0)
         if flight.dependants is not None:
-            self._release(flight.dependants, t)
-        if np.count_nonzero(uncommitted) < len(slots):
-            self._complete(slots[uncommitted == 0], output)
+            self._release(flight.dependants, first, stop)
+        if len(done):
+            self._complete(done, output)
 
-    def _fail_nodes(self, flight: Flight, t: int, result: TaskResult, output: CellOutput) -> bool:
+    def _fail_nodes(self, flight: Flight, first: int, stop: int, result: TaskResult, output: CellOutput) -> bool:
         """Requests whose node is not finite, or failed, end; their neighbours do not notice. -> if there are any."""
         base = flight.cu_batch[result.first]
-        begin, end = flight.cu_batch[t], flight.cu_batch[t + 1]
+        begin, end = flight.cu_batch[first], flight.cu_batch[stop]
         flags = result.flags[begin - base : end - base]
         if not np.count_nonzero(flags):
             return False
         for k in np.flatnonzero(flags).tolist():
             slot = int(flight.owners[begin + k])
-            serial = int(self.subgraphs.owner[slot])
-            if serial == FREE or self.subgraphs.dead[slot]:
+            number = int(self.subgraphs.owner[slot])
+            if number == FREE or self.subgraphs.dead[slot]:
                 continue
             name = flight.kind.spec.name
             if flags[k] == NodeFlag.NAN:
@@ -283,18 +355,20 @@ class CellScheduler:
                 )
             else:
                 reason = result.errors.get(begin + k, f"cell {name!r} failed on this request.")
-            self._fail(self.running[serial], reason, output)
+            self._fail(number, reason, output)
         return True
 
-    def _keep_values(self, flight: Flight, t: int, result: TaskResult, output: CellOutput, *, some_ended: bool) -> None:
+    def _keep_values(
+        self, flight: Flight, first: int, stop: int, result: TaskResult, output: CellOutput, *, some_ended: bool
+    ) -> None:
         """Put emitted values where their requests find them, and end chains that met their stop symbol."""
         sub, kind = self.subgraphs, flight.kind
         stopped: list[int] = []
         found: list[tuple[int, IndexArray, IndexArray, Values]] = []
         for o, emit in enumerate(flight.emits):
-            if emit is None or emit.bounds[t] == emit.bounds[t + 1]:
+            if emit is None or emit.bounds[first] == emit.bounds[stop]:
                 continue
-            begin, end = emit.bounds[t], emit.bounds[t + 1]
+            begin, end = emit.bounds[first], emit.bounds[stop]
             values, offset = result.values[o], begin - emit.bounds[result.first]
             if values is None or len(values) < offset + end - begin:
                 raise IntegrityError(f"plan {result.plan} came back with too few values of output {o}.")
@@ -318,25 +392,27 @@ class CellScheduler:
             if kind.num_streaming:
                 self._stream(kind, o, owners, values, output)
         for slot in stopped:
-            request = self.running[int(sub.owner[slot])]
+            number = int(sub.owner[slot])
             made = int(sub.nodes[slot] - sub.uncommitted[slot])
-            self._end_chain(request, slot, made - 1, stopped=True)
-            if not request.unfinished:
-                self._finish(request, output)
+            self._end_chain(number, slot, made - 1, stopped=True)
+            if not self.roster.unfinished[number]:
+                self._finish([number], output)
 
     def _stream(self, kind: CellType, o: int, owners: IndexArray, values: Values, output: CellOutput) -> None:
         """Steps of growing chains whose requests want them as they come."""
         for k in np.flatnonzero(self.subgraphs.loop[owners]).tolist():
             slot = int(owners[k])
-            running = self.running[int(self.subgraphs.owner[slot])]
-            if running.request.stream:
-                ordinal, part = running.growing.index(slot), running.part_of(kind.cell)
-                output.steps.append(CellStep(running.request.id, ordinal, part, o, values[k]))
+            number = int(self.subgraphs.owner[slot])
+            request = self.running[number]
+            if request.stream:
+                ordinal = self.roster.growing[number].slots.index(slot)
+                part = next(p for p, part in enumerate(request.graph.parts) if part.cell == kind.cell)
+                output.steps.append(CellStep(request.id, ordinal, part, o, values[k]))
 
-    def _release(self, dependants: Dependants, t: int) -> None:
+    def _release(self, dependants: Dependants, first: int, stop: int) -> None:
         """Nodes have committed that subgraphs wait for; those that wait for nothing more join their queues."""
         sub = self.subgraphs
-        begin, end = dependants.bounds[t], dependants.bounds[t + 1]
+        begin, end = dependants.bounds[first], dependants.bounds[stop]
         if begin == end:
             return
         targets, owners = dependants.targets[begin:end], dependants.owners[begin:end]
@@ -345,7 +421,7 @@ class CellScheduler:
         met = targets[sub.waits[targets] == 0]
         if not len(met):
             return
-        met = np.unique(met) if len(met) > 1 else met
+        met = np.array([*dict.fromkeys(met.tolist())])  # in the order in which what they waited for has run
         if len(self._kinds) == 1:
             self._kinds[0].release(met)
             return
@@ -355,79 +431,80 @@ class CellScheduler:
 
     def _complete(self, done: IndexArray, output: CellOutput) -> None:
         """Subgraphs whose last node has committed; a request ends with its last subgraph."""
-        sub = self.subgraphs
+        sub, unfinished = self.subgraphs, self.roster.unfinished
         if sub.num_dead:
             dead = sub.dead[done] == 1
             self._bury(done[dead])
             done = done[~dead]
-        owners = sub.owner[done].tolist()
-        if FREE in owners:  # they ended early in this very task
-            done = done[sub.owner[done] != FREE]
-            owners = sub.owner[done].tolist()
+        owners = sub.owner.take(done)
+        if np.count_nonzero(owners == FREE):  # they ended early in this very task
+            done, owners = done[owners != FREE], owners[owners != FREE]
+        if not len(done):
+            return
         sub.give(done)
-        running = self.running
-        for serial in owners:
-            request = running[serial]
-            request.unfinished -= 1
-            if not request.unfinished:
-                self._finish(request, output)
+        np.subtract.at(unfinished, owners, 1)
+        ended = owners[unfinished.take(owners) == 0].tolist()
+        if ended:
+            self._finish(ended if len(ended) == 1 else [*dict.fromkeys(ended)], output)
 
-    def _end_chain(self, request: RunningRequest, slot: int, length: int, *, stopped: bool) -> None:
+    def _end_chain(self, number: int, slot: int, length: int, *, stopped: bool) -> None:
         """A growing chain ends before its limit."""
-        assert request.lengths is not None
-        request.lengths[request.growing.index(slot)] = (length, stopped)
-        request.unfinished -= 1
-        self._end_subgraph(request, slot)
+        growth: Growth = self.roster.growing[number]
+        growth.lengths[growth.slots.index(slot)] = (length, stopped)
+        self.roster.unfinished[number] -= 1
+        self._end_subgraph(number, slot)
 
-    def _end_subgraph(self, request: RunningRequest, slot: int) -> None:
+    def _end_subgraph(self, number: int, slot: int) -> None:
         """Nothing more of it is submitted; its slot is free when its last task has come back."""
         sub = self.subgraphs
         self._kinds[int(sub.kind[slot])].drop(slot)
         if sub.uncommitted[slot]:
             sub.dead[slot] = 1
             sub.num_dead += 1
-            request.num_dead += 1
+            self.roster.num_dead[number] += 1
         else:
             sub.give(np.array([slot]))
 
     def _bury(self, slots: IndexArray) -> None:
         """Ended subgraphs whose last task has come back."""
-        sub = self.subgraphs
+        sub, roster = self.subgraphs, self.roster
         if not len(slots):
             return
         owners = sub.owner[slots].tolist()
         sub.dead[slots] = 0
         sub.num_dead -= len(slots)
         sub.give(slots)
-        for serial in owners:
-            request = self.running.get(serial) or self.draining[serial]
-            request.num_dead -= 1
-            if serial in self.draining and not request.num_dead:
-                del self.draining[serial]
-                self._seats[request.model].give(request)
+        for number in owners:
+            roster.num_dead[number] -= 1
+            if not roster.num_dead[number] and (request := self.draining.pop(number, None)) is not None:
+                self._seats[request.model].give([number])
 
-    def _finish(self, request: RunningRequest, output: CellOutput) -> None:
-        """All nodes have committed: the result goes out at once (graph batching: when all of the batch are done)."""
-        model = request.request.model
-        results = request.results(self.types[model])
-        self._leave(request)
+    def _finish(self, numbers: list[int], output: CellOutput) -> None:
+        """All nodes have committed: results go out at once (graph batching: when all of the batch are done).
+
+        The requests are of one model.
+        """
+        model = self.running[numbers[0]].model
+        results = self._seats[model].results(numbers)
+        ended = [*zip(self._leave(model, numbers), results, strict=True)]
         if not self.config.graph_batch:
-            output.finished.append((request.request.id, results))
+            output.finished += ended
         else:
-            self._held[model].append((request.request.id, results))
+            self._held[model] += ended
             self._let_go(model, output)
 
-    def _fail(self, request: RunningRequest, reason: str, output: CellOutput) -> None:
-        output.failed.append((request.request.id, reason))
-        self._end(request, output)
+    def _fail(self, number: int, reason: str, output: CellOutput) -> None:
+        output.failed.append((self.running[number].id, reason))
+        self._end(number, output)
 
-    def _end(self, request: RunningRequest, output: CellOutput | None = None) -> None:
+    def _end(self, number: int, output: CellOutput | None = None) -> None:
         """A request ends before its time."""
-        sub = self.subgraphs
-        for slot in request.slots().tolist():
-            if sub.owner[slot] == request.serial and not sub.dead[slot]:
-                self._end_subgraph(request, slot)
-        self._leave(request)
+        sub, request = self.subgraphs, self.running[number]
+        for slot in self._seats[request.model].slots_of(number, request.graph).tolist():
+            if sub.owner[slot] == number and not sub.dead[slot]:
+                self._end_subgraph(number, slot)
+        self.roster.unfinished[number] = 0
+        self._leave(request.model, [number])
         if self.config.graph_batch:
             self._let_go(request.model, self._late if output is None else output)
 
@@ -436,37 +513,47 @@ class CellScheduler:
             output.finished += self._held[model]
             self._held[model] = []
 
-    def _leave(self, request: RunningRequest) -> None:
-        """It is no longer running; its seat is free now, or when the last node that names its rows has committed."""
-        model = request.request.model
-        del self.running[request.serial]
-        del self._serials[request.request.id]
-        self._num_running[model] -= 1
-        self._num_requests += 1
-        seats = self._seats[model]
-        if request.request.graph.special:
-            seats.leave(request)
-        if request.num_dead:
-            self.draining[request.serial] = request
-        else:
-            seats.give(request)
+    def _leave(self, model: int, numbers: list[int]) -> list[str]:
+        """They run no longer; their seats are free now, or when the last nodes that name their rows have committed.
+
+        -> their ids.
+        """
+        seats, growing = self._seats[model], self.roster.growing
+        requests = [*map(self.running.pop, numbers)]
+        ids = [request.id for request in requests]
+        for id in ids:
+            del self._numbers[id]
+        self._num_running[model] -= len(numbers)
+        self._num_requests += len(numbers)
+        if seats.num_special:
+            for number, request in zip(numbers, requests, strict=True):
+                growing.pop(number, None)
+                if request.graph.special:
+                    seats.count(request, -1)
+        if self.subgraphs.num_dead:
+            num_dead = self.roster.num_dead
+            self.draining.update([(n, request) for n, request in zip(numbers, requests, strict=True) if num_dead[n]])
+            numbers = [n for n in numbers if not num_dead[n]]
+        seats.give(numbers)
+        return ids
 
     # -- what tables and checks ask -------------------------------------------------------------------
 
     def _slots_of(self, kind: int) -> IndexArray:
         return np.flatnonzero((self.subgraphs.owner != FREE) & (self.subgraphs.kind == kind))
 
-    def _frames_of(self, request: RunningRequest, bank: int) -> IndexArray:
-        """The frames that a request owns in a bank."""
-        return self._seats[request.model].frames(request)[bank]
+    def _frames_of(self, number: int, request: CellRequest) -> list[IndexArray]:
+        """The frames that a request owns in each bank."""
+        return self._seats[request.model].frames(number, request.graph)
 
     def _dissolve(self) -> None:
         for seats in self._seats:
             seats.dissolve()
 
     def _parts_of(self, model: int, cell: int) -> set[GraphPart]:
-        graphs = {running.request.graph for running in self.running.values() if running.model == model}
+        requests = [*self.running.values(), *self._admissions[model].pending]
+        graphs = {request.graph for request in requests if request.model == model}
         return {part for graph in graphs for part in graph.parts if part.cell == cell}
 
     def _fan(self, slot: int, f: int) -> Sequence[int]:
-        return self.running[int(self.subgraphs.owner[slot])].request.graph.fans[f]
+        return self.running[int(self.subgraphs.owner[slot])].graph.fans[f]

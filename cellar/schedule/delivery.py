@@ -11,14 +11,17 @@ from cellar.core.messages import FinishReason, Flag, Logprobs, StepOutput, StepR
 from cellar.schedule.batch import InFlight
 from cellar.schedule.rows import Index, Rows
 
+NOT_FINITE = "the logits of this request are not finite: its parameters forbid every token, or the model overflows."
+NO_TOKEN = "the device brought no token for this request; please report this defect."
+
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The request of `row` ends; `token` is the stop id that did it, if one did."""
+    """The request of `row` ends; `detail` is the stop id that did it, or says what went wrong."""
 
     row: int
     reason: FinishReason
-    token: int | None = None
+    detail: int | str | None = None
 
 
 def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput) -> list[Ending]:
@@ -35,7 +38,8 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     if np.count_nonzero(flags) or np.count_nonzero(result.num_tokens) < len(rows_):
         bad = (flags == Flag.NAN) | (flags == Flag.VOID) | (result.num_tokens == 0)
         bad &= wanted
-        endings.extend(Ending(row, FinishReason.ERROR) for row in rows_[bad].tolist())
+        for row, flag in zip(rows_[bad].tolist(), flags[bad].tolist(), strict=True):
+            endings.append(Ending(row, FinishReason.ERROR, NOT_FINITE if flag == Flag.NAN else NO_TOKEN))
         wanted = wanted & ~bad
     if result.prompt_logprobs:
         _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings})

@@ -22,7 +22,7 @@ from cellar.core.errors import CapacityError, IntegrityError, RequestError
 from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput, StepPlan, StepResult
 from cellar.kv.store import NO_SLOTS, KVStore, Reservation
 from cellar.schedule.batch import InFlight, StepBatch
-from cellar.schedule.delivery import deliver
+from cellar.schedule.delivery import Ending, deliver
 from cellar.schedule.integrity import check_requests, check_rows
 from cellar.schedule.queue import WaitingQueue
 from cellar.schedule.request import Phase, RequestState
@@ -121,7 +121,7 @@ class StepScheduler:
             self._take_in(record, result, output)
         else:
             for row in record.rows[self._rows.accepts[record.rows]].tolist():
-                self._end(row, FinishReason.ERROR, None, output)
+                self._end(Ending(row, FinishReason.ERROR, result.error), output)
         if self._releasing:
             for row in record.rows[self._rows.in_flight[record.rows] == 0].tolist():
                 state = self._rows.states[row]
@@ -282,13 +282,14 @@ class StepScheduler:
         endings = deliver(rows, record, result, output)
         self._generation_tokens += len(output.ids)
         for ending in endings:
-            if ending.reason is FinishReason.ERROR:
+            if ending.reason is FinishReason.ERROR:  # its KV may be wrong: nobody is to find it again
                 rows.next_named[ending.row] = NEVER
+                self._store.forget(rows.slots(ending.row))
         done = rows.completed(record.rows)
         for row in done[:MAX_NAMED_PER_COMMIT].tolist():
             self._name(row)
         for ending in endings:
-            self._end(ending.row, ending.reason, ending.token, output)
+            self._end(ending, output)
 
     def _name(self, row: int) -> None:
         """Give a row's complete chunks their identity: KV computed, tokens committed and counted."""
@@ -301,12 +302,12 @@ class StepScheduler:
 
     # -- endings ----------------------------------------------------------------------------------
 
-    def _end(self, row: int, reason: FinishReason, token: int | None, output: StepOutput) -> None:
+    def _end(self, ending: Ending, output: StepOutput) -> None:
         """A running or suspending request ends by a result."""
-        state = self._rows.state(row)
-        output.finished[state.request.id] = (reason, token)
-        if reason is FinishReason.ERROR:
-            self._rows.next_named[row] = NEVER
+        state = self._rows.state(ending.row)
+        output.finished[state.request.id] = (ending.reason, ending.detail)
+        if ending.reason is FinishReason.ERROR:
+            self._rows.next_named[ending.row] = NEVER
         self._drop(state)
 
     def _drop(self, state: RequestState) -> None:

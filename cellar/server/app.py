@@ -22,7 +22,7 @@ from cellar.server import errors, page
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
-from cellar.server.desk import LONG_TEXT, Desk
+from cellar.server.desk import Desk
 from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
 from cellar.server.fields import unknown
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords, read_keys
@@ -42,6 +42,9 @@ GONE = Response(status_code=499)
 """Nobody reads it; it is what the log shows for a client that hung up."""
 
 HEALTH_SECONDS = 30.0
+
+LONG_TEXT = 4096
+"""Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
 
 T = TypeVar("T")
 
@@ -76,7 +79,7 @@ class Api:
         self._check_shared(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
         params = body.params(await self._grammar(body.structured(), body.response_format is not None))
-        prompts = [await self._prompt(one, body.add_special_tokens is not False) for one in body.prompts()]
+        prompts = await self._prompts(body)
         id = _request_id("cmpl", body.request_id, request)
         answer = Completions(id, self._name(body.model), body, prompts, self.model.tokenizer)
         session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt)
@@ -97,8 +100,8 @@ class Api:
                     raise refused("a forced tool call leaves no room for response_format.", "response_format")
                 structured = await self._grammar(tools.structured, False, "tools")
             params = body.params(structured)
-            prompt = await self._chat_prompt(
-                body.messages, body.add_generation_prompt is not False, body.chat_template_kwargs, tools.tools
+            prompt = await self._conversation(
+                body, tools.tools, lambda text, ids: self.desk.read({"prompt": text, "prompt_token_ids": ids})
             )
             id = _request_id("chatcmpl", body.request_id, request)
             answer = Chat(id, self._name(body.model), body, prompt, self._tokenizer(), tools)
@@ -129,10 +132,7 @@ class Api:
         if body.prompt is not None:
             ids = await _beside(len(body.prompt), lambda: _encode(tokenizer, body.prompt, body.add_special_tokens))
         else:
-            text = await self._rendered(
-                body.messages or [], body.add_generation_prompt is not False, body.chat_template_kwargs, body.tools
-            )
-            ids = await _beside(len(text), lambda: _encode(tokenizer, text, bool(body.add_special_tokens)))
+            ids = await self._conversation(body, body.tools, lambda _, ids: ids)
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
         found["token_strs"] = [tokenizer.id_to_piece(id) for id in ids] if body.return_token_strs else None
         return JSONResponse(found)
@@ -142,6 +142,8 @@ class Api:
         _no_extra(body.model_extra)
         self._name(body.model)
         tokenizer = self._tokenizer()
+        if max(body.tokens, default=0) >= self.model.vocab_size:
+            raise refused(f"tokens has ids that the model lacks; it knows 0 to {self.model.vocab_size - 1}.", "tokens")
         text = await _beside(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return JSONResponse({"prompt": text})
 
@@ -155,7 +157,7 @@ class Api:
     async def health_generate(self, request: Request) -> Response:
         """200 if the engine makes a token now."""
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        prompt = await self.desk.read([0])
+        prompt = self.desk.read([0])
         id = f"health-{uuid.uuid4().hex}"
 
         async def one_token() -> Response:
@@ -190,48 +192,44 @@ class Api:
         except ClientGone:
             return GONE
 
-    async def _prompt(self, prompt: str | list[int], add_special_tokens: bool) -> Prompt:
-        if isinstance(prompt, str) and not add_special_tokens:
-            tokenizer = self._tokenizer()
-            ids = await _beside(len(prompt), lambda: _encode(tokenizer, prompt, False))
-            return await self.desk.read({"prompt": prompt, "prompt_token_ids": ids})
-        return await self.desk.read(prompt)
+    async def _prompts(self, body: CompletionRequest) -> list[Prompt]:
+        prompts, most = body.prompts(), self.limits.max_queued_requests
+        if len(prompts) > most:
+            raise refused(f"there are {len(prompts)} prompts, but a request may have {most}; send several.", "prompt")
 
-    async def _chat_prompt(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        variables: dict[str, Any] | None,
-        tools: list[dict[str, Any]] | None,
-    ) -> Prompt:
-        text = await self._rendered(messages, add_generation_prompt, variables, tools)
-        tokenizer = self._tokenizer()
-        ids = await _beside(len(text), lambda: _encode(tokenizer, text, False))
-        try:
-            return await self.desk.read({"prompt": text, "prompt_token_ids": ids})
-        except RequestError as error:
-            raise as_api_error(error, {"prompt": "messages"}) from error
+        def read(prompt: str | list[int]) -> Prompt:
+            if isinstance(prompt, str) and body.add_special_tokens is False:
+                ids = _encode(self._tokenizer(), prompt, False)
+                return self.desk.read({"prompt": prompt, "prompt_token_ids": ids})
+            return self.desk.read(prompt)
 
-    async def _rendered(
+        return await _beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
+
+    async def _conversation(
         self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        variables: dict[str, Any] | None,
+        body: ChatRequest | TokenizeRequest,
         tools: list[dict[str, Any]] | None,
-    ) -> str:
-        templates = self.model.templates
+        then: Callable[[str, list[int]], T],
+    ) -> T:
+        """`then` of a conversation as the model sees it: its text and its ids."""
+        templates, messages, variables = self.model.templates, body.messages or [], body.chat_template_kwargs or {}
         if templates is None:
             raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
-        taken = {"messages", "tools", "add_generation_prompt", "now"} & set(variables or ())
+        taken = {"self", "messages", "tools", "add_generation_prompt", "now"} & set(variables)
         if taken:
             raise refused(f"chat_template_kwargs cannot set {sorted(taken)[0]}.", "chat_template_kwargs")
-        size = sum(len(str(message.get("content"))) for message in messages)
-        return await _beside(
-            size,
-            lambda: templates.render(
-                messages, tools, add_generation_prompt=add_generation_prompt, now=datetime.now(), **(variables or {})
-            ),
-        )
+
+        def rendered() -> T:
+            text = templates.render(
+                messages,
+                tools,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                now=datetime.now(),
+                **variables,
+            )
+            return then(text, _encode(self._tokenizer(), text, bool(body.add_special_tokens)))
+
+        return await _beside(len(repr((messages, tools, variables))), rendered)
 
     async def _grammar(
         self, wanted: StructuredOutputsParams | None, by_format: bool, parameter: str | None = None

@@ -54,7 +54,8 @@ class Chat:
         head = {**self._head, "object": "chat.completion.chunk"}
         begun: set[int] = set()
         calls = [Calls(self._tools) for _ in range(request.n or 1)]
-        plain = not (self._tools.active or request.logprobs or request.include_usage or request.return_token_ids)
+        each = request.logprobs or request.return_token_ids or request.continuous_usage
+        plain = not (self._tools.active or request.include_usage or each)
         fast = json.dumps(head, separators=(",", ":"))[:-1]
         async with session, aclosing(session.news()) as news:
             async for _, one in news:
@@ -73,7 +74,9 @@ class Chat:
                             f'{json.dumps(one.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'
                         ).encode()
                     continue
-                yield event(self._with_usage({**head, "choices": [self._part(one, calls[one.index])]}, count))
+                part = self._part(one, calls[one.index])
+                if part["delta"] or part["finish_reason"] or each:
+                    yield event(self._with_usage({**head, "choices": [part]}, count))
         if request.include_usage:
             yield event({**head, "choices": [], "usage": usage_of(done)})
 

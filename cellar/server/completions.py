@@ -49,13 +49,8 @@ class Completions:
         counts = [0] * len(session.prompts)
         offsets: dict[tuple[int, int], int] = {}
         scored: dict[int, list[Table | None]] = {}
-        plain = not (
-            request.logprobs is not None
-            or request.echo
-            or request.scores_only
-            or request.include_usage
-            or request.return_token_ids
-        )
+        each = request.logprobs is not None or request.return_token_ids or request.continuous_usage
+        plain = not (request.echo or request.scores_only or request.include_usage or each)
         fast = json.dumps(self._head, separators=(",", ":"))[:-1]
         async with session, aclosing(session.news()) as news:
             async for k, one in news:
@@ -80,7 +75,10 @@ class Completions:
                     continue
                 tables = scored.get(k) if first and request.echo else None
                 choice = self._part(k, one, before, offsets.get((k, one.index), 0), tables)
-                offsets[k, one.index] = offsets.get((k, one.index), 0) + len(choice["text"])
+                said = choice["logprobs"]["tokens"] if choice["logprobs"] else ()
+                offsets[k, one.index] = offsets.get((k, one.index), 0) + sum(map(len, said))
+                if not (choice["text"] or choice["finish_reason"] or each):
+                    continue
                 if first and request.return_token_ids:
                     choice["prompt_token_ids"] = self._prompts[k].token_ids.tolist()
                 body = {**self._head, "choices": [choice]}

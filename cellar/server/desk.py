@@ -16,7 +16,7 @@ from cellar.outputs import Delta
 from cellar.prompts import Prompt
 from cellar.server.admission import Admission, Ticket, Waiting
 from cellar.server.config import LimitConfig
-from cellar.server.errors import ApiError, refused, unavailable, whole_characters
+from cellar.server.errors import ApiError, unavailable, whole_characters
 from cellar.server.host import EngineHost
 from cellar.server.metrics import Metrics, Timing
 from cellar.stream import AsyncLLM
@@ -24,9 +24,6 @@ from cellar.stream import AsyncLLM
 logger = logging.getLogger(__name__)
 
 News = Delta | RequestOutput
-
-LONG_TEXT = 4096
-"""Characters from which on a text is tokenized beside the event loop, not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,6 @@ class Desk:
         self._metrics = metrics
         self._log_requests = log_requests
         self.admission = Admission(limits, waiting)
-        self.metrics = metrics
 
     def engine(self) -> AsyncLLM:
         """The engine. Raises ApiError (503) while there is none."""
@@ -110,16 +106,14 @@ class Desk:
             raise unavailable("the engine is down and being started again; try again soon.", retry_after=5)
         return llm
 
-    async def read(self, prompt: Any) -> Prompt:
-        """A prompt, checked. Raises RequestError, ApiError."""
-        llm = self.engine()
+    def read(self, prompt: Any) -> Prompt:
+        """A prompt, checked, in any thread. Raises RequestError, ApiError."""
         if isinstance(prompt, str):
             whole_characters(prompt)
-        size = len(prompt) if isinstance(prompt, (str, list)) else 0
-        found = await asyncio.to_thread(llm.read, prompt) if size > LONG_TEXT else llm.read(prompt)
+        found = self.engine().read(prompt)
         longest = self._limits.max_prompt_len
         if longest is not None and len(found.token_ids) > longest:
-            raise refused(
+            raise RequestError(
                 f"the prompt has {len(found.token_ids)} tokens, but this server allows {longest}; shorten it.",
                 "prompt",
                 "context_length_exceeded",
@@ -160,8 +154,8 @@ def check_complete(output: RequestOutput) -> None:
 
 
 def without_text(params: SamplingParams) -> SamplingParams:
-    """Parameters that may be logged: stop strings may quote the user."""
-    return params.clone(stop=None) if params.stop else params
+    """Parameters that may be logged: stop strings and grammars may quote the user."""
+    return params.clone(stop=None, structured_outputs=None)
 
 
 async def _watched(work: _Work) -> AsyncGenerator[News, None]:

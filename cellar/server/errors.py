@@ -93,7 +93,7 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return error
     if isinstance(error, RequestError):
         parameter = error.parameter
-        return refused(str(error), (names or {}).get(parameter, parameter) if parameter else None)
+        return refused(str(error), (names or {}).get(parameter, parameter) if parameter else None, error.code)
     if isinstance(error, CapacityError):
         return refused(str(error))
     if isinstance(error, RecursionError):
@@ -131,11 +131,14 @@ def install(app: FastAPI) -> None:
 
 def _invalid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body. What the client sent is not repeated: it may be private."""
-    first = error.errors()[0]
+    errors = error.errors()
+    first = errors[0]
     place = [str(part) for part in first["loc"] if part != "body"]
-    message = str(first["msg"])
+    # A field of several types has an error for each of them.
+    reasons = dict.fromkeys(str(one["msg"]) for one in errors if one["loc"][:2] == first["loc"][:2])
+    message = " or ".join(reason[0].lower() + reason[1:] for reason in reasons)
     if first["type"] == "json_invalid":
         return refused(f"the body is no valid JSON ({first.get('ctx', {}).get('error', message)}).")
     if not place:
         return refused(f"the body must be a JSON object sent as application/json ({message}).")
-    return refused(f"{place[0]} is not as it should be: {message[0].lower()}{message[1:]}.", place[0])
+    return refused(f"{place[0]} is not as it should be: {message}.", place[0])

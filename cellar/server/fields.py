@@ -14,10 +14,6 @@ from cellar.server.errors import ApiError, refused
 Accepts = Callable[[Any], bool]
 
 
-def _any(_: Any) -> bool:
-    return True
-
-
 def _one_of(*values: Any) -> Accepts:
     return lambda value: any(value == allowed and type(value) is type(allowed) for allowed in values)
 
@@ -47,6 +43,7 @@ COMMON: Mapping[str, tuple[Accepts, str]] = {
 COMPLETION: Mapping[str, tuple[Accepts, str]] = {
     **COMMON,
     "suffix": (_one_of(""), "null: the model cannot fill in the middle"),
+    "best_of": (_NONE, "null: ask for n, and choose"),
 }
 
 CHAT: Mapping[str, tuple[Accepts, str]] = {
@@ -54,6 +51,10 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "store": (_one_of(False), "false: nothing is stored"),
     "modalities": (_one_of(["text"]), '["text"]'),
     "verbosity": (_one_of("medium"), "medium"),
+    "reasoning_effort": (_NONE, "null"),
+    "prediction": (_NONE, "null"),
+    "audio": (_NONE, "null"),
+    "web_search_options": (_NONE, "null"),
     "echo": (_one_of(False), "false"),
     "continue_final_message": (_one_of(False), "false"),
     "functions": (_one_of([]), "null: use tools"),

@@ -17,7 +17,7 @@ from cellar.server.errors import ApiError, unavailable
 from cellar.server.page import PREFIX
 from cellar.server.stream import DONE, event
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/ping", "/engine/status", "/"})
+OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/engine/status", "/"})
 """What probes and scrapers ask for, and the page, which asks for the key itself: it tells nothing of anybody's
 requests."""
 
@@ -102,7 +102,7 @@ class BodyLimit:
 
 
 class AnswerCount:
-    """Counts answers by route and status."""
+    """Counts answers by route and status; a defect is a 500, which is answered outside of this."""
 
     def __init__(self, app: ASGIApp, count: Callable[[str, int], None]) -> None:
         self._app = app
@@ -114,13 +114,24 @@ class AnswerCount:
             await self._app(scope, receive, send)
             return
 
+        begun = False
+
+        def count(status: int) -> None:
+            self._count(getattr(scope.get("route"), "path", "other"), status)
+
         async def seen(message: Message) -> None:
+            nonlocal begun
             if message["type"] == "http.response.start":
-                route = scope.get("route")
-                self._count(getattr(route, "path", "other"), message["status"])
+                begun = True
+                count(message["status"])
             await send(message)
 
-        await self._app(scope, receive, seen)
+        try:
+            await self._app(scope, receive, seen)
+        except Exception:
+            if not begun:
+                count(500)
+            raise
 
 
 class LastWords:

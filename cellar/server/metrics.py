@@ -23,7 +23,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-REASONS = ("stop", "length", "abort", "error", "tool_calls")
+REASONS = ("stop", "length", "abort", "error")
 
 ENGINE_RESTARTS, FRONT_RESTARTS = "engine_restarts", "front_restarts"
 

@@ -5,7 +5,7 @@ Types are strict, as OpenAI's are: "1" is no number. Ranges are checked where Sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,8 +19,14 @@ MAX_N = 128
 MAX_NAME = 256
 """Characters of a conversation's name."""
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+MAX_STOP = 8192
+"""Characters of all stop strings of a request. They become an automaton of a few hundred bytes for each."""
 
+# One wrong entry among a million is one error, not an error for every entry and each type that a field may have.
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 _SHARED = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "prompt_logprobs"),
@@ -59,11 +65,11 @@ class _Sampling(_Body):
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Tokens | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
@@ -85,6 +91,12 @@ class _Sampling(_Body):
                 raise refused("stream_options is for streams; set stream to true or leave it out.", "stream_options")
             for name in self.stream_options.model_extra or {}:
                 raise unknown(f"stream_options.{name}")
+        length = sum(map(len, [self.stop] if isinstance(self.stop, str) else self.stop or ()))
+        if length > MAX_STOP:
+            raise refused(
+                f"the stop strings have {length} characters, but together they may have {MAX_STOP}; use shorter ones.",
+                "stop",
+            )
         if self.stream and self.prompt_logprobs is not None:
             raise refused("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
 
@@ -141,7 +153,9 @@ class CompletionRequest(_Sampling):
 
     neutral = COMPLETION
 
-    prompt: Annotated[str | list[str] | list[Token] | list[list[Token]], Field(description="Text or token ids.")]
+    prompt: Annotated[
+        str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)], Field(description="Text or token ids.")
+    ]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -179,11 +193,11 @@ class ChatRequest(_Sampling):
 
     neutral = CHAT
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Objects, Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -191,7 +205,7 @@ class ChatRequest(_Sampling):
 
     def params(self, structured: StructuredOutputsParams | None = None) -> SamplingParams:
         """How to sample. Raises RequestError or ApiError."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -201,8 +215,8 @@ class ChatRequest(_Sampling):
 
     @property
     def names(self) -> dict[str, str]:
-        """Fields of SamplingParams that have another name here."""
-        return {"logprobs": "top_logprobs"} | (
+        """Fields that have another name in SamplingParams, or in what is read of the template's text."""
+        return {"logprobs": "top_logprobs", "prompt": "messages"} | (
             {"max_tokens": "max_completion_tokens"} if self.max_completion_tokens is not None else {}
         )
 
@@ -212,28 +226,31 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
 
 
 class DetokenizeRequest(_Body):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Tokens
 
 
 def _format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    match given:
-        case {"type": "text"}:
+    kind, wanted = given.get("type"), given.get("json_schema")
+    _only(given, ("type", "json_schema") if kind == "json_schema" else ("type",), "response_format")
+    match kind, wanted:
+        case "text", None:
             return None
-        case {"type": "json_object"}:
+        case "json_object", None:
             return StructuredOutputsParams(json_object=True)
-        case {"type": "json_schema", "json_schema": {"schema": dict() as schema}}:
+        case "json_schema", {"schema": dict() as schema}:
+            _only(wanted or {}, ("name", "description", "schema", "strict"), "response_format.json_schema")
             return StructuredOutputsParams(json=schema)
     raise refused(
         'response_format must be {"type": "text"}, {"type": "json_object"} or '
@@ -242,7 +259,14 @@ def _format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
     )
 
 
-def _bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _only(given: Mapping[str, Any], names: Collection[str], where: str) -> None:
+    """Refuse what nobody reads."""
+    for name, value in given.items():
+        if value is not None and name not in names:
+            raise unknown(f"{where}.{name}")
+
+
+def _bias(bias: Mapping[str, Any]) -> dict[int, Any]:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:

@@ -76,7 +76,8 @@ def serve_by_several(
 
 def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:
     """The line that says so."""
-    return f"{names[0]} is served at http://{server.host}:{port}/v1"
+    host = f"[{server.host}]" if ":" in server.host else server.host
+    return f"{names[0]} is served at http://{host}:{port}/v1"
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:

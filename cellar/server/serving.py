@@ -18,6 +18,10 @@ from cellar.server.config import LimitConfig, ServerConfig
 
 logger = logging.getLogger(__name__)
 
+KEEP_ALIVE_SECONDS = 75
+"""How long an idle connection is kept: longer than clients and proxies keep theirs (60 s is usual), so that none of
+them sends a request on a connection that the server is about to close."""
+
 
 class DrainingServer(uvicorn.Server):
     """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once."""
@@ -74,6 +78,7 @@ def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uv
         app,
         log_level=server.log_level,
         access_log=server.log_level in ("info", "debug"),
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout)),
         server_header=False,
     )

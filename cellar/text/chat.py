@@ -145,7 +145,10 @@ class _Template:
         self._takes_parts = _iterates_content(tree)
         self._takes_strings = not self._takes_parts or any(t.name == "string" for t in tree.find_all(nodes.Test))
         self._tests_none = any(t.name == "none" for t in tree.find_all(nodes.Test))
-        self._roles = {*ROLES, *_compared_roles(tree)}
+        roles = _compared_roles(tree)
+        self._roles = {*ROLES, *roles}
+        # The older name of the same: many templates print nothing of a role that they do not know.
+        self._developer = "developer" if "developer" in roles else "system"
 
     def message(self, message: Any, index: int) -> dict[str, Any]:
         """A checked copy of a message, in the form the template expects."""
@@ -156,10 +159,13 @@ class _Template:
         if not isinstance(role, str) or role not in self._roles:
             _refuse(f"{where} has the role {role!r}, but must have one of {', '.join(ROLES)}.")
         plain: dict[str, Any] = _plain(dict(message), "messages")
+        if role == "developer":
+            plain["role"] = self._developer
         content = plain.get("content")
         if isinstance(content, list):
             texts = [_part_text(part, where) for part in content]
-            plain["content"] = content if self._takes_parts else "\n".join(texts)
+            parts = [{"type": "text", "text": text} for text in texts]
+            plain["content"] = parts if self._takes_parts else "\n".join(texts)
         elif isinstance(content, str):
             if not self._takes_strings:
                 plain["content"] = [{"type": "text", "text": content}]
@@ -167,8 +173,9 @@ class _Template:
             _refuse(f"content of {where} is a {type(content).__name__}, but must be a string or a list of text parts.")
         elif not any(plain.get(key) for key in ("tool_calls", "function_call", "refusal", "reasoning_content")):
             _refuse(f"{where} has no content; give a string or a list of text parts.")
-        # Most templates print None; those that ask for it need it.
-        return plain if self._tests_none else {key: value for key, value in plain.items() if value is not None}
+        # Most templates print a content of None; those that ask for it need it.
+        kept = ("content",) if self._tests_none else ()
+        return {key: value for key, value in plain.items() if value is not None or key in kept}
 
     def render(self, context: Mapping[str, Any]) -> str:
         """Run the template. Raises RequestError for whatever goes wrong in it: it is no code of ours."""

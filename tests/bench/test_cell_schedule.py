@@ -22,8 +22,9 @@ def test_its_chains_are_those_of_the_compiler(length: int) -> None:
     assert (mine.seat, mine.num_codes, mine.valued) == (made.seat, made.num_codes, made.valued)
 
 
-def test_it_prints_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--batch", "8", "--length", "6", "--seconds", "0.1"])
-    timing = json.loads(capsys.readouterr().out.splitlines()[-1])["timings"][0]
-    assert timing["batch"] == 8
-    assert timing["all_nodes_per_second"] > 0
+@pytest.mark.parametrize("options", [[], ["--per-task"]])
+def test_it_prints_its_figures(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--batch", "8", "--length", "6", "--seconds", "0.05", *options])
+    few, many = json.loads(capsys.readouterr().out.splitlines()[-1])["timings"]
+    assert (few["batch"], few["present"], many["present"]) == (8, 3, 16)
+    assert few["all_nodes_per_second"] > 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from cellar.bench.cells.setup import Setup
 from cellar.bench.cells.sweep import Schedule
 from cellar.cli.main import build
 from cellar.core.errors import ConfigError
+from tests.limits import run_python
 
 SMALL: dict[str, Any] = {"hidden": 16, "vocab": 50, "device": "cpu", "pool": 20, "max_batch": 8, "threads": 1}
 
@@ -129,7 +128,7 @@ def test_it_runs_where_torch_is_alone() -> None:
         "    sys.modules[name] = None\n"
         "import cellar.bench.cells.__main__, cellar.bench.cells.ours, cellar.bench.cells.baselines\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    run_python(code)
 
 
 def test_shares_of_time() -> None:

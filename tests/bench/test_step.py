@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from cellar.bench import step
+from cellar.bench.breakdown import Breakdown, breakdown_from, by_kind, lines_of
 from cellar.bench.kinds import (
     ACTIVATION,
     ATTENTION,
@@ -32,11 +31,12 @@ from cellar.bench.kinds import (
     traffic,
 )
 from cellar.bench.limits import Limits
-from cellar.bench.step import Breakdown, DecodeBench, breakdown_from, by_kind, lines_of, measure
+from cellar.bench.step import DecodeBench, measure
 from cellar.cli.bench import bench as verb
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
+from tests.limits import run_python
 from tests.runtime.steps import CONFIG
 
 LIMITS = Limits("cpu", 1e10, 1e11, "made up")
@@ -125,7 +125,7 @@ def test_on_the_gpu_machine_nothing_of_the_command_line_is_needed() -> None:
         "for name in ('typer', 'rich', 'matplotlib', 'fastapi', 'pydantic'): sys.modules[name] = None\n"
         "import cellar.bench.step, cellar.bench.linear, cellar.runtime.probes.linear"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+    run_python(code)
 
 
 # One layer's launches in a captured step of few rows, and what stands before the first and behind the last layer.

@@ -24,6 +24,7 @@ from cellar.server.batch import BadLine, BatchRequest, ResultFile, read_requests
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from tests.fake_front import continuation, open_fake
+from tests.limits import SECONDS
 from tests.server.served import TEXT, VOCAB
 
 APP = build()
@@ -335,7 +336,7 @@ def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
             assert time.monotonic() < end
             time.sleep(0.002)
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(SECONDS)
         kept = len(by_id_torn(output))
         assert kept < 160
     last = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)

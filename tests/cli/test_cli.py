@@ -19,6 +19,7 @@ from cellar.core.config import EngineConfig
 from cellar.core.hardware import Device, Measure, Profile
 from cellar.core.sampling import SamplingParams
 from cellar.version import __version__
+from tests.limits import SECONDS, run_python
 from tests.tiny_checkpoint import write_checkpoint
 
 SMALL = ["--kv-cache-memory-bytes", "2000000", "--num-threads", "1"]
@@ -87,6 +88,12 @@ def test_json_lines_hold_any_form_of_prompt(tiny: str, tmp_path: Path) -> None:
     assert len(next(iter(lines[0]["outputs"][0]["logprobs"]))) >= 2
 
 
+def test_a_place_that_cannot_be_written_is_found_before_the_work(tmp_path: Path) -> None:
+    result = cellar("generate", "x", "--model", str(tmp_path / "no model"), "-o", str(tmp_path / "none" / "out.jsonl"))
+    assert result.exit_code == 2
+    assert "results cannot be written" in result.output
+
+
 def test_token_ids_without_a_tokenizer(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "ids.jsonl"
     file.write_text("[5, 6, 7]\n")
@@ -108,6 +115,11 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> str:
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     )
     return str(path)
+
+
+def test_chat_has_no_options_for_what_it_does_not_show(talker: str) -> None:
+    for option in ("--n", "--logprobs"):
+        assert cellar("chat", "--model", talker, option, "2", input="").exit_code == 2
 
 
 def test_chat_goes_on_until_exit(talker: str) -> None:
@@ -185,8 +197,7 @@ def test_starting_is_light() -> None:
         "import sys\nfrom cellar.cli.main import build\nbuild()\n"
         "print([m for m in ('torch', 'tokenizers', 'rich', 'jinja2') if m in sys.modules])"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert run_python(code).strip() == "[]"
 
 
 def test_options_are_the_fields() -> None:
@@ -305,9 +316,9 @@ def expect_one_sentence(result: Result, message: str) -> None:
 
 def test_the_installed_module_exits_with_the_code() -> None:
     command = [sys.executable, "-m", "cellar", "generate", "x", "--temperature", "-1"]
-    found = subprocess.run(command, capture_output=True, text=True)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert found.returncode == 2
-    assert found.stderr == "cellar: temperature is -1.0, but must be 0 or more.\n"
+    assert found.stderr == "cellar: temperature is -1.0, but must be from 0 to 100.\n"
 
 
 def test_ctrl_c_ends_a_run_without_a_traceback(tiny: str) -> None:
@@ -324,5 +335,5 @@ def test_ctrl_c_ends_a_run_without_a_traceback(tiny: str) -> None:
 
 def test_a_reader_that_leaves_is_no_error(tiny: str) -> None:
     command = f"{sys.executable} -m cellar generate Once --model {tiny} {' '.join(SMALL)} --ignore-eos | head -c 4"
-    found = subprocess.run(command, shell=True, capture_output=True, text=True)
+    found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=SECONDS)
     assert (found.stdout, found.stderr) == ("Once", "")

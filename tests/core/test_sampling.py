@@ -14,28 +14,41 @@ from cellar.core.sampling import SamplingParams
     [
         ("n", 0),
         ("n", 1.5),
+        ("n", True),
+        ("n", 2**20),
         ("temperature", -0.1),
         ("temperature", math.nan),
         ("temperature", "hot"),
+        ("temperature", 1e39),
         ("top_p", 0),
         ("top_p", 1.01),
         ("top_k", -2),
         ("top_k", 1.5),
+        ("top_k", 2**70),
         ("min_p", 1.1),
         ("repetition_penalty", 0),
+        ("repetition_penalty", 1e-300),
         ("frequency_penalty", 2.5),
         ("presence_penalty", -2.5),
         ("seed", 2**63),
         ("seed", True),
         ("max_tokens", 0),
+        ("max_tokens", 2**70),
         ("min_tokens", -1),
         ("logprobs", 21),
         ("prompt_logprobs", -1),
         ("stop", [""]),
         ("stop", [3]),
+        ("stop", 3),
         ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**70]),
+        ("stop_token_ids", 3),
+        ("ignore_eos", "no"),
+        ("detokenize", 0),
+        ("structured_outputs", {"json": {}}),
         ("logit_bias", {-1: 1.0}),
         ("logit_bias", {1: 101.0}),
+        ("logit_bias", [1]),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
@@ -56,6 +69,8 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(RequestError, match="min_tokens 9 is larger than max_tokens 8"):
         SamplingParams(min_tokens=9, max_tokens=8)
     assert SamplingParams(min_tokens=9, max_tokens=None).min_tokens == 9
+    with pytest.raises(RequestError, match="min_tokens is 1180591620717411303424"):
+        SamplingParams(min_tokens=2**70, max_tokens=None)
 
 
 def test_stop_strings_are_a_tuple_whatever_was_given() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cellar.kv.hashing import IDENTITY_BYTES, Chain, chunk_identity, root_identity
+from cellar.kv.hashing import IDENTITY_BYTES, Chain, root_identity
 
 tokens_of = st.lists(st.integers(0, 3), min_size=12, max_size=12)
 
@@ -34,11 +34,6 @@ def test_growing_in_steps_changes_nothing(a: list[int]) -> None:
 def test_root_depends_on_namespace_and_salt_and_on_where_they_part() -> None:
     roots = {root_identity(n, s) for n, s in [(b"", b""), (b"ab", b"c"), (b"a", b"bc"), (b"abc", b""), (b"", b"abc")]}
     assert len(roots) == 5
-
-
-def test_extra_separates_equal_tokens() -> None:
-    parent = root_identity(b"", b"")
-    assert chunk_identity(parent, b"1234") != chunk_identity(parent, b"1234", b"adapter")
 
 
 def test_rows_of_a_matrix_hash_like_plain_arrays() -> None:

@@ -98,7 +98,7 @@ def last_chunk_is_looked_up_though_its_logits_are_wanted(patch: pytest.MonkeyPat
 def identity_ignores_what_came_before(patch: pytest.MonkeyPatch) -> None:
     from cellar.kv import hashing
 
-    patch.setattr(hashing, "chunk_identity", lambda parent, tokens, extra=b"": chunk_identity(b"", tokens))
+    patch.setattr(hashing, "chunk_identity", lambda parent, tokens: chunk_identity(b"", tokens))
 
 
 @bug

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.checkpoint import Checkpoint
 from cellar.models.loader import dummy, is_linear, load
 from cellar.models.registry import open_model, shipped_config
+from tests.limits import run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -346,9 +345,6 @@ def test_peak_memory_is_the_weights_the_largest_layer_and_400_mb(dtype: str, tmp
     config = LLAMA | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "vocab_size": 1000}
     size = write_hollow(tmp_path, config, files=2)
     assert size > 390e6
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), dtype], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    peak, weights, layer = map(int, done.stdout.split())
+    peak, weights, layer = map(int, run_python(MEASURE, str(tmp_path), dtype).split())
     assert weights == (size if dtype == "float32" else size // 2)
     assert peak < weights + layer + 400e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 from cellar.core.errors import CheckpointError
 from cellar.models import hub
 from cellar.models.registry import open_model, read_config, shipped_config, shipped_names
+from tests.limits import run_python
 
 
 def test_end_symbols_of_the_generation_config_are_added(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_download_asks_for_what_a_run_needs_only(monkeypatch: pytest.MonkeyPat
         "README.md",
     ]
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
         kept.extend(filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
         return str(tmp_path)
 
@@ -102,10 +102,5 @@ def test_a_download_asks_for_what_a_run_needs_only(monkeypatch: pytest.MonkeyPat
 
 
 def test_importing_the_registry_loads_no_client_of_the_hub() -> None:
-    import subprocess
-
     code = "import sys, cellar.models.registry, cellar.models.hub; print('huggingface_hub' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
-    )
-    assert done.stdout.strip() == "False"
+    assert run_python(code).strip() == "False"

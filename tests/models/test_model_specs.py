@@ -153,7 +153,7 @@ def test_the_context_that_a_model_allows(scaling: dict[str, Any] | None, default
     assert spec.rope is not None
     assert spec.max_position == spec.rope.max_position == limit
     assert spec_of("llama", max_model_len=5, rope_scaling=scaling).max_position == 5
-    with pytest.raises(ConfigError, match=f"from 1 to {limit}"):
+    with pytest.raises(ConfigError, match=f"from 2 to {limit}"):
         spec_of("llama", max_model_len=limit + 1, rope_scaling=scaling)
 
 
@@ -161,7 +161,7 @@ def test_the_context_of_opt_is_its_table_of_positions() -> None:
     spec = spec_of("opt", max_model_len=10)
     assert spec.max_position == 10
     assert spec.embedding[1].shape == (66, 32)
-    with pytest.raises(ConfigError, match="from 1 to 64"):
+    with pytest.raises(ConfigError, match="from 2 to 64"):
         spec_of("opt", max_model_len=65)
 
 
@@ -222,6 +222,24 @@ def test_what_would_change_the_function_is_refused(kind: str, changes: dict[str,
         spec_of(kind, **changes)
     assert str(caught.value).endswith(".")
     assert "\n" not in str(caught.value)
+
+
+DAMAGE = (None, -1, 0, 1.5, True, "x", "", [], [1], {}, {"a": 1}, {"rope_type": [1]}, {"type": 3, "factor": "x"})
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_damaged_config_is_read_or_refused_in_one_sentence(kind: str) -> None:
+    """Each field in turn has a value of any type."""
+    more = {"rope_scaling", "rope_parameters", "rope_theta", "layer_types", "sliding_window", "auto_map", "hidden_act"}
+    more |= {"activation_function", "head_dim", "eos_token_id", "tie_word_embeddings", "rope_ratio", "_name_or_path"}
+    for field in more | BASE[kind].keys():
+        for value in DAMAGE:
+            said = "."
+            try:
+                spec_of(kind, **{field: value}).nbytes()
+            except (CheckpointError, ConfigError) as error:
+                said = str(error)
+            assert said.endswith("."), field
 
 
 def test_neutral_values_and_foreign_fields_are_no_reason_to_refuse() -> None:

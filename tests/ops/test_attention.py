@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from cellar.ops.attention_plan import (
     Captured,
     work_items,
 )
+from tests.limits import SECONDS, run_python
 from tests.ops.attention_example import Example, Span, example, shifted
 
 # Of Triton's interpreter, with this NumPy.
@@ -411,7 +411,8 @@ def test_compiles_for_sm_90_without_spills(
     assert ("wgmma" in compiled.asm["ptx"]) == wgmma
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([cuobjdump(), "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    command = [cuobjdump(), "-res-usage", cubin]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout
     numbers = {k: int(v) for k, _, v in (w.partition(":") for w in usage.split() if ":" in w) if v.isdigit()}
     assert numbers["STACK"] == 0, usage
     assert numbers["REG"] <= 255
@@ -431,4 +432,4 @@ def test_the_cpu_path_needs_no_triton() -> None:
         "cache = torch.zeros(2, 2, 16, 64)\n"
         "attention(torch.ones(1, 4, 64), cache, cache, torch.tensor([[1]], dtype=torch.int32), work, 1.0)\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    run_python(program)

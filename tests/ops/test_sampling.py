@@ -23,7 +23,7 @@ from transformers import (
 
 from cellar.core.sampling import SamplingParams
 from cellar.ops.logprobs import target_logprobs
-from cellar.ops.penalties import Masks, Penalties
+from cellar.ops.penalties import Masks, Penalties, forbid, forbid_definition
 from cellar.ops.random import uniform, uniform_definition, uniform_kernel
 from cellar.ops.sampling import (
     Choice,
@@ -378,6 +378,27 @@ def test_masks_leave_only_allowed_tokens() -> None:
         assert allowed[got.tokens[1]]
         assert got.finite.tolist() == [True, True, False]
         assert got.tokens[2] == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(0, 3), st.booleans(), st.integers(0, 2**32 - 1))
+def test_masks_on_the_cpu_are_the_definition(vocab: int, n: int, spare: int, strided: bool, seed: int) -> None:
+    """Whatever the sizes: vocabularies between words, bits of a wider table, rows in any order, infinite logits."""
+    generator = np.random.default_rng(seed)
+    logits = torch.from_numpy(generator.normal(size=(n, vocab)).astype(np.float32))
+    logits[torch.from_numpy(generator.random((n, vocab)) < 0.2)] = -torch.inf
+    logits[torch.from_numpy(generator.random((n, vocab)) < 0.05)] = torch.inf
+    rows = torch.from_numpy(generator.permutation(n)[: generator.integers(0, n + 1)])
+    words = -(-vocab // 32) + spare
+    bits = torch.from_numpy(generator.integers(-(2**31), 2**31, (len(rows), words), dtype=np.int32))
+    if strided:
+        bits = torch.stack((bits, bits), dim=-1)[:, :, 0]
+    wanted = logits.clone()
+    forbid_definition(wanted, rows, bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cellar.ops.penalties._PART", 2 * vocab)
+        forbid(logits, rows, bits)
+    assert logits.equal(wanted)
 
 
 def test_adjusted_rows_that_were_not_finite_stay_marked() -> None:

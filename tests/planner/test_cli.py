@@ -45,6 +45,12 @@ def test_the_table_says_what_goes_where() -> None:
         assert word in " ".join(result.output.split()), word
 
 
+def test_without_a_model_it_is_the_demo_model() -> None:
+    result = plan("--machine", "laptop", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output)["model"] == "demo"
+
+
 def test_files_and_comparison(tmp_path: Path) -> None:
     saved = tmp_path / "plan.json"
     result = plan("llama-3-8b", "--machine", "t4", "--output", str(saved))

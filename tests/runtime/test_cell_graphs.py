@@ -6,24 +6,28 @@ with, as a real one does. What only a GPU can show is in test_cells_gpu.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from cellar.cells.lstm import LSTMCell
 from cellar.core.errors import IntegrityError
 from cellar.core.tasks import BankSpec, CellModelSpec, CellSpec, NodeFlag, Port, TaskPlan, Upload
-from cellar.ops.rows import RowsOutput, StepsFunction
+from cellar.ops.rows import StepsFunction
 from cellar.runtime import cell_graphs
 from cellar.runtime.cell_banks import Banks
 from cellar.runtime.cell_executor import CellExecutor
 from cellar.runtime.cell_functions import rows_function
 from cellar.runtime.cell_graphs import GraphExecutor
+from cellar.runtime.cell_harvest import NEVER, is_overwritten, node_flags, pack_indices
+from cellar.runtime.cell_results import merged
 from cellar.runtime.transfer import uploader
 
 CPU = torch.device("cpu")
@@ -50,14 +54,8 @@ class Recorder:
         self.replays = 0
 
     def capture(self, executor: GraphExecutor, model: int, cell: int, buffer: Tensor) -> Any:
-        counter = executor._indices.counter
-
-        def step() -> RowsOutput:
-            block = buffer.index_select(0, counter)[0]
-            counter.add_(1)
-            return executor._step(model, cell, block)
-
-        counter.zero_()
+        step = executor._step(model, cell, buffer)
+        executor._indices.counter.zero_()
         output = step()
         recorder = self
 
@@ -115,21 +113,26 @@ def model() -> tuple[CellModelSpec, list[nn.Module]]:
 
 
 @contextmanager
-def executors(capture: bool) -> Iterator[tuple[GraphExecutor, CellExecutor, Banks, Banks]]:
+def executors(capture: bool, answer_tasks: int = 8) -> Iterator[tuple[GraphExecutor, CellExecutor, Banks, Banks]]:
     spec, modules = model()
     both = []
     with torch.inference_mode():
         functions = [[rows_function(m, c, CPU) for m, c in zip(modules, spec.cells, strict=True)]]
         for _ in range(2):
             both.append(Banks([spec], [[ROWS, ROWS]], CPU, uploader(CPU)))
-        graphs = GraphExecutor([spec], [modules], functions, both[:1], 0, CPU, uploader(CPU), capture=capture)
+        graphs = GraphExecutor(
+            [spec], [modules], functions, both[:1], 0, CPU, capture=capture, answer_tasks=answer_tasks
+        )
         # Step by step, as the graphs: several steps in one call leave no result between (test_cell_steps.py).
         single = [[f.step if isinstance(f, StepsFunction) else f for f in row] for row in functions]
         yield graphs, CellExecutor([spec], single, both[1:], 0), both[0], both[1]
 
 
-def plans() -> list[TaskPlan]:
-    """Two sequences in eleven tasks of one plan, more than go up at once, then the last cell of both."""
+def plans(emitted: Sequence[int] = ()) -> list[TaskPlan]:
+    """Two sequences in eleven tasks of one plan, more than go up at once, then the last cell of both.
+
+    `emitted`: nodes that return h, besides the last of each sequence.
+    """
     generator = np.random.default_rng(0)
     lengths = (11, 7)
     x, h_in, c_in, h_out, c_out, sizes = [], [], [], [], [], []
@@ -150,7 +153,7 @@ def plans() -> list[TaskPlan]:
         0, 0, 0, 0, cu,
         np.array([x, h_in, c_in], np.int32),
         np.array([h_out, c_out], np.int32),
-        (np.array(ends, np.int32), None),
+        (np.array(sorted({*ends, *emitted}), np.int32), None),
         uploads=(Upload(0, rows, generator.standard_normal((39, INPUT)).astype(np.float32)),),
     )  # fmt: skip
     sources = np.array([[h_out[ends[1]], h_out[ends[0]], h_out[ends[1]]]], np.int32)
@@ -160,13 +163,18 @@ def plans() -> list[TaskPlan]:
 
 
 @pytest.mark.parametrize("capture", [True, False], ids=["graphs", "eager"])
-def test_as_the_plain_executor(recorder: Recorder, capture: bool) -> None:
-    with executors(capture) as (graphs, plain, ours, theirs):
-        for plan in plans():
+@pytest.mark.parametrize("answer_tasks", [1, 3, 8])
+@pytest.mark.parametrize("emitted", [(), (0, 1, 2, 3, 9), range(18)], ids=["last", "some", "all"])
+def test_as_the_plain_executor(recorder: Recorder, capture: bool, answer_tasks: int, emitted: Sequence[int]) -> None:
+    with executors(capture, answer_tasks) as (graphs, plain, ours, theirs):
+        for plan in plans(emitted):
             plain.prepare(plan)
-            wanted = [answer.result(plan, t, 0.0) for t, answer in enumerate(plain.tasks(plan))]
-            got = [launched.answer.result(plan, launched.task, 0.0) for launched in graphs.launch(plan)]
-            assert [(r.first, r.stop) for r in got] == [(r.first, r.stop) for r in wanted]
+            wanted = merged(answer.result(plan, t, 0.0) for t, answer in enumerate(plain.tasks(plan)))
+            parts = [launched.answer.result(plan, 0.0) for launched in graphs.launch(plan)]
+            begins = range(0, plan.num_tasks, answer_tasks)
+            assert [(r.first, r.stop) for r in parts] == [(t, min(t + answer_tasks, plan.num_tasks)) for t in begins]
+            got = merged(parts)
+            assert [(r.first, r.stop) for r in got] == [(0, plan.num_tasks)]
             for one, other in zip(got, wanted, strict=True):
                 assert one.flags.tolist() == other.flags.tolist()
                 for a, b in zip(one.values, other.values, strict=True):
@@ -195,11 +203,48 @@ def test_what_no_graph_holds_is_run_again_node_by_node(recorder: Recorder) -> No
         none = np.empty((0, 5), np.int32)
         everyone = np.arange(5, dtype=np.int32)
         plan = TaskPlan(0, 0, 0, 1, np.array([0, 4, 5], np.int32), sources, none, (everyone,))
-        first, second = (launched.answer.result(plan, launched.task, 0.0) for launched in graphs.launch(plan))
-    assert first.flags.tolist() == [NodeFlag.OK, NodeFlag.FAILED, NodeFlag.NAN, NodeFlag.OK]
-    assert second.flags.tolist() == [NodeFlag.FAILED]
-    assert list(first.errors) == [1]
-    assert list(second.errors) == [4]
-    assert "thirteen" in first.errors[1]
-    assert first.values[0] is not None
-    assert first.values[0].shape == (4, HIDDEN)
+        (result,) = (launched.answer.result(plan, 0.0) for launched in graphs.launch(plan))
+    assert result.flags.tolist() == [NodeFlag.OK, NodeFlag.FAILED, NodeFlag.NAN, NodeFlag.OK, NodeFlag.FAILED]
+    assert list(result.errors) == [1, 4]
+    assert "thirteen" in result.errors[1]
+    assert result.values[0] is not None
+    assert result.values[0].shape == (5, HIDDEN)
+
+
+# -- arithmetic ---------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_rows_that_are_written_again_are_found(data: st.DataObject) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    cu = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
+    rows = [np.concatenate([data.draw(st.permutations(range(1, 9)))[:n] for n in sizes]).astype(np.int32)]
+    rows.append(rows[0] + 20)
+    emitting = data.draw(st.lists(st.booleans(), min_size=int(cu[-1]), max_size=int(cu[-1])))
+    nodes = np.flatnonzero(emitting).astype(np.int32)
+    task = np.repeat(np.arange(len(sizes)), sizes)
+    again = any(rows[0][other] == rows[0][n] for n in nodes for other in range(cu[-1]) if task[other] > task[n])
+    writer = np.full(30, NEVER, np.int16)
+    assert is_overwritten(rows[0][nodes], nodes.searchsorted(cu), rows, cu, writer) == again
+    assert (writer == NEVER).all()
+
+
+def test_flags_of_pads_do_not_count() -> None:
+    finite = np.array([[True, False, False], [False, True, True]])
+    assert node_flags(finite, [1, 3]).tolist() == [0, 1, 0, 0]
+    assert node_flags(finite[:1], [2]).tolist() == [0, 1]
+
+
+def test_indices_are_padded_and_places_follow() -> None:
+    sources = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
+    plan = TaskPlan(0, 0, 0, 0, np.array([0, 2, 3], np.int32), sources, np.array([[7, 8, 9]], np.int32), (None,))
+    words = np.full(40, -1, np.int64)
+    places = [np.array([5], np.int32), np.array([6, 7], np.int32)]
+    assert pack_indices(plan, 0, 2, 4, [2, 4], [99], places, words) == [24, 25, 27]
+    first, second = words[:24].reshape(2, 3, 4)
+    assert first[:, :2].tolist() == [[1, 2], [4, 5], [7, 8]]
+    assert second.tolist() == [[3, 0, 0, 0], [6, 0, 0, 0], [9, 99, 99, 99]]
+    assert words[24:28].tolist() == [5, 6, 7, -1]
+    assert pack_indices(plan, 1, 2, 4, [1], [99], [], words) == [12]
+    assert words[:12].reshape(3, 4)[:, 0].tolist() == [3, 6, 9]

@@ -12,6 +12,7 @@ import torch
 from cellar.cell_engine import CellEngine
 from cellar.cells import Cell, CellModel, Graph
 from cellar.cells.lstm import TokenLSTMCell
+from cellar.cells.seq2seq import DecoderCell, language_model
 from cellar.core.tasks import CellSpec, Port, TaskPlan
 from cellar.ops.lstm import LSTMWeights, lstm_step, lstm_steps, pack_lstm
 from cellar.runtime import cell_executor
@@ -66,6 +67,13 @@ def test_which_tasks_may_be_one_call() -> None:
     # the second task has the same nodes in another order
     assert runs([0, 0, 2, 1, 4, 3], [1, 2, 4, 3, 2, 1], [2, 2, 2]) == {1: 2}
     assert runs([0], [1], [1]) == {}
+
+
+def test_outputs_of_every_step_may_be_emitted_in_between() -> None:
+    made = plan([0, 1, 2, 1, 2], [1, 2, 1, 2, 1], [1] * 5, [0, 1, 2, 3, 4])
+    sizes, emitted = np.diff(made.cu_batch).tolist(), Emitted(made)
+    assert step_runs(made, CELL, {0: 0}, sizes, emitted) == {}
+    assert step_runs(made, CELL, {0: 0}, sizes, emitted, frozenset({0})) == {0: 5}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 40])
@@ -149,6 +157,57 @@ def test_a_bad_token_among_several_steps_fails_alone(monkeypatch: pytest.MonkeyP
     for one, other in zip((found[0], found[2]), expected, strict=True):
         np.testing.assert_allclose(one["h"], other["h"], atol=1e-6, rtol=1e-5)
         np.testing.assert_allclose(one["c"], other["c"], atol=1e-6, rtol=1e-5)
+
+
+def writers(monkeypatch: pytest.MonkeyPatch, fields: list[dict[str, Any]], *, together: bool) -> tuple[list[Any], int]:
+    """As `answers`, of a decoder that begins to write at once, and whose stop symbol comes now and then."""
+    merged = 0
+
+    def counted(*arguments: Any) -> dict[int, int]:
+        nonlocal merged
+        found = step_runs(*arguments) if together else {}
+        merged += sum(found.values())
+        return found
+
+    monkeypatch.setattr(cell_executor, "step_runs", counted)
+    torch.manual_seed(7)
+    decoder = DecoderCell(12, HIDDEN, HIDDEN)
+    with torch.no_grad():
+        decoder.embedding.weight.mul_(3)
+        decoder.output.weight.mul_(8)
+        decoder.embedding.weight[11] = float("nan")
+        decoder.output.bias[11] = -1e9  # never written
+    written = language_model(decoder, 0, name="writer", max_tokens=40, batch_sizes=(1, 2, 4, 8))
+    with CellEngine.open([written], ("cpu",), num_threads=1, memory_bytes=1 << 22) as engine:
+        found = engine.run("writer", fields, raise_errors=False)
+    for given, answer in zip(fields, found, strict=True):
+        if 11 not in given["tokens"]:
+            assert answer["tokens"].tolist() == written.evaluate(given)["tokens"].tolist()
+    return found, merged
+
+
+def test_a_decoder_writes_the_same_words_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    fields: list[dict[str, Any]] = [
+        {"tokens": rng.integers(1, 11, int(rng.integers(1, 4))).tolist(), "max_tokens": int(limit)}
+        for limit in rng.integers(1, 40, 12)
+    ]
+    apart, none = writers(monkeypatch, fields, together=False)
+    joined, merged = writers(monkeypatch, fields, together=True)
+    assert none == 0
+    if torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        assert merged > 20
+    assert [one["tokens"].tolist() for one in apart] == [one["tokens"].tolist() for one in joined]
+    ends = [len(answer["tokens"]) < given["max_tokens"] for answer, given in zip(joined, fields, strict=True)]
+    assert any(ends)  # by the symbol
+    assert not all(ends)  # by the limit
+
+
+def test_a_decoder_that_breaks_among_several_steps_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: list[dict[str, Any]] = [{"tokens": [k], "max_tokens": 30} for k in (3, 11, 5)]
+    found, _ = writers(monkeypatch, fields, together=True)
+    assert isinstance(found[1], Exception)
+    assert "not finite" in str(found[1])
 
 
 def _leaves(response: Any) -> list[Any]:

@@ -257,3 +257,9 @@ def test_rows_are_divided() -> None:
 def test_nothing_to_serve_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one model"):
         LocalCellRuntime([], [], ["cpu"])
+    with pytest.raises(ConfigError, match="answer_tasks is 0"):
+        LocalCellRuntime([CellModelSpec("m", (), BANKS)], [[]], ["cpu"], answer_tasks=0)
+
+
+def test_on_a_cpu_one_plan_is_on_its_way(runtime: LocalCellRuntime) -> None:
+    assert runtime.capacity.run_ahead == 1

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from cellar.core.errors import ConfigError, DeviceError
-from cellar.core.messages import CopyJob, Emit, Flag, Placed, Placement, StepPlan
+from cellar.core.messages import CopyJob, Emit, Flag, Placed, Placement, StepPlan, StepResult
 from cellar.core.sampling import SamplingParams
 from cellar.models.loader import LoadedWeights, dummy, is_linear
 from cellar.models.model import Model
 from cellar.models.registry import open_model
 from cellar.ops.linear import pack
+from cellar.ops.sampling import Sampled, SamplingRows, sample
 from cellar.runtime.counts import TokenCounts
 from cellar.runtime.local import LocalRuntime
+from cellar.runtime.masks import MaskBox
 from tests.runtime.steps import (
     CHUNK,
     CONFIG,
@@ -471,6 +473,80 @@ def test_masks_may_come_while_the_step_before_runs(runtime: LocalRuntime) -> Non
     runtime.supply(1, {0: bits(50)})
     runtime.supply(0, {0: bits(40)})
     assert [tokens_of(result) for result in results(runtime, 2)] == [[40], [50]]
+
+
+DRAWN = (
+    SamplingParams(seed=3, logprobs=1),
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=5, top_p=0.9, logprobs=3),
+    SamplingParams(seed=6, top_k=30, logit_bias={7: 3.0}),
+    SamplingParams(temperature=0.0, frequency_penalty=1.5),
+)
+
+
+def drawn_with_masks(late: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[StepResult], list[int]]:
+    """`count` steps of five rows, three of them masked. -> results, and the rows of each call that sampled."""
+    calls: list[int] = []
+    awaited = threading.Event()
+
+    class Box(MaskBox):
+        """Masks come as late, or as early, as they are wanted to."""
+
+        def complete(self, step: int, rows: Sequence[int]) -> bool:
+            if not late:
+                super().wait(step, rows)
+            return super().complete(step, rows)
+
+        def wait(self, step: int, rows: Sequence[int]) -> list[np.ndarray]:
+            awaited.set()
+            return super().wait(step, rows)
+
+    def counted(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+        calls.append(len(logits))
+        return sample(logits, rows)
+
+    monkeypatch.setattr("cellar.runtime.local.MaskBox", Box)
+    monkeypatch.setattr("cellar.runtime.executor.sample", counted)
+    runtime = runtime_of(MODEL, WEIGHTS)
+    found = []
+    for number in range(count):
+        step = Step(number)
+        for row, params in enumerate(DRAWN):
+            if number:
+                step.decode(row, 4 + number)
+            else:
+                none = np.empty(0, np.int32)
+                tokens = {"prompt": none, "output": none} if params.penalized else {}
+                step.open(row, params, **tokens).place(row, [2 * row, 2 * row + 1]).prompt(row, prompt_of(5, row))
+        step.masked = (3, 0, 4)
+        awaited.clear()
+        runtime.workers[0].submit(step.plan())
+        if late:
+            assert awaited.wait(20)
+        runtime.supply(number, {row: bits(*range(row + number, VOCAB, 3)) for row in step.masked})
+        found += results(runtime, 1)
+    runtime.close()
+    return found, calls
+
+
+def test_rows_with_and_without_masks_are_sampled_together_unless_a_mask_is_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together, calls = drawn_with_masks(False, 4, monkeypatch)
+    assert calls == [5] * 4
+    apart, calls = drawn_with_masks(True, 4, monkeypatch)
+    assert calls == [2, 3] * 4
+    for one, other in zip(together, apart, strict=True):
+        assert one.error is None
+        assert tokens_of(one) == tokens_of(other)
+        assert one.flags.tolist() == other.flags.tolist()
+        for row in (0, 3, 4):
+            assert (tokens_of(one)[row] - row - one.step) % 3 == 0
+        assert one.logprobs is not None
+        assert other.logprobs is not None
+        assert one.logprobs.index.tolist() == other.logprobs.index.tolist() == [0, 2]
+        np.testing.assert_array_equal(one.logprobs.logprob, other.logprobs.logprob)
+        np.testing.assert_array_equal(one.logprobs.rank, other.logprobs.rank)
 
 
 def test_a_mask_that_allows_nothing_is_flagged(runtime: LocalRuntime) -> None:

@@ -207,6 +207,7 @@ class Case:
     run_ahead: int = 1
     max_tasks: int = 3
     graph_batch: int = 0
+    at_once: int = 1
 
 
 @dataclass
@@ -238,19 +239,20 @@ def drive(case: Case) -> Seen:
     scheduler = CellScheduler(specs, capacity, config)
     for types in scheduler.types:
         for kind in types:  # so small that tables move all the time
-            kind.table.rows = kind.table.rows[:8]
+            kind.table.rows = kind.table.rows[:, :8]
+    scheduler._admitted = rng.randint(1, 4)  # so few that calls must ask for more
     bad = {id for id in made if rng.random() < case.bad}
 
     def fail(plan: TaskPlan, n: int) -> str | None:
         flight = scheduler.flights[plan.plan]
-        serial = int(scheduler.subgraphs.owner[flight.owners[n]])
-        running = scheduler.running.get(serial)
-        return "it was bad" if running is not None and running.request.id in bad and rng.random() < 0.3 else None
+        running = scheduler.running.get(int(scheduler.subgraphs.owner[flight.owners[n]]))
+        return "it was bad" if running is not None and running.id in bad and rng.random() < 0.3 else None
 
     runtime = FakeCellRuntime(
         specs,
         capacity,
         order=lambda busy: rng.sample(busy, rng.randint(1, len(busy))),
+        at_once=lambda: rng.randint(1, case.at_once),
         fail=fail if case.bad else None,
     )
     seen = Seen()
@@ -318,9 +320,8 @@ def _check_pins(scheduler: CellScheduler) -> None:
     """All tasks in flight of a subgraph are on one worker."""
     where: dict[int, int] = {}
     for flight in scheduler.flights.values():
-        for task in flight.tasks[flight.committed :]:
-            for slot in task.subgraphs.tolist():
-                assert where.setdefault(slot, flight.worker) == flight.worker, "a subgraph runs on two workers"
+        for slot in flight.flying().tolist():
+            assert where.setdefault(slot, flight.worker) == flight.worker, "a subgraph runs on two workers"
 
 
 def _check_steps(one: Made, steps: list[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,9 +81,9 @@ def timeline(lengths: dict[str, tuple[int, int]], batch: int, **config: Any) -> 
             plan, task = made.plan(0, now), 0
         if plan is not None:
             flight = made.flights[plan.plan]
-            serials = made.subgraphs.owner[flight.tasks[task].subgraphs].tolist()
-            for serial in serials:
-                started.setdefault(made.running[serial].request.id, now)
+            slots = flight.owners[flight.cu_batch[task] : flight.cu_batch[task + 1]]
+            for number in made.subgraphs.owner[slots].tolist():
+                started.setdefault(made.running[number].id, now)
     made.check_integrity()
     return {id: (started[id], ended[id]) for id in lengths}
 
@@ -500,3 +501,98 @@ def test_finish_cuts_a_growing_chain() -> None:
     made.commit(result(plan, 0, 2))
     made.check_integrity()
     assert not made.has_work()
+
+
+# -- admission --------------------------------------------------------------------------------------
+
+
+def _plans(spec: CellModelSpec, requests: Sequence[CellRequest], arrivals: Sequence[int], admitted: int | None) -> Any:
+    """Cells, sizes and members of all tasks. `admitted`: so many requests at a time, as calls need them; None: all."""
+    made = scheduler(spec, rows=100_000)
+    if admitted is None:
+        made._is_short = lambda m: True  # type: ignore[method-assign]
+    else:
+        made._admitted = admitted
+    seen, most, now, todo = [], 0, 0, list(zip(requests, arrivals, strict=True))
+    while todo or made.has_work():
+        while todo and todo[0][1] <= now:
+            made.add(todo.pop(0)[0])
+        now += 1
+        plan = made.plan(0)
+        if plan is None:
+            continue
+        most = max(most, len(made.running))
+        flight = made.flights[plan.plan]
+        ids = [made.running[number].id for number in made.subgraphs.owner[flight.owners].tolist()]
+        seen.append((plan.cell, plan.cu_batch.tolist(), ids))
+        made.commit(result(plan, 0, plan.num_tasks))
+        made.check_integrity()
+    return seen, most
+
+
+@pytest.mark.parametrize("kind", ["chains", "two cells", "branching"])
+def test_requests_that_no_call_could_reach_wait_and_nothing_else_changes(kind: str) -> None:
+    fewer = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        first = cell("a", *sorted(rng.sample(range(1, 8), 2)))
+        spec = model(first, cell("b", 1, 4, priority=rng.randint(0, 1)))
+        requests = []
+        for k in range(40):
+            if kind == "branching":
+                graph = GraphMaker(spec)
+                leaves = graph.map("a", rng.randint(1, 6))
+                requests.append(graph.request(f"r{k}", {"y": graph.call("b", x=leaves.node(0)["y"])["y"]}))
+            else:
+                lengths = [rng.randint(1, 9) for _ in range(1 if kind == "chains" else 2)]
+                requests.append(chain(spec, f"r{k}", *lengths))
+        arrivals = sorted(rng.choice([0, 0, rng.randint(0, 30)]) for _ in requests)
+        all_at_once, most = _plans(spec, requests, arrivals, None)
+        for admitted in (1, 5):
+            few_at_a_time, held = _plans(spec, requests, arrivals, admitted)
+            assert few_at_a_time == all_at_once
+            fewer += held < most
+    assert fewer, "requests were never held back, so that this shows nothing"
+
+
+def test_many_are_added_as_one_is() -> None:
+    spec = model(cell("rnn", 2))
+    made = scheduler(spec, rows=40)
+    good = [chain(spec, f"r{k}", 3) for k in range(3)]
+    wide = GraphMaker(spec)
+    nodes = wide.map("rnn", 60)
+    large = wide.request("large", {"y": nodes["y"]})
+    refused = made.add_all([good[0], large, good[1], good[0], good[2]])
+    assert [id for id, _ in refused] == ["large", "r0"]
+    assert "more memory" in refused[0][1]
+    assert "its own id" in refused[1][1]
+    assert made.add_all([good[1]]) != []
+    done = []
+    while (plan := made.plan(0)) is not None:
+        done += [id for id, _ in made.commit(result(plan, 0, plan.num_tasks)).finished]
+    assert sorted(done) == ["r0", "r1", "r2"]
+
+
+def test_a_snapshot_changes_nothing_and_counts_the_rows_of_empty_seats() -> None:
+    spec = model(cell("rnn", 1))
+    made = scheduler(spec)
+    free = made.stats().free_rows
+    made.add(chain(spec, "r", 3))
+    plan = made.plan(0)
+    assert plan is not None
+    assert made.stats().free_rows < free
+    made.commit(result(plan, 0, plan.num_tasks))
+    held = made.banks[0][0].num_free
+    assert made.stats().free_rows == free
+    assert made.banks[0][0].num_free == held < free[0][0]
+
+
+@pytest.mark.parametrize(
+    ("run_ahead", "wanted", "max_tasks", "found"), [(None, 1, 5, 1), (None, 2, 5, 2), (3, 2, 5, 3), (None, 2, 32, 1)]
+)
+def test_the_runtime_says_how_many_calls_it_wants_ahead(
+    run_ahead: int | None, wanted: int, max_tasks: int, found: int
+) -> None:
+    config = CellConfig(max_tasks=max_tasks, run_ahead=run_ahead)
+    spec = model(cell("rnn", 2))
+    assert CellScheduler([spec], CellCapacity(((100,),), 1, wanted), config).run_ahead == found

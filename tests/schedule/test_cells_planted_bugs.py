@@ -15,7 +15,7 @@ from cellar.core.tasks import StateCopy
 from cellar.schedule import cell_flight
 from cellar.schedule.cell_admission import Admission
 from cellar.schedule.cell_queue import CellQueue
-from cellar.schedule.cell_requests import RunningRequest, Seats
+from cellar.schedule.cell_requests import Roster, Seats
 from cellar.schedule.cell_rows import BankRows
 from cellar.schedule.cell_store import GraphTable
 from cellar.schedule.cell_subgraphs import FREE, State
@@ -61,9 +61,10 @@ def all_that_wait_for_one_node_but_the_first_are_forgotten(patch: pytest.MonkeyP
 def a_node_of_a_chain_is_submitted_twice(patch: pytest.MonkeyPatch) -> None:
     chains = CellType._batch_chains
 
-    def slow(self: CellType, worker: int, most: int) -> Any:
-        batch = chains(self, worker, most)
-        slots = batch.tasks[0].subgraphs[self._subgraphs.loop[batch.tasks[0].subgraphs] == 0][:1]
+    def slow(self: CellType, *args: Any) -> Any:
+        batch = chains(self, *args)
+        first = batch.owners[: batch.cu[1]]
+        slots = first[self._subgraphs.loop[first] == 0][:1]
         self._subgraphs.at[slots] -= self._subgraphs.left[slots] > 0
         return batch
 
@@ -76,7 +77,7 @@ def a_node_of_a_tree_is_submitted_twice(patch: pytest.MonkeyPatch) -> None:
 
     def slow(self: CellType, worker: int) -> Any:
         made = form(self, worker)
-        slots = made[0].subgraphs[:1]
+        slots = made.owners[:1]
         self._subgraphs.at[slots] -= (self._subgraphs.left[slots] > 0) & (self._subgraphs.loop[slots] == 0)
         return made
 
@@ -113,22 +114,22 @@ def chains_join_a_task_before_there_is_room(patch: pytest.MonkeyPatch) -> None:
     starts = CellType._starts
 
     def early(self: CellType, left: np.ndarray, most: int) -> Any:
-        start, used, most = starts(self, left, most)
+        start, used, most, full = starts(self, left, most)
         start[:used] = np.where(start[:used] > 0, start[:used] - 1, 0)
-        return start, used, most
+        return start, used, most, full
 
     patch.setattr(CellType, "_starts", early)
 
 
 @bug(num_workers=2)
 def pins_clear_with_the_first_task(patch: pytest.MonkeyPatch) -> None:
-    commit = CellScheduler._commit_task
+    commit = CellScheduler._commit_tasks
 
-    def early(self: CellScheduler, flight: Any, t: int, *more: Any) -> None:
-        flight.kind.unpin(flight.tasks[t].subgraphs, flight.worker)
-        commit(self, flight, t, *more)
+    def early(self: CellScheduler, flight: Any, first: int, stop: int, *more: Any) -> None:
+        flight.kind.unpin(np.unique(flight.owners[flight.cu_batch[first] : flight.cu_batch[stop]]), flight.worker)
+        commit(self, flight, first, stop, *more)
 
-    patch.setattr(CellScheduler, "_commit_task", early)
+    patch.setattr(CellScheduler, "_commit_tasks", early)
 
 
 @bug()
@@ -172,10 +173,12 @@ def a_partly_taken_subgraph_leaves_the_queue(patch: pytest.MonkeyPatch) -> None:
 def rows_return_while_void_steps_are_in_flight(patch: pytest.MonkeyPatch) -> None:
     leave = CellScheduler._leave
 
-    def early(self: CellScheduler, request: RunningRequest) -> None:
-        held, request.num_dead = request.num_dead, 0
-        leave(self, request)
-        request.num_dead = held
+    def early(self: CellScheduler, model: int, numbers: list[int]) -> list[str]:
+        held = self.roster.num_dead[numbers]
+        self.roster.num_dead[numbers] = 0
+        ids = leave(self, model, numbers)
+        self.roster.num_dead[numbers] = held
+        return ids
 
     patch.setattr(CellScheduler, "_leave", early)
 
@@ -183,17 +186,16 @@ def rows_return_while_void_steps_are_in_flight(patch: pytest.MonkeyPatch) -> Non
 @bug()
 def seats_leak(patch: pytest.MonkeyPatch) -> None:
     give = Seats.give
-    patch.setattr(Seats, "give", lambda self, seat: None if seat.serial % 5 == 4 else give(self, seat))
+    patch.setattr(Seats, "give", lambda self, numbers: give(self, [n for n in numbers if n % 5 != 4]))
 
 
 @bug()
 def an_empty_seat_is_taken_by_two(patch: pytest.MonkeyPatch) -> None:
     give = Seats.give
 
-    def twice(self: Seats, seat: RunningRequest) -> None:
-        give(self, seat)
-        if seat.serial % 3 == 0:
-            give(self, seat)
+    def twice(self: Seats, numbers: list[int]) -> None:
+        give(self, numbers)
+        give(self, [number for number in numbers if number % 3 == 0])
 
     patch.setattr(Seats, "give", twice)
 
@@ -203,12 +205,10 @@ def a_dissolved_seat_leaves_its_places(patch: pytest.MonkeyPatch) -> None:
     dissolve = Seats.dissolve
 
     def partly(self: Seats) -> None:
-        for empty in self._empty.values():
-            for seat, graph in empty:
-                for part, start in zip(graph.parts, seat.starts, strict=True):
-                    if part.num_results:
-                        self._types[part.cell].outbox.places.num_used += 1
-                        del start
+        for kind in self._kinds.values():
+            for cell, count, _ in kind.results:
+                if count and kind.empty:
+                    self._types[cell].outbox.places.num_used += 1
         dissolve(self)
 
     patch.setattr(Seats, "dissolve", partly)
@@ -229,17 +229,14 @@ def two_requests_share_a_frame(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def a_request_reads_the_values_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
-    take = Seats.take
+    bring, calls = Seats.bring, []
 
-    def stale(self: Seats, request: Any, serial: int) -> Any:
-        known = [store.data.copy() for store in self.values]
-        seat = take(self, request, serial)
-        if serial > 6:
-            for store, data in zip(self.values, known, strict=True):
-                store.data[: len(data)] = data
-        return seat
+    def stale(self: Seats, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) < 7:
+            bring(self, *args)
 
-    patch.setattr(Seats, "take", stale)
+    patch.setattr(Seats, "bring", stale)
 
 
 @bug(num_workers=3)
@@ -292,8 +289,8 @@ def a_table_forgets_graphs_that_run(patch: pytest.MonkeyPatch) -> None:
 def steps_past_the_stop_symbol_count(patch: pytest.MonkeyPatch) -> None:
     end = CellScheduler._end_chain
 
-    def late(self: CellScheduler, request: RunningRequest, slot: int, length: int, *, stopped: bool) -> None:
-        end(self, request, slot, length + 1, stopped=stopped)
+    def late(self: CellScheduler, number: int, slot: int, length: int, *, stopped: bool) -> None:
+        end(self, number, slot, length + 1, stopped=stopped)
 
     patch.setattr(CellScheduler, "_end_chain", late)
 
@@ -336,13 +333,72 @@ def values_go_to_the_neighbours_place(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("cellar.schedule.cells.assemble", shifted)
 
 
+@bug(at_once=5, max_tasks=5, num_workers=1)
+def a_stop_symbol_amid_a_commit_is_seen_at_its_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CellScheduler, "_is_eventful", lambda self, flight, result: False)
+
+
+@bug(at_once=5)
+def a_commit_of_several_tasks_counts_each_subgraph_once(patch: pytest.MonkeyPatch) -> None:
+    commit = CellScheduler._commit_tasks
+
+    def once(self: CellScheduler, flight: Any, first: int, stop: int, *more: Any) -> None:
+        slots, counts = np.unique(flight.owners[flight.cu_batch[first] : flight.cu_batch[stop]], return_counts=True)
+        self.subgraphs.uncommitted[slots] += (counts > 2) * (counts - 1)
+        commit(self, flight, first, stop, *more)
+
+    patch.setattr(CellScheduler, "_commit_tasks", once)
+
+
+@bug(at_once=5)
+def values_of_several_tasks_are_those_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    keep = CellScheduler._keep_values
+
+    def short(self: CellScheduler, flight: Any, first: int, stop: int, *more: Any, some_ended: bool) -> None:
+        keep(self, flight, first, first + 1, *more, some_ended=some_ended)
+
+    patch.setattr(CellScheduler, "_keep_values", short)
+
+
+@bug(at_once=5, abort=0.3)
+def values_of_requests_that_ended_between_are_kept(patch: pytest.MonkeyPatch) -> None:
+    keep = CellScheduler._keep_values
+
+    def blind(self: CellScheduler, *args: Any, some_ended: bool) -> None:
+        keep(self, *args, some_ended=False)
+
+    patch.setattr(CellScheduler, "_keep_values", blind)
+
+
+@bug()
+def requests_that_end_together_swap_their_results(patch: pytest.MonkeyPatch) -> None:
+    results = Seats.results
+    patch.setattr(Seats, "results", lambda self, numbers: results(self, numbers)[::-1])
+
+
+@bug(num_requests=20)
+def seats_that_are_added_forget_what_the_others_own(patch: pytest.MonkeyPatch) -> None:
+    init = Roster.__init__
+    patch.setattr(Roster, "__init__", lambda self, num_banks: init(self, num_banks, 4))
+    take = Roster.take
+
+    def careless(self: Roster, *args: Any) -> int:
+        room = len(self.unfinished)
+        number = take(self, *args)
+        if len(self.unfinished) > room:
+            self.owned[:, : room - 1] = 0
+        return number
+
+    patch.setattr(Roster, "take", careless)
+
+
 @bug(bad=0.3)
 def a_failed_request_takes_its_neighbour_along(patch: pytest.MonkeyPatch) -> None:
     fail = CellScheduler._fail
 
-    def wide(self: CellScheduler, request: RunningRequest, reason: str, output: Any) -> None:
-        fail(self, request, reason, output)
-        for other in list(self.running.values())[:1]:
+    def wide(self: CellScheduler, number: int, reason: str, output: Any) -> None:
+        fail(self, number, reason, output)
+        for other in list(self.running)[:1]:
             fail(self, other, reason, output)
 
     patch.setattr(CellScheduler, "_fail", wide)
@@ -352,7 +408,7 @@ def a_failed_request_takes_its_neighbour_along(patch: pytest.MonkeyPatch) -> Non
 def aborted_requests_still_answer(patch: pytest.MonkeyPatch) -> None:
     end = CellScheduler._end
     patch.setattr(
-        CellScheduler, "_end", lambda self, request, output=None: None if output is None else end(self, request, output)
+        CellScheduler, "_end", lambda self, number, output=None: None if output is None else end(self, number, output)
     )
 
 
@@ -376,6 +432,7 @@ def test_a_planted_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
             tight=rng.random() < 0.5,
             run_ahead=rng.randint(1, 2),
             max_tasks=rng.randint(2, 5),
+            at_once=rng.choice([1, 3]),
         )
         try:
             drive(replace(case, **where))

@@ -22,6 +22,7 @@ cases = st.builds(
     run_ahead=st.integers(1, 2),
     max_tasks=st.integers(1, 5),
     graph_batch=st.sampled_from([0, 0, 0, 3]),
+    at_once=st.sampled_from([1, 2, 5]),
 )
 
 
@@ -48,6 +49,7 @@ def test_every_promise_is_kept_for_long(block: int) -> None:
                 run_ahead=rng.randint(1, 3),
                 max_tasks=rng.randint(1, 5),
                 graph_batch=rng.choice([0, 0, 0, 4]),
+                at_once=rng.choice([1, 2, 5]),
             )
         )
 

@@ -398,10 +398,7 @@ def test_failed_step_ends_its_requests_and_nothing_else() -> None:
     bench.add(request("c", range(5), 2))
     bench.scheduler.abort("b")
     _, output = bench.step()
-    assert {name: reason for name, (reason, _) in output.finished.items()} == {
-        "a": FinishReason.ERROR,
-        "c": FinishReason.ERROR,
-    }
+    assert output.finished == dict.fromkeys("ac", (FinishReason.ERROR, "out of luck"))
     bench.add(request("d", range(5), 3))
     bench.run()
     assert bench.tokens["d"] == by_hand(request("d", range(5), 3), 64)[0]
@@ -415,6 +412,22 @@ def test_row_without_finite_logits_ends_alone() -> None:
     bench.run()
     assert bench.reasons == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
     assert (len(bench.tokens["a"]), len(bench.tokens["b"])) == (1, 3)
+
+
+def test_chunks_of_a_row_without_finite_logits_are_not_found_again() -> None:
+    """They may be the reason. Those that others use, too, stay."""
+    bench = Bench(run_ahead=1, max_num_batched_tokens=4, nan=lambda step, row: (step, row) == (2, 0))
+    bench.add(request("a", range(12), 3))
+    for _ in range(3):
+        _, output = bench.step()
+    reason, why = output.finished["a"]
+    assert reason is FinishReason.ERROR
+    assert "not finite" in str(why)
+    assert bench.scheduler.stats().cached_chunks == 0
+    bench.add(request("again", range(12), 3))
+    bench.run()
+    assert bench.scheduler.stats().prefix_hits == 0
+    assert bench.tokens["again"] == by_hand(request("a", range(12), 3), 64)[0]
 
 
 def test_result_out_of_turn_is_a_defect() -> None:

@@ -21,9 +21,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
+
+from tests.limits import SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -133,7 +135,7 @@ def steps(options: argparse.Namespace) -> None:
         bad = asyncio.run(waves(port, options.streams, options.rounds, options.seconds))
         print({name: round(b - before.get(name, 0), 2) for name, b in cpu_seconds(server.pid).items()})
         server.terminate()
-        server.join()
+        server.join(SECONDS)
         rows = [tuple(map(float, line.split())) for line in Path(path).read_text().splitlines()[:-1]]
     periods: dict[bool, list[float]] = {False: [], True: []}
     for (a, n), (b, m) in pairwise(rows):
@@ -246,7 +248,11 @@ def gaps(answers: list[Answer]) -> list[float]:
 
 
 async def neighbours(port: int, plain: int, others: int, rounds: int, tokens: int) -> dict[str, Any]:
-    """Gaps between tokens of `plain` streams: alone, beside `others` plain ones, beside as many structured ones."""
+    """Gaps between tokens of `plain` streams: alone, beside `others` plain ones, beside as many structured ones.
+
+    The three take turns, in this order and in the other one. No two streams of the whole run have the same seed: those
+    that had would write the same text.
+    """
     base = {"prompt": PROMPT.format(place="sea"), "max_tokens": tokens, "ignore_eos": True}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     kinds: dict[str, list[dict[str, Any]]] = {
@@ -255,23 +261,29 @@ async def neighbours(port: int, plain: int, others: int, rounds: int, tokens: in
         "beside structured ones": [{**base, "response_format": wanted}] * others,
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}
+    by_round: dict[str, list[float]] = {name: [] for name in kinds}
+    seeds = count()
     for turn in range(rounds + 1):  # the first is for warming up: grammars, caches
-        for name, bodies in kinds.items():
-            beside = [await ask(port, {**body, "max_tokens": 2 * tokens, "seed": k}) for k, body in enumerate(bodies)]
+        for name, bodies in sorted(kinds.items(), reverse=bool(turn % 2)):
+            beside = [await ask(port, {**body, "max_tokens": 2 * tokens, "seed": next(seeds)}) for body in bodies]
             while not all(answer.times for answer in beside):
                 await asyncio.sleep(0.01)
-            mine = [await ask(port, {**base, "seed": k}) for k in range(plain)]
+            mine = [await ask(port, {**base, "seed": next(seeds)}) for _ in range(plain)]
             for answer in mine:
                 assert await answer.done
             if turn:
                 found[name] += gaps(mine)
+                by_round[name].append(statistics.median(gaps(mine)))
             for answer in beside:
                 answer.transport.abort()
             await asyncio.sleep(0.3)
-    return {
+    report: dict[str, Any] = {
         name: {"median": round(statistics.median(times), 3), "p99": round(quantile(times, 0.99), 3), "gaps": len(times)}
         for name, times in found.items()
     }
+    plain_ones, structured_ones = by_round["beside plain ones"], by_round["beside structured ones"]
+    report["ratio of each round"] = [round(b / a, 3) for a, b in zip(plain_ones, structured_ones, strict=True)]
+    return report
 
 
 def structured(options: argparse.Namespace) -> None:
@@ -358,7 +370,7 @@ def main() -> None:
     verb = verbs.add_parser("structured")
     verb.add_argument("--plain", type=int, default=8)
     verb.add_argument("--others", type=int, default=8)
-    verb.add_argument("--rounds", type=int, default=5)
+    verb.add_argument("--rounds", type=int, default=6)
     verb.add_argument("--tokens", type=int, default=128)
     verb.set_defaults(call=structured)
     verb = verbs.add_parser("waiting")

@@ -17,6 +17,7 @@ import httpx
 from PIL import Image
 from playwright.sync_api import Page
 
+from tests.limits import join_all
 from tests.server.browser import ROOT, chromium, demo_server, watched
 
 IMAGES = ROOT / "docs" / "images"
@@ -54,8 +55,7 @@ def company(url: str, clients: int) -> Iterator[None]:
         yield
     finally:
         over.set()
-        for thread in threads:
-            thread.join()
+        join_all(threads)
 
 
 def settings(page: Page, **fields: str) -> None:

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import openai
 import pytest
+from fastapi import FastAPI
+from pydantic import ValidationError
 
+from cellar.core.errors import RequestError
+from cellar.core.messages import FinishReason
+from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cellar.server.run import served_at
+from cellar.server.serving import server_config
+from cellar.text.tokenizer import Tokenizer
+from tests.fake_front import TOKENIZER
 from tests.server.served import TEXT, VOCAB, Served, plain, serve
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -122,6 +135,71 @@ def test_echo_and_scores_in_a_stream(served: Served, count: int) -> None:
         assert all(choice.text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
 
 
+def test_offsets_in_a_stream_count_text_that_is_still_held(served: Served) -> None:
+    text = TEXT.decode(plain(IDS, 30))
+    stop = text[4:12] + "\0"  # nearly there, so its beginning is held back for a while
+    options: Any = {"model": "fake", "prompt": PROMPT, "max_tokens": 30, "logprobs": 0, "stop": stop}
+    whole = served.client().completions.create(**options, extra_body=EXTRA).choices[0].logprobs
+    assert whole is not None
+    chunks = list(served.client().completions.create(**options, stream=True, extra_body=EXTRA))
+    assert any(not chunk.choices[0].text for chunk in chunks)
+    offsets = [at for c in chunks if c.choices[0].logprobs for at in c.choices[0].logprobs.text_offset or []]
+    assert offsets == whole.text_offset
+
+
+def test_no_event_without_news(served: Served) -> None:
+    stop = TEXT.decode(plain(CHAT_IDS, 30))[4:12] + "\0"
+    options: Any = {"model": "fake", "max_tokens": 30, "stop": stop, "stream": True, "extra_body": EXTRA}
+    usage: Any = {"include_usage": True}
+    for chunk in served.client().chat.completions.create(messages=MESSAGES, stream_options=usage, **options):
+        said = chunk.choices[0].delta.model_dump(exclude_unset=True) if chunk.choices else None
+        assert said or chunk.usage or chunk.choices[0].finish_reason
+    stop = options["stop"] = TEXT.decode(plain(IDS, 30))[4:12] + "\0"
+    for part in served.client().completions.create(prompt=PROMPT, stream_options=usage, **options):
+        assert part.usage or part.choices[0].text or part.choices[0].finish_reason
+
+
+def test_special_tokens_around_a_chat_if_asked_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    api = served.app.state.api
+    opt = Tokenizer.load(TOKENIZER.parent / "opt-tiny")
+    monkeypatch.setattr(api, "model", replace(api.model, tokenizer=opt))
+    text = "[user] Hi\n[assistant]"
+    with served.http() as http:
+        for asked in (None, False, True):
+            body = {"messages": MESSAGES, "max_tokens": 1, "return_token_ids": True, "add_special_tokens": asked}
+            made = http.post("/v1/chat/completions", json=body).json()
+            assert made["prompt_token_ids"] == opt.encode(text, add_special_tokens=bool(asked))
+
+
+def test_a_defect_is_counted_too(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(served.app.state.api.desk, "open", broken)
+    with served.http() as http:
+        answer = http.post("/v1/completions", json={"prompt": "x"})
+        assert answer.status_code == 500
+        assert answer.json()["error"]["type"] == "server_error"
+    with served.http() as http:
+        assert 'route="/v1/completions",status="500"} 1.0' in http.get("/metrics").text
+
+
+def test_reasons_of_an_end_are_those_that_there_are(served: Served) -> None:
+    with served.http() as http:
+        found = re.findall(r'request_success_total{finished_reason="(\w+)"', http.get("/metrics").text)
+    assert sorted(found) == sorted(FinishReason)
+
+
+def test_an_idle_connection_outlives_those_of_proxies() -> None:
+    config = server_config(FastAPI(), ServerConfig(), LimitConfig())
+    assert config.timeout_keep_alive > 60
+
+
+def test_the_address_can_be_copied() -> None:
+    assert served_at(("m",), ServerConfig(host="::1"), 80).endswith(" http://[::1]:80/v1")
+    assert served_at(("m",), ServerConfig(), 80).endswith(" http://127.0.0.1:80/v1")
+
+
 def test_completion_logprobs(served: Served) -> None:
     made = served.client().completions.create(model="fake", prompt=IDS, max_tokens=4, logprobs=1, extra_body=EXTRA)
     logprobs = made.choices[0].logprobs
@@ -216,6 +294,7 @@ def test_models_and_text(served: Served) -> None:
         assert len(found["token_strs"]) == len(IDS)
         assert http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == CHAT_IDS
         assert http.post("/detokenize", json={"tokens": IDS}).json() == {"prompt": PROMPT}
+        assert http.post("/detokenize", json={"tokens": [VOCAB]}).json()["error"]["param"] == "tokens"
         long = "word " * 3000
         assert http.post("/tokenize", json={"prompt": long}).json()["tokens"] == TEXT.encode(long)
 
@@ -239,6 +318,10 @@ def test_neutral_fields_are_accepted(served: Served) -> None:
         "modalities": ["text"],
         "safety_identifier": "x",
         "seed": None,
+        "audio": None,
+        "reasoning_effort": None,
+        "response_format": {"type": "text", "json_schema": None},
+        "top_logprobs": 0,
     }
     made = served.client().chat.completions.create(model="fake", messages=MESSAGES, max_tokens=2, extra_body=body)
     assert made.choices[0].message.content == TEXT.decode(plain(CHAT_IDS, 2))
@@ -278,6 +361,10 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("chat/completions", {"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
     ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
     ("chat/completions", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ("chat/completions", {"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    ("completions", {"stop": "x" * 10_000}, "stop"),
+    ("completions", {"logit_bias": {"1": "x"}}, "logit_bias"),
+    ("completions", {"prompt": ["a"] * 1025}, "prompt"),
 ]
 
 
@@ -293,6 +380,67 @@ def test_what_is_not_allowed_names_its_parameter(served: Served, path: str, chan
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"].endswith(".")
+
+
+def test_a_prompt_that_is_too_long_has_openais_code() -> None:
+    long = "x " * 400
+    for limits in ({}, {"max_prompt_len": 20}):
+        with serve(limits=limits) as served, served.http() as http:
+            for path, body, param in (
+                ("completions", {"prompt": long}, "prompt"),
+                ("completions", {"prompt": ["x", long]}, "prompt"),
+                ("chat/completions", {"messages": [{"role": "user", "content": long}]}, "messages"),
+            ):
+                error = http.post(f"/v1/{path}", json=body).json()["error"]
+                assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
+def test_one_wrong_entry_among_many_is_a_handful_of_errors() -> None:
+    many: list[Any] = [1] * 20_000
+    for kind, body in (
+        (CompletionRequest, {"prompt": [*many, "a"]}),
+        (CompletionRequest, {"prompt": ["a"] * 20_000 + [1]}),
+        (CompletionRequest, {"prompt": [*([[1]] * 20_000), ["a"]]}),
+        (CompletionRequest, {"prompt": "a", "stop": many}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * 20_000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(map(str, range(20_000)), "a")}),
+        (ChatRequest, {"messages": many, "tools": many}),
+        (TokenizeRequest, {"messages": many, "tools": many}),
+        (DetokenizeRequest, {"tokens": ["a"] * 20_000}),
+    ):
+        with pytest.raises((ValidationError, RequestError)) as caught:
+            kind.model_validate(body).params()
+        assert not isinstance(caught.value, ValidationError) or caught.value.error_count() < 10
+
+
+def test_a_wrong_type_says_which_are_right(served: Served) -> None:
+    with served.http() as http:
+        message = http.post("/v1/completions", json={"prompt": "x", "stop": 5}).json()["error"]["message"]
+    assert "valid string" in message
+    assert "valid list" in message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": ""}] * 40_000},
+        {"messages": MESSAGES, "chat_template_kwargs": {"extra": ["x"] * 100_000}},
+    ],
+    ids=["messages", "variables"],
+)
+def test_others_are_answered_while_a_long_conversation_is_read(served: Served, body: Any) -> None:
+    def ask() -> None:
+        with served.http() as http:
+            assert http.post("/tokenize", json=body).status_code == 200
+
+    thread, answers = threading.Thread(target=ask), 0
+    with served.http() as http:
+        http.get("/version")
+        thread.start()
+        while thread.is_alive():
+            http.get("/version")
+            answers += 1
+    assert answers > 10
 
 
 def test_another_model_is_404(served: Served) -> None:

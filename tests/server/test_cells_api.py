@@ -26,6 +26,7 @@ from cellar.core.errors import ConfigError
 from cellar.server.cells_app import build_cells_app
 from cellar.server.cells_run import check_options
 from cellar.server.config import LimitConfig, ServerConfig
+from tests.limits import join_all
 from tests.server.served import running
 
 MODELS = Path(__file__).parent.parent / "data" / "cells" / "models.py"
@@ -233,8 +234,7 @@ def test_too_many_that_wait_and_a_deadline() -> None:
         refused = http.post("/v1/cells/classify", json={"tokens": [1]})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
-        late = [thread.join() for thread in threads]
-        assert len(late) == 2
+        join_all(threads)
         answer = http.post("/v1/cells/fragile", json=slow)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "timeout"

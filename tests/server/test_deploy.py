@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+from cellar.server.fields import CHAT, COMPLETION
+from cellar.server.requests import ChatRequest, CompletionRequest
 from tests.server.served import serve
 
 ROOT = Path(__file__).parents[2]
@@ -33,3 +35,10 @@ def test_the_dockerfile_copies_what_is_there() -> None:
         if line.startswith("COPY "):
             *sources, _ = line.split()[1:]
             assert all((ROOT / source).exists() for source in sources), line
+
+
+def test_the_documentation_lists_every_field() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    shared = {"model", "messages", "prompt"}
+    fields = {*CompletionRequest.model_fields, *ChatRequest.model_fields, *COMPLETION, *CHAT} - shared
+    assert fields <= set(re.findall(r"`(\w+)`", text))

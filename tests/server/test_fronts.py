@@ -19,6 +19,7 @@ import pytest
 from cellar.server.admission import SharedWaiting
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally, summed
+from tests.limits import SECONDS, join_all
 from tests.server.fake_process import children_of, started
 from tests.server.served import TEXT, plain
 
@@ -36,7 +37,7 @@ def fronts(count: int = 2, **options: Any) -> Iterator[tuple[Any, str]]:
         assert "Traceback" not in errors, errors
     finally:
         process.kill()
-        process.wait()
+        process.wait(SECONDS)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -80,9 +81,7 @@ class Streams:
             return
 
     def join(self) -> None:
-        for thread in self.threads:
-            thread.join(30)
-            assert not thread.is_alive()
+        join_all(self.threads)
 
     def check(self, prompt: tuple[int, ...]) -> None:
         assert self.texts[prompt] == TEXT.decode(plain(list(prompt), self.count))
@@ -132,8 +131,7 @@ def test_the_limit_is_that_of_all_fronts() -> None:
         ]
         for thread in threads:
             thread.start()
-        for thread in (*threads, *first.threads):
-            thread.join(30)
+        join_all([*threads, *first.threads])
         assert Counter(statuses) == {200: 3, 503: 9}
 
 
@@ -187,7 +185,7 @@ def test_nothing_is_left_of_a_killed_server() -> None:
     all_of_them = children_of(process.pid)
     assert len(all_of_them) == 3
     process.kill()
-    process.communicate()
+    process.communicate(timeout=SECONDS)
     wait_for(lambda: not any(path.exists() for path in all_of_them), 10)
 
 

@@ -173,6 +173,8 @@ def test_no_text_in_logs(caplog: pytest.LogCaptureFixture) -> None:
     with serve({"enable_log_requests": True}) as served, served.http() as http:
         body = {"prompt": "a secret word", "stop": ["hush"], "max_tokens": 2}
         assert http.post("/v1/completions", json=body).status_code == 200
+        choice = {"structured_outputs": {"choice": ["secret choice"]}}
+        assert http.post("/v1/completions", json={**body, **choice}).status_code == 200
         assert http.post("/v1/completions", json={"prompt": ["a secret word", 3]}).status_code == 400
         assert http.post("/v1/chat/completions", json={"messages": [{"role": "secret"}]}).status_code == 400
     logged = "\n".join(

@@ -20,6 +20,7 @@ from cellar.core.messages import RequestOutput
 from cellar.server.app import build_app
 from cellar.server.host import ServedModel
 from cellar.server.supervisor import Supervisor
+from tests.limits import SECONDS
 from tests.server.fake_process import children_of, open_nothing, started, supervise
 from tests.server.served import TEXT, plain, running
 
@@ -181,7 +182,7 @@ def test_an_engine_ends_when_its_server_is_killed() -> None:
     process, _ = started(latency=0.01)
     engines = children_of(process.pid)
     process.kill()
-    process.wait()
+    process.wait(SECONDS)
     end = time.monotonic() + 10
     while any(engine.exists() for engine in engines):
         assert time.monotonic() < end

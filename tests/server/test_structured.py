@@ -14,6 +14,7 @@ import openai
 import pydantic
 import pytest
 
+from tests.limits import join_all
 from tests.server.served import TEXT, Served, plain, serve
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -84,8 +85,7 @@ def test_plain_requests_beside_structured_ones_are_untouched(served: Served) -> 
             thread.start()
         plain_body = {"prompt": [4, 5], "max_tokens": 60, "ignore_eos": True}
         made = http.post("/v1/completions", json=plain_body).json()
-        for thread in threads:
-            thread.join()
+        join_all(threads)
     assert made["choices"][0]["text"] == TEXT.decode(plain([4, 5], 60))
     assert all(re.fullmatch("[a-z]{60}", a.json()["choices"][0]["text"]) for a in answers)
 
@@ -98,6 +98,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
     ({"structured_outputs": {}}, "structured_outputs"),
     ({"structured_outputs": {"choice": [1]}}, "structured_outputs"),
+    ({"structured_outputs": {"choice": 5}}, "structured_outputs"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "response_format.schema"),
+    ({"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}}, "response_format.json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "lax": True}}},
+        "response_format.json_schema.lax",
+    ),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"structured_outputs": {"grammar": "start: nothing"}}, "structured_outputs"),
     ({"structured_outputs": {"fantasy": 1}}, "structured_outputs.fantasy"),

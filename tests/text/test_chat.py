@@ -138,6 +138,43 @@ def test_text_parts_are_joined_for_templates_that_expect_strings() -> None:
     assert ChatTemplate(source).render([{"role": "user", "content": parts}]) == "(one)(two)"
 
 
+def test_parts_are_text_parts_for_the_template_whatever_the_client_calls_them() -> None:
+    source = "{% for p in messages[0].content %}{% if p.type == 'text' %}{{ p.text }}{% endif %}{% endfor %}"
+    for kind in ("text", "input_text", "output_text"):
+        assert ChatTemplate(source).render([{"role": "user", "content": [{"type": kind, "text": "one"}]}]) == "one"
+
+
+def test_a_developer_is_a_system_to_templates_that_know_no_developer() -> None:
+    chat = [{"role": "developer", "content": "Be brief."}]
+    source = "{% for m in messages %}{% if m.role == 'system' %}S:{{ m.content }}{% endif %}"
+    assert ChatTemplate(source + "{% endfor %}").render(chat) == "S:Be brief."
+    knows = source + "{% if m.role in ['developer'] %}D:{{ m.content }}{% endif %}{% endfor %}"
+    assert ChatTemplate(knows).render(chat) == "D:Be brief."
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/chat_templates is not there")
+@pytest.mark.parametrize("path", sorted(SHARED.glob("*.jinja")), ids=lambda path: path.stem)
+def test_no_template_of_a_real_model_swallows_what_a_developer_says(path: Path) -> None:
+    template = ChatTemplate(path.read_text(encoding="utf-8"), SPECIAL)
+
+    def rendered(role: str) -> str | None:
+        try:
+            return template.render([{"role": role, "content": "BRIEF"}, *USER], now=datetime(2026, 1, 1))
+        except RequestError:
+            return None
+
+    assert rendered("developer") == rendered("system")
+
+
+def test_fields_that_are_null_are_absent() -> None:
+    source = "{% if messages[0].content is none %}-{% endif %}{% if 'tool_calls' in messages[1] %}called{% endif %}"
+    chat = [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": "x", "tool_calls": None, "refusal": None},
+    ]
+    assert ChatTemplate(source).render(chat) == "-"
+
+
 def test_strings_become_parts_for_templates_that_expect_only_parts() -> None:
     chat = [{"role": "user", "content": "one"}, {"role": "user", "content": [{"type": "text", "text": "two"}]}]
     assert ChatTemplate(OWN["content_parts"]).render(chat) == "[user]one[user]two"

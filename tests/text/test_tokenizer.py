@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 from cellar.core.errors import CheckpointError
 from cellar.text.tokenizer import Tokenizer
+from tests.limits import join_all
 
 DATA = Path(__file__).parent.parent / "data" / "tokenizers"
 TEXTS = [
@@ -47,7 +49,21 @@ def test_ids_are_those_of_transformers(name: str, special: bool) -> None:
         assert ids == theirs(text, add_special_tokens=special)["input_ids"]
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
-    assert ours.encode_batch(TEXTS, special) == [ours.encode(text, special) for text in TEXTS]
+
+
+def test_a_long_text_leaves_the_interpreter_to_other_threads() -> None:
+    tokenizer, ended = Tokenizer.load(DATA / "gpt-tiny"), threading.Event()
+
+    def encode() -> None:
+        tokenizer.encode("word " * 100_000)
+        ended.set()
+
+    thread, turns = threading.Thread(target=encode), 0
+    thread.start()
+    while not ended.wait(0.001):
+        turns += 1
+    join_all([thread])
+    assert turns > 10
 
 
 @pytest.mark.parametrize(

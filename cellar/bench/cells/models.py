@@ -57,13 +57,18 @@ def cell_model(setup: Setup, num_words: int | None = None) -> CellModel:
     if setup.model == "seq2seq":
         assert setup.decoder_batch is not None
         encoder = Cell(
-            "encoder", made["encoder"], ("h", "c"), batch_sizes=sizes, shapes=states, high={"token": setup.words}
+            "encoder",
+            made["encoder"],
+            ("h", "c"),
+            priority=1,  # see `cellar.cells.seq2seq`
+            batch_sizes=sizes,
+            shapes=states,
+            high={"token": setup.words},
         )
         decoder = Cell(
             "decoder",
             made["decoder"],
             ("token", "h", "c"),
-            priority=1,
             batch_sizes=batch_sizes(setup.decoder_batch),
             high={"token": setup.words},
         )

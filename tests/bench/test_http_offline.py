@@ -1,0 +1,40 @@
+"""The command that runs a batch offline and over HTTP: real processes, a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cellar import demo
+from cellar.bench import http_offline
+
+
+@pytest.mark.long
+def test_both_sides_run_and_the_ratio_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "r.json"
+    options = ["--model", str(demo.path()), "--load-format", "auto", "--device", "cpu", "--max-model-len", "128"]
+    sizes = ["--num-prompts", "4", "--input-len", "16", "--output-len", "8", "--rounds", "2"]
+    http_offline.main([*options, *sizes, "--json", str(report)])
+    found = json.loads(report.read_text())
+    shown = capsys.readouterr().out
+    assert json.loads(shown.splitlines()[-1]) == found
+    assert len(found["http"]) == len(found["offline"]) == 2
+    assert found["ratio"] == pytest.approx(max(found["http"]) / max(found["offline"]))
+    assert f"ratio {found['ratio']:.3f}" in shown
+    serve, load = found["commands"]
+    assert serve.startswith("cellar serve ")
+    assert "--skip-tokenizer-init" in serve
+    assert "--no-enable-prefix-caching" in serve
+    assert load.startswith("cellar bench serve ")
+    assert "--vocab-size 4096" in load
+    assert f"$ {serve}\n$ {load}\n" in shown
+
+
+@pytest.mark.long
+def test_a_server_that_does_not_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_offline, "_READY_SECONDS", 1)
+    monkeypatch.setattr(http_offline, "_offline", lambda options, engine: ([1.0], 100))
+    with pytest.raises(SystemExit, match="bench serve"):
+        http_offline.main(["--model", str(tmp_path / "none"), "--device", "cpu", "--rounds", "1"])
