@@ -423,8 +423,8 @@ def test_a_wrong_type_says_which_are_right(served: Served) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        {"messages": [{"role": "user", "content": ""}] * 40_000},
-        {"messages": MESSAGES, "chat_template_kwargs": {"extra": ["x"] * 100_000}},
+        {"messages": [{"role": "user", "content": ""}] * 80_000},
+        {"messages": MESSAGES, "chat_template_kwargs": {"extra": ["x"] * 250_000}},
     ],
     ids=["messages", "variables"],
 )
@@ -440,7 +440,7 @@ def test_others_are_answered_while_a_long_conversation_is_read(served: Served, b
         while thread.is_alive():
             http.get("/version")
             answers += 1
-    assert answers > 10
+    assert answers > 5  # two to four, if they had to wait for it
 
 
 def test_another_model_is_404(served: Served) -> None:
