@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,11 @@ def limits_of(device: str, dtype: str, profile: Profile | None = None) -> Limits
         profiles = profiles_of("auto", torch.device(device))
     known = (_limits(p, device, dtype, f"profile of {p.machine}") for p in profiles)
     found = next(filter(None, known), None)
-    return found or _probed(None if device == "cpu" else torch.device(device), device, dtype)
+    if found is not None:
+        return found
+    # In a thread that ends: its idle OpenMP team would slow an engine beside it (docs/log/cpu-engine.md).
+    with ThreadPoolExecutor(1, "cellar-probe") as thread:
+        return thread.submit(_probed, None if device == "cpu" else torch.device(device), device, dtype).result()
 
 
 def _probed(accelerator: torch.device | None, device: str, dtype: str) -> Limits:
