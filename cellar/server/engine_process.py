@@ -32,7 +32,7 @@ from cellar.core.errors import CellarError
 from cellar.core.messages import SchedulerStats, StepOutput, StepPlan
 from cellar.engine import Engine
 from cellar.front import Opened
-from cellar.server.heap import one_heap
+from cellar.server.heap import one_heap, reserve_steps
 from cellar.server.wire import Call, Frame, Ready, Step
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,9 @@ def run_engine(pipe: Connection, opener: Opener, address: str, log_level: str) -
         logger.exception("the engine could not be opened")
         pipe.send(CellarError(f"the engine could not be opened ({type(error).__name__}: {error})."))
         return
+    if opened.config.device.device == "cpu":
+        schedule = opened.config.schedule
+        reserve_steps(opened.spec, schedule.max_num_batched_tokens or 0, schedule.max_num_seqs)
     gc.collect()  # What is here now stays; a collection that walked over all of it would hold up a step.
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)

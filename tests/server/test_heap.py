@@ -1,0 +1,39 @@
+"""What the engine's process takes from the system at its start, it keeps."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tests.limits import run_python
+
+CODE = """
+import json, sys
+from dataclasses import replace
+from cellar.models.registry import open_model, shipped_config
+from cellar.server.heap import one_heap, reserve_steps
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+spec = open_model(shipped_config("llama-3.2-1b"), "float32").spec
+spec = replace(spec, hidden_size=384, num_heads=6, num_kv_heads=2, head_dim=64, intermediate_size=1024, vocab_size=4096)
+one_heap()
+sizes = [resident()]
+for tokens, rows in ((2048, 256), (2048, 256), (10**6, 256)):
+    reserve_steps(spec, tokens, rows)
+    sizes.append(resident())
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_what_steps_will_use_is_taken_once_and_kept() -> None:
+    before, first, again, most = json.loads(run_python(CODE))
+    nbytes = 2 * 4 * (2048 * (4 * 384 + 2 * 10 * 64 + 3 * 1024) + 3 * 256 * 4096)
+    assert first - before == pytest.approx(nbytes, abs=20 * 2**20)
+    assert abs(again - first) < 4 * 2**20  # it is there already
+    assert most - before == pytest.approx(256 * 2**20, abs=20 * 2**20)
