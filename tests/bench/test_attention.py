@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,12 @@ from cellar.ops.attention_plan import FIRST, LAST, NARROW_TILE, PART, PARTIAL, A
 from tests.ops.attention_example import Example, example
 
 # Of Triton's interpreter: powers that overflow are what the fallback is for.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+]
 CPU = torch.device("cpu")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def few_caches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from cellar.bench.cells.__main__ import main
@@ -24,15 +22,9 @@ from cellar.cli.main import build
 from cellar.core.errors import ConfigError
 from tests.limits import run_python
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SMALL: dict[str, Any] = {"hidden": 16, "vocab": 50, "device": "cpu", "pool": 20, "max_batch": 8, "threads": 1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("clock", ["wall", "work"])

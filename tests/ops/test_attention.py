@@ -44,17 +44,12 @@ from tests.limits import SECONDS, run_python
 from tests.ops.attention_example import Example, Span, example, shifted
 
 # Of Triton's interpreter, with this NumPy.
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning"),
+]
 
 FLOAT32_LIMIT = 5e-6
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @st.composite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,9 @@ from cellar.ops.lstm import LSTMWeights, lstm_step, lstm_steps, pack_lstm
 from cellar.runtime import cell_executor
 from cellar.runtime.cell_executor import Emitted, step_runs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HIDDEN = 24
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plan(sources: Any, rows: Any, sizes: list[int], emits: list[int] | None = None) -> TaskPlan:
@@ -115,19 +108,24 @@ def model(words: int = 40) -> CellModel:
     return CellModel("lstm", [cell], unfold, {"tokens": [1, 2]})
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, fields: list[dict[str, Any]], *, together: bool) -> tuple[list[Any], int]:
-    """Responses, and how many tasks ran as part of one call of several."""
-    merged = 0
+def counted_runs(monkeypatch: pytest.MonkeyPatch, *, together: bool) -> list[int]:
+    """Have `step_runs` noted: -> of every call of several steps, how many there were. None are if not `together`."""
+    runs: list[int] = []
 
-    def counted(*arguments: Any) -> dict[int, int]:
-        nonlocal merged
+    def noted(*arguments: Any) -> dict[int, int]:
         found = step_runs(*arguments) if together else {}
-        merged += sum(found.values())
+        runs.extend(found.values())
         return found
 
-    monkeypatch.setattr(cell_executor, "step_runs", counted)
+    monkeypatch.setattr(cell_executor, "step_runs", noted)
+    return runs
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, fields: list[dict[str, Any]], *, together: bool) -> tuple[list[Any], int]:
+    """Responses, and how many tasks ran as part of one call of several."""
+    runs = counted_runs(monkeypatch, together=together)
     with CellEngine.open([model()], ("cpu",), num_threads=1, memory_bytes=1 << 22) as engine:
-        return engine.run("lstm", fields, raise_errors=False), merged
+        return engine.run("lstm", fields, raise_errors=False), sum(runs)
 
 
 @pytest.mark.parametrize("every", [False, True, None])
@@ -161,15 +159,7 @@ def test_a_bad_token_among_several_steps_fails_alone(monkeypatch: pytest.MonkeyP
 
 def writers(monkeypatch: pytest.MonkeyPatch, fields: list[dict[str, Any]], *, together: bool) -> tuple[list[Any], int]:
     """As `answers`, of a decoder that begins to write at once, and whose stop symbol comes now and then."""
-    merged = 0
-
-    def counted(*arguments: Any) -> dict[int, int]:
-        nonlocal merged
-        found = step_runs(*arguments) if together else {}
-        merged += sum(found.values())
-        return found
-
-    monkeypatch.setattr(cell_executor, "step_runs", counted)
+    runs = counted_runs(monkeypatch, together=together)
     torch.manual_seed(7)
     decoder = DecoderCell(12, HIDDEN, HIDDEN)
     with torch.no_grad():
@@ -183,7 +173,7 @@ def writers(monkeypatch: pytest.MonkeyPatch, fields: list[dict[str, Any]], *, to
     for given, answer in zip(fields, found, strict=True):
         if 11 not in given["tokens"]:
             assert answer["tokens"].tolist() == written.evaluate(given)["tokens"].tolist()
-    return found, merged
+    return found, sum(runs)
 
 
 def test_a_decoder_writes_the_same_words_together_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
