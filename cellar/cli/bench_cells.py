@@ -23,10 +23,14 @@ def cells(
     num_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all cores.")] = None,
     max_batch: Annotated[int | None, typer.Option(min=1, help="Largest batch; default: by device and model.")] = None,
     decoder_batch: Annotated[int | None, typer.Option(min=1, help="Largest batch of decoder cells.")] = None,
+    tree_batch: Annotated[
+        int | None, typer.Option(min=1, help="Most nodes of a task of our trees' cells; default: by device.")
+    ] = None,
     max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that one decision hands to the device.")] = 5,
     run_ahead: Annotated[
         int | None, typer.Option(min=1, help="Decisions on their way to the device; default: 1 on a CPU, else 2.")
     ] = None,
+    answer_tasks: Annotated[int, typer.Option(min=1, help="Tasks whose results a GPU gives at once.")] = 8,
     ahead: Annotated[bool, typer.Option("--ahead", help="Unfold all requests before the clock starts.")] = False,
     systems: Annotated[
         str, typer.Option(help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit.")
@@ -61,8 +65,10 @@ def cells(
                 threads=num_threads,
                 max_batch=max_batch,
                 decoder_batch=decoder_batch,
+                tree_batch=tree_batch,
                 max_tasks=max_tasks,
                 run_ahead=run_ahead,
+                answer_tasks=answer_tasks,
                 ahead=ahead,
                 clock=clock,
                 seed=seed,

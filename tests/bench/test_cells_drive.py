@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cellar.bench.cells.clock import WallClock, WorkClock
-from cellar.bench.cells.drive import all_at_once, one_at_a_time, open_loop, percentile
+from cellar.bench.cells.arrivals import FloatArray
+from cellar.bench.cells.clock import Pace, WallClock, WorkClock
+from cellar.bench.cells.drive import MOST_ARRIVALS, Trace, all_at_once, one_at_a_time, open_loop, percentile
 from cellar.bench.cells.graph_batching import GraphBatching
 from cellar.bench.cells.padding import Buckets, Fixed, Padded, waste
 from cellar.bench.cells.report import Report, plot
 from cellar.bench.cells.subject import Local, Remote
-from cellar.bench.cells.sweep import Schedule, Sweep
+from cellar.bench.cells.sweep import Curve, Point, Quantiles, Schedule, Sweep, rising
 from cellar.bench.cells.system import Answer
 from cellar.core.errors import DeviceError
 
@@ -139,6 +142,20 @@ def test_the_open_loop_does_not_wait_for_the_system() -> None:
     assert len(late.arrived) == 3
 
 
+def test_what_comes_at_once_is_brought_in_parts() -> None:
+    class Counted(OneServer):
+        largest = 0
+
+        def arrive(self, requests: Sequence[int], now: float) -> None:
+            self.largest = max(self.largest, len(requests))
+            super().arrive(requests, now)
+
+    server = Counted("server", Clock(), 0.001)
+    trace = all_at_once(server, 2 * MOST_ARRIVALS + 5)
+    assert np.isfinite(trace.ended).all()
+    assert server.largest == MOST_ARRIVALS
+
+
 def test_unloaded_and_saturated() -> None:
     clock = Clock()
     server = OneServer("server", clock, 0.5)
@@ -172,6 +189,86 @@ def test_the_sweep_finds_peaks_and_compares() -> None:
     report = Report({"title": "a test"}, sweep.bound, list(sweep.curves.values()), [found])
     assert '"benchmark": "cells"' in report.summary()
     assert any("against slow" in line for line in report.table())
+
+
+class Disturbed(Local):
+    """A subject that some runs find on a processor of half the speed."""
+
+    def __init__(self, server: OneServer, paces: Sequence[float]) -> None:
+        super().__init__(server)
+        self.server = server
+        self.paces = [*paces]
+        self.runs: list[float] = []
+
+    def loaded(self, arrived: FloatArray, grace: float) -> Trace:
+        pace = self.paces.pop(0) if self.paces else 1.0
+        calm = self.server.seconds
+        self.server.seconds *= pace
+        trace = replace(super().loaded(arrived, grace), pace=pace)
+        self.server.seconds = calm
+        self.runs.append(pace)
+        return trace
+
+
+def small(retries: int, rates: tuple[float, ...], rounds: int = 0) -> Schedule:
+    return Schedule(20, 1, rounds, rates, refinements=0, retries=retries, unloaded_requests=20, saturating_requests=50)
+
+
+def test_a_disturbed_run_is_repeated() -> None:
+    clock = Clock()
+    subject = Disturbed(OneServer("ours", clock, 0.01), [1.0, 2.0, 1.05])
+    sweep = Sweep([subject], small(2, (10.0, 20.0)))
+    sweep.run()
+    first, second = sweep.curves["ours"].points
+    assert subject.runs[:3] == [1.0, 2.0, 1.05]
+    assert (first.pace, second.pace) == (1.0, 1.05)
+    assert second.runs == 1
+    never = Disturbed(OneServer("ours", clock, 0.01), [1.0, 3.0, 2.0, 2.5])
+    sweep = Sweep([never], small(2, (10.0, 20.0)))
+    sweep.run()
+    assert sweep.curves["ours"].points[1].pace == 2.0  # the least disturbed of them
+
+
+def test_points_that_contradict_each_other_are_measured_again() -> None:
+    clock = Clock()
+    server = OneServer("ours", clock, 0.01)
+
+    class Once(Local):
+        """Slow at the first load, when it is measured first."""
+
+        runs = 0
+
+        def loaded(self, arrived: FloatArray, grace: float) -> Trace:
+            self.runs += 1
+            server.seconds = 0.05 if self.runs == 1 else 0.01
+            return super().loaded(arrived, grace)
+
+    sweep = Sweep([Once(server)], small(2, (10.0, 20.0, 30.0)))
+    sweep.run()
+    low, high, top = sweep.curves["ours"].points
+    assert (low.runs, high.runs, top.runs) == (3, 3, 1)
+    assert low.latency.p90 < high.latency.p90 < top.latency.p90
+
+
+def test_pairs_share_their_arrivals() -> None:
+    clock = Clock()
+    seen: list[tuple[str, float]] = []
+
+    class Noted(Local):
+        def loaded(self, arrived: FloatArray, grace: float) -> Trace:
+            seen.append((self.name, float(arrived.sum())))
+            return super().loaded(arrived, grace)
+
+    sweep = Sweep(
+        [Noted(OneServer("ours", clock, 0.01)), Noted(OneServer("slow", clock, 0.02))], small(1, (5.0, 10.0), 3)
+    )
+    (found,) = sweep.run()
+    assert len(found.pairs) == 3
+    pairs = seen[-6:]
+    assert [name for name, _ in pairs] == ["ours", "slow"] * 3
+    assert len({load for _, load in pairs}) == 3
+    assert all(one[1] == other[1] for one, other in zip(pairs[::2], pairs[1::2], strict=True))
+    assert found.latency_reduction == pytest.approx(1 - np.median([one / other for one, other in found.pairs]))
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -230,6 +327,58 @@ def test_a_system_in_a_process_of_its_own() -> None:
     with pytest.raises(DeviceError, match="no such device"):
         failing.ready()
     failing.close()
+
+
+def test_looks_at_the_pace_take_no_time() -> None:
+    spent = 0.0
+
+    class Slow(Pace):
+        """A processor that needs so many seconds for the piece of work."""
+
+        seconds = 1.0
+
+        def look(self) -> float:
+            nonlocal spent
+            spent += self.seconds
+            return self.seconds
+
+    clock = WorkClock(lambda: spent, pace=1.0)
+    clock._pace = slow = Slow()
+    clock.tick()
+    assert clock() == 0.0
+    spent += 3.0
+    assert clock() == 3.0  # undisturbed
+    slow.seconds = 3.0
+    clock.tick()
+    assert clock() == 3.0
+    spent += 4.0
+    assert clock() == 5.0  # the mean of the last two looks, 2, is twice as long as undisturbed
+    clock.sleep(1.0)
+    assert clock() == 6.0
+    assert clock.pace() == 2.0
+    assert clock.pace() == 0.0
+    assert 1e-6 < Pace().fastest(10) <= Pace().look() * 10
+
+
+def test_a_peak_is_where_the_curve_crosses_the_bound() -> None:
+    assert rising([1.0, 3.0, 2.0, 4.0, 0.0]) == [1.0, 2.25, 2.25, 2.25, 2.25]
+    assert rising([]) == []
+    assert rising([1.0, math.inf, 2.0]) == [1.0, math.inf, math.inf]
+
+    def point(rate: float, p90: float) -> Point:
+        one = Quantiles(p90, p90, p90)
+        return Point(rate, rate, one, one, one, 10, 0)
+
+    def peak(*p90s: float) -> float:
+        curve = Curve("ours", Quantiles(1.0, 1.0, 1.0), 5.0, [point(k + 1.0, p90) for k, p90 in enumerate(p90s)])
+        curve.settle(10.0)
+        return curve.peak
+
+    assert peak(1.0, 1.0) == 2.0
+    assert peak(20.0, 30.0) == 0.0
+    assert peak(1.0, 1.0, 100.0) == pytest.approx(2.5)  # half way, by logarithms
+    assert peak(1.0, 1.0, math.inf) == 2.0
+    assert peak(1.0, 40.0, 1.0, 100.0) == pytest.approx(3 + math.log(10 / 40**0.5) / math.log(100 / 40**0.5))
 
 
 def test_the_clock_of_work_skips_waiting() -> None:

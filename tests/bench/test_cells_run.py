@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,16 @@ def test_merging_lets_nobody_join() -> None:
     assert trace.began[3] >= first or trace.began[3] == trace.began[0]
 
 
+def test_trees_of_ours_take_as_many_nodes_as_they_are_told() -> None:
+    setup = Setup(model="treelstm", **SMALL).resolved()
+    assert setup.tree_batch == 32  # four times the requests of a merged graph
+    for given, most in ((None, 32), (5, 5)):
+        system = open_system(replace(setup, tree_batch=given).resolved(), "cellar")
+        assert isinstance(system, CellSystem)
+        assert {cell.batch_sizes[-1] for cell in system.scheduler.models[0].cells} == {most}
+        system.close()
+
+
 def test_systems_of_a_setup() -> None:
     assert systems_of(Setup(model="treelstm", device="cpu").resolved()) == ("cellar", "merging")
     assert systems_of(Setup(model="lstm", data="fixed-24", device="cpu").resolved())[-1] == "ideal"
@@ -96,13 +107,17 @@ def test_a_sweep_leaves_its_files(tmp_path: Path) -> None:
 
 def test_the_saturated_system_beside_the_ideal(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = "--model lstm --hidden 16 --vocab 50 --data fixed-6 --device cpu --threads 1 --max-batch 8 --load max"
-    more = "--systems cellar,ideal --requests 30 --rounds 1 --seconds 0.1"
+    more = "--systems cellar,ideal --requests 30 --rounds 1 --seconds 0.1 --rates 100,200 --answer-tasks 1"
     assert main([*arguments.split(), *more.split()]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["systems"]) == {"cellar", "ideal"}
     assert found["systems"]["ideal"]["ours_by_this"] > 0
     assert found["systems"]["cellar"]["p90_at_half"]["latency"]["p90"] > 0
     assert found["systems"]["cellar"]["idle_share"] is None  # a CPU
+    assert found["setup"]["answer_tasks"] == 1
+    for figures in found["systems"].values():
+        assert [one["rate"] for one in figures["p90_at"]] == [100.0, 200.0]
+        assert all(one["late"] == 0 and one["latency"]["p90"] > 0 for one in figures["p90_at"])
     assert main(["--device", "cpu", "--rates", "x"]) == 2
 
 

@@ -27,11 +27,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--threads", type=int)
     add("--max-batch", type=int)
     add("--decoder-batch", type=int)
+    add("--tree-batch", type=int, help="most nodes of a task of our trees' cells; default: 4 x max-batch, GPU 8 x")
     add("--max-tasks", type=int, default=defaults.max_tasks)
     add(
         "--systems", default="", help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit"
     )
     add("--run-ahead", type=int, help="decisions on their way to the device; default: 1 on a CPU, else 2")
+    add("--answer-tasks", type=int, default=defaults.answer_tasks, help="tasks whose results a GPU gives at once")
     add("--ahead", action="store_true", help="unfold the pool's requests before the clock starts")
     add("--load", choices=("sweep", "max"), default="sweep")
     add("--rates", default="", help="requests/s, comma-separated; default: from the saturated throughput")
@@ -57,8 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     threads=given.threads,
                     max_batch=given.max_batch,
                     decoder_batch=given.decoder_batch,
+                    tree_batch=given.tree_batch,
                     max_tasks=given.max_tasks,
                     run_ahead=given.run_ahead,
+                    answer_tasks=given.answer_tasks,
                     ahead=given.ahead,
                     clock=given.clock,
                     seed=given.seed,

@@ -24,9 +24,6 @@ from cellar.schedule.cells import CellScheduler
 MERGED = 16
 """How many nodes of one type a tree has at most at a time, about: leaves."""
 
-WIDER = 4
-"""Nodes of a batch of trees' cells on a CPU, by requests of a merged graph."""
-
 
 class CellSystem:
     """A `System` over the scheduler and a runtime. Requests are unfolded when they arrive, unless `ahead`."""
@@ -117,12 +114,10 @@ class CellSystem:
 
 
 def open_ours(setup: Setup) -> CellSystem:
-    """Cellular batching. The cells of trees take more nodes at a time on a CPU than `max_batch`, as merging's do, which
-    has no limit on nodes: with 256 instead of 64 the saturated system does a tenth more (docs/log/cells.md).
+    """Cellular batching. The cells of trees take more nodes at a time than `max_batch`, as merging's do, which has no
+    limit on nodes: on a CPU, with 256 instead of 64 the saturated system does a tenth more (docs/log/cells.md).
     """
-    assert setup.max_batch is not None
-    wider = setup.model == "treelstm" and setup.torch_device.type == "cpu"
-    cells = replace(setup, max_batch=WIDER * setup.max_batch) if wider else setup
+    cells = replace(setup, max_batch=setup.tree_batch) if setup.model == "treelstm" else setup
     return _open("cellar", setup, cells, _config(setup))
 
 
@@ -156,5 +151,11 @@ def _open(name: str, setup: Setup, cells: Setup, config: CellConfig) -> CellSyst
     if isinstance(clock, WorkClock):
         runtime = InlineRuntime(model.spec, model.modules, clock)
     else:
-        runtime = LocalCellRuntime([model.spec], [model.modules], (setup.device,), num_threads=setup.threads)
+        runtime = LocalCellRuntime(
+            [model.spec],
+            [model.modules],
+            (setup.device,),
+            num_threads=setup.threads,
+            answer_tasks=setup.answer_tasks,
+        )
     return CellSystem(name, model, fields, runtime, config, clock, ahead=setup.ahead)

@@ -24,15 +24,15 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; what is infinite (a request that was never done) is null."""
-        found = {
+        plain: dict[str, Any] = {
             "benchmark": "cells",
             "setup": dict(self.setup),
             "p90_bound": self.bound,
             "curves": [asdict(curve) for curve in self.curves],
             "comparisons": [asdict(comparison) for comparison in self.comparisons],
         }
-        finite: dict[str, Any] = _finite(found)
-        return finite
+        found: dict[str, Any] = finite(plain)
+        return found
 
     def save(self, path: Path) -> None:
         """Write the JSON, whole."""
@@ -94,11 +94,12 @@ def plot(report: Report, path: Path) -> None:
     figure.savefig(path)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Plain data, with null in place of what is infinite or no number."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
+        return [finite(inner) for inner in value]
     return value

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from cellar.bench.cells.arrivals import poisson
 from cellar.bench.cells.busy import busy_share
+from cellar.bench.cells.clock import Pace
 from cellar.bench.cells.drive import all_at_once
-from cellar.bench.cells.report import Report, plot
+from cellar.bench.cells.report import Report, finite, plot
 from cellar.bench.cells.setup import WIDTHS, Setup
 from cellar.bench.cells.subject import Local, Remote
 from cellar.bench.cells.sweep import Quantiles, Schedule, Sweep
@@ -83,6 +86,7 @@ def open_system(setup: Setup, key: str) -> System:
 
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
+    torch.backends.cudnn.allow_tf32 = False  # as our own products: the library's LSTM shall not round to 10 bits
     kind, _, width = key.partition("-")
     if key == OURS:
         return ours.open_ours(setup)
@@ -97,6 +101,8 @@ def open_system(setup: Setup, key: str) -> System:
 
 def sweep(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) -> Report:
     """All systems over rising loads, each in a process of its own, by turns."""
+    if setup.clock == "work":
+        setup = replace(setup, pace=Pace().fastest())
     subjects = []
     try:
         for key in keys:  # one after the other: they would slow down each other's preparations
@@ -112,7 +118,8 @@ def sweep(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) -> 
 
 
 def saturate(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) -> dict[str, Any]:
-    """Each system with everything there at once; then at half of that, for its p90; ours also with its idle share.
+    """Each system with everything there at once, then its p90 at each of the schedule's `rates`; ours also at half of
+    what it can, and with its idle share.
 
     Of each the best of `rounds` runs: what disturbs can only slow down.
     """
@@ -126,8 +133,10 @@ def saturate(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) 
             key=lambda trace: trace.throughput,
         )
         figures: dict[str, Any] = {"requests_per_second": full.throughput}
+        if schedule.rates:
+            figures["p90_at"] = [_at(subject, rate, schedule) for rate in schedule.rates]
         if key == OURS:
-            figures["p90_at_half"] = _at_half(subject, full.throughput, schedule)
+            figures["p90_at_half"] = _at(subject, full.throughput / 2, schedule)
             figures["idle_share"] = _idle(system, setup, min(schedule.saturating_requests, 5000))
         subject.close()
         found["systems"][key] = figures
@@ -139,16 +148,19 @@ def saturate(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) 
     return found
 
 
-def _at_half(subject: Local, rate: float, schedule: Schedule) -> dict[str, Any]:
-    from cellar.bench.cells.arrivals import poisson
-
-    trace = subject.loaded(poisson(rate / 2, schedule.seconds + schedule.warm_up, schedule.seed), 2.0)
+def _at(subject: Local, rate: float, schedule: Schedule) -> dict[str, Any]:
+    """At a load: `late` requests were not done two seconds after the last had come, and count as infinitely slow."""
+    trace = subject.loaded(poisson(rate, schedule.seconds + schedule.warm_up, schedule.seed), 2.0)
     trace = trace.measured(schedule.warm_up)
-    return {
-        "rate": rate / 2,
-        "latency": asdict(Quantiles.of(trace.latency)),
-        "queueing": asdict(Quantiles.of(trace.queueing)),
-    }
+    found: dict[str, Any] = finite(
+        {
+            "rate": rate,
+            "latency": asdict(Quantiles.of(trace.latency)),
+            "queueing": asdict(Quantiles.of(trace.queueing)),
+            "late": int(np.isinf(trace.ended).sum()),
+        }
+    )
+    return found
 
 
 def _idle(system: System, setup: Setup, count: int) -> float | None:

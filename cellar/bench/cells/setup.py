@@ -15,6 +15,7 @@ from cellar.bench.cells.sentences import Sentences
 from cellar.bench.cells.trees import Tree, complete, read_trees, treebank_like
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import ConfigError
+from cellar.runtime.cell_graphs import MOST_TASKS
 from cellar.runtime.device import resolve_device
 
 ModelName = Literal["lstm", "seq2seq", "treelstm"]
@@ -32,8 +33,11 @@ class Setup:
     data         lstm: wmt, wmt-50, fixed-24 or a WikiText file; seq2seq: wmt, wmt-50, fixed-24;
                  treelstm: treebank (made up), fixed-16 (complete trees of 16 leaves) or a file of bracketed trees
     clock        wall; or work: one thread per system, its CPU time, waits skipped (CPU only)
+    pace         of the undisturbed processor (`clock.Pace`), by which a clock of work goes; None: as it is
     ahead        unfold the pool's requests before the clock starts
     max_batch    largest batch of every system; decoder_batch: of decoder cells, and of seq2seq's baselines
+    tree_batch   most nodes of a task of our trees' cells; `max_batch` is the requests of a merged graph there
+    answer_tasks of how many tasks an accelerator gives the results at once (`LocalCellRuntime`)
     """
 
     model: ModelName = "lstm"
@@ -45,10 +49,13 @@ class Setup:
     threads: int | None = None
     max_batch: int | None = None
     decoder_batch: int | None = None
+    tree_batch: int | None = None
     max_tasks: int = 5
     run_ahead: int | None = None
+    answer_tasks: int = MOST_TASKS
     ahead: bool = False
     clock: Literal["wall", "work"] = "wall"
+    pace: float | None = None
     pool: int = 10_000
     seed: int = 0
 
@@ -56,7 +63,7 @@ class Setup:
         """A copy in which everything is decided. Raises ConfigError, DeviceError."""
         if self.model not in MODELS:
             raise ConfigError(f"model is {self.model!r}; use {', '.join(MODELS)}.")
-        for name in ("hidden", "pool", "max_tasks"):
+        for name in ("hidden", "pool", "max_tasks", "answer_tasks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         device = resolve_device(self.device)
@@ -75,11 +82,12 @@ class Setup:
             dtype=dtype_name(self.dtype),
             max_batch=max_batch,
             decoder_batch=self.decoder_batch or (max_batch if on_cpu else max_batch // 2),
+            tree_batch=self.tree_batch or (4 if on_cpu else 8) * max_batch,
         )
 
     def new_clock(self) -> Clock:
         """The clock of one system."""
-        return WorkClock() if self.clock == "work" else WallClock()
+        return WorkClock(pace=self.pace) if self.clock == "work" else WallClock()
 
     @property
     def torch_device(self) -> torch.device:

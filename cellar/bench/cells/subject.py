@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import numpy as np
 
 from cellar.bench.cells.arrivals import FloatArray
+from cellar.bench.cells.clock import WorkClock
 from cellar.bench.cells.drive import Trace, all_at_once, one_at_a_time, open_loop
 from cellar.bench.cells.system import System
 from cellar.core.errors import CellarError, DeviceError
@@ -42,23 +43,28 @@ class Subject(Protocol):
 
 
 class Local:
-    """A subject in this process."""
+    """A subject in this process. Where a system's clock counts its work, its traces say at which pace that went."""
 
     def __init__(self, system: System) -> None:
         self.system = system
+        self._clock = system.clock if isinstance(system.clock, WorkClock) else None
+        self._beside = None if self._clock is None else self._clock.tick
 
     @property
     def name(self) -> str:
         return self.system.name
 
     def unloaded(self, count: int) -> Trace:
-        return one_at_a_time(self.system, count)
+        return self._paced(one_at_a_time(self.system, count, self._beside))
 
     def saturated(self, count: int) -> Trace:
-        return all_at_once(self.system, count)
+        return self._paced(all_at_once(self.system, count, self._beside))
 
     def loaded(self, arrived: FloatArray, grace: float) -> Trace:
-        return open_loop(self.system, arrived, grace)
+        return self._paced(open_loop(self.system, arrived, grace, beside=self._beside))
+
+    def _paced(self, trace: Trace) -> Trace:
+        return trace if self._clock is None else replace(trace, pace=self._clock.pace())
 
     def close(self) -> None:
         close = getattr(self.system, "close", None)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -14,6 +16,12 @@ from cellar.bench.cells.subject import Subject
 
 SLOWDOWN = 10.0
 """A system is saturated where its p90 latency is this many times that of the unloaded system."""
+
+CALM = 1.25
+"""A run is undisturbed whose pace is within this factor of the fastest that was seen."""
+
+CONTRADICTION = 1.1
+"""A point contradicts the next higher load if its p90 is more than this many times that one's."""
 
 Say = Callable[[str], None]
 
@@ -31,10 +39,19 @@ class Quantiles:
         """inf where requests were not done."""
         return cls(*(percentile(values, share) for share in (0.5, 0.9, 0.99)))
 
+    @classmethod
+    def middle(cls, several: Sequence[Quantiles]) -> Quantiles:
+        """The median of several runs, of each quantile."""
+        return cls(*(statistics.median([getattr(one, name) for one in several]) for name in ("p50", "p90", "p99")))
+
 
 @dataclass(frozen=True)
 class Point:
-    """One system at one load. Rates in requests/s; `unfinished` requests count as infinitely late."""
+    """One system at one load. Rates in requests/s; `unfinished` requests count as infinitely late.
+
+    Quantiles are the medians of those of `runs` runs with different arrivals; `pace` is the processor's in them, 0: not
+    known.
+    """
 
     rate: float
     throughput: float
@@ -43,18 +60,22 @@ class Point:
     compute: Quantiles
     num_requests: int
     unfinished: int
+    runs: int = 1
+    pace: float = 0.0
 
     @classmethod
-    def of(cls, rate: float, trace: Trace) -> Point:
-        """What a run showed."""
+    def of(cls, rate: float, *traces: Trace) -> Point:
+        """What some runs showed."""
         return cls(
             rate,
-            trace.throughput,
-            Quantiles.of(trace.latency),
-            Quantiles.of(trace.queueing),
-            Quantiles.of(trace.compute),
-            len(trace.arrived),
-            int(np.isinf(trace.ended).sum()),
+            statistics.median([trace.throughput for trace in traces]),
+            Quantiles.middle([Quantiles.of(trace.latency) for trace in traces]),
+            Quantiles.middle([Quantiles.of(trace.queueing) for trace in traces]),
+            Quantiles.middle([Quantiles.of(trace.compute) for trace in traces]),
+            sum(len(trace.arrived) for trace in traces),
+            sum(int(np.isinf(trace.ended).sum()) for trace in traces),
+            len(traces),
+            statistics.median([trace.pace for trace in traces]),
         )
 
 
@@ -95,16 +116,41 @@ class Curve:
     def settle(self, bound: float) -> None:
         """Sort the points and find the peak: the highest load up to which p90 stays under `bound` seconds.
 
-        A load above which a second, higher one holds again was disturbed, and does not end the search.
+        It is where the curve crosses the bound, after points that contradict each other have become their mean (the
+        nearest curve that never falls), so that no single point decides.
         """
         self.points.sort(key=lambda point: point.rate)
-        held = [point.rate for point in self.points if point.latency.p90 < bound]
-        self.peak = max(held, default=0.0)
+        risen = rising([math.log(max(point.latency.p90, 1e-9)) for point in self.points])
+        rates, limit = [point.rate for point in self.points], math.log(bound) if bound > 0 else -math.inf
+        held = sum(p90 < limit for p90 in risen)
+        if not held:
+            self.peak = 0.0
+        elif held == len(rates) or math.isinf(risen[held]):
+            self.peak = rates[held - 1]
+        else:
+            share = (limit - risen[held - 1]) / (risen[held] - risen[held - 1])
+            self.peak = rates[held - 1] + share * (rates[held] - rates[held - 1])
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest sequence, by squares, that never falls (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (last, many), (before, few) = pools.pop(), pools.pop()
+            mean = math.inf if math.isinf(last) or math.isinf(before) else (last * many + before * few) / (many + few)
+            pools.append((mean, many + few))
+    return [value for value, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ours beside one baseline: p90 at half of the baseline's peak (medians of several runs), and the peaks."""
+    """Ours beside one baseline: p90 at half of the baseline's peak, and the peaks.
+
+    Both run by turns with the same arrivals, `pairs` are their p90s. `latency_reduction` is by the median of the pairs'
+    ratios, which shares the luck of the arrivals and of the minute; p90s are the medians.
+    """
 
     baseline: str
     rate: float
@@ -114,17 +160,23 @@ class Comparison:
     peak_ours: float
     peak_baseline: float
     throughput_gain: float
+    pairs: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how often is measured. Without `rates` they follow from the systems' saturated throughput."""
+    """How long and how often is measured. Without `rates` they follow from the systems' saturated throughput.
+
+    A disturbed run is repeated up to `retries` times, and points that contradict each other are, each time with other
+    arrivals.
+    """
 
     seconds: float = 5.0
     warm_up: float = 0.5
     rounds: int = 3
     rates: tuple[float, ...] = ()
     refinements: int = 4
+    retries: int = 2
     unloaded_requests: int = 200
     saturating_requests: int = 2000
     seed: int = 0
@@ -150,13 +202,21 @@ class Sweep:
         self._say = say
         self.curves: dict[str, Curve] = {}
         self.bound = 0.0
+        self._traces: dict[tuple[str, float], list[Trace]] = {}
+        self._pace = float("inf")
 
     def run(self) -> list[Comparison]:
         """Measure everything; the curves are in `curves`, the comparisons with each other system are returned."""
         self._unloaded()
         self._rising()
-        for system in self._systems:
-            self._refine(system)
+        for _ in range(self._schedule.refinements):
+            for system in self._systems:
+                self._refine(system)
+        for _ in range(self._schedule.retries):
+            for system in self._systems:
+                self._settle_contradictions(system)
+        for curve in self.curves.values():
+            curve.settle(self.bound)
         self._distributions()
         ours, *others = self._systems
         return [self._compare(ours, other) for other in others]
@@ -165,8 +225,8 @@ class Sweep:
         plan = self._schedule
         for system in self._systems:
             system.unloaded(10)  # first calls choose and pack
-            alone = system.unloaded(plan.unloaded_requests)
-            full = system.saturated(plan.saturating_requests)
+            alone = self._calm(lambda: [system.unloaded(plan.unloaded_requests)])[0]  # noqa: B023
+            full = self._calm(lambda: [system.saturated(plan.saturating_requests)])[0]  # noqa: B023
             curve = Curve(system.name, Quantiles.of(alone.latency), full.throughput)
             self.curves[system.name] = curve
             self._say(
@@ -189,13 +249,16 @@ class Sweep:
                 missed[system.name] += point.latency.p90 >= self.bound
 
     def _refine(self, system: Subject) -> None:
-        """Halve the gap between the highest load that held and the next one that did not."""
+        """One more point where the curve seems to cross the bound; a second run where there is one already."""
         curve = self.curves[system.name]
-        for _ in range(self._schedule.refinements):
-            curve.settle(self.bound)
-            above = [point.rate for point in curve.points if point.rate > curve.peak]
-            self._measure(system, (curve.peak + min(above)) / 2 if above else 1.1 * curve.peak)
         curve.settle(self.bound)
+        rates = [point.rate for point in curve.points]
+        below = max((rate for rate in rates if rate <= curve.peak), default=0.0)
+        above = min((rate for rate in rates if rate > curve.peak), default=1.2 * curve.peak)
+        middle = (below + above) / 2
+        near = min((rate for rate in rates if rate), key=lambda rate: abs(rate - middle), default=middle)
+        if middle:
+            self._measure(system, near if abs(near - middle) < 0.02 * middle else middle)
 
     def _distributions(self) -> None:
         """All systems at one load that all bear: half of the lowest peak (figure 2.9)."""
@@ -203,24 +266,38 @@ class Sweep:
         for system in self._systems if rate else ():
             self.curves[system.name].distribution = Distribution.of(rate, self._trace(system, rate, 0))
 
+    def _settle_contradictions(self, system: Subject) -> None:
+        """Measure again where a lower load was worse than the next higher one."""
+        points = sorted(self.curves[system.name].points, key=lambda point: point.rate)
+        again = {
+            rate
+            for low, high in pairwise(points)
+            if low.latency.p90 > CONTRADICTION * high.latency.p90
+            for rate in (low.rate, high.rate)
+        }
+        for rate in sorted(again):
+            self._measure(system, rate)
+
     def _compare(self, ours: Subject, other: Subject) -> Comparison:
         mine, theirs = self.curves[ours.name], self.curves[other.name]
         rate = theirs.peak / 2
-        p90: dict[str, list[float]] = {ours.name: [], other.name: []}
+        pairs: list[tuple[float, float]] = []
         for k in range(self._schedule.rounds if rate else 0):
-            for system in (ours, other):
-                trace = self._trace(system, rate, k)
-                p90[system.name].append(percentile(trace.latency, 0.9))
-        here, there = (statistics.median(p90[s.name] or [float("inf")]) for s in (ours, other))
+            first, second = self._calm(lambda: [self._trace(system, rate, k) for system in (ours, other)])  # noqa: B023
+            pairs.append((percentile(first.latency, 0.9), percentile(second.latency, 0.9)))
+        none = [(float("inf"), float("inf"))]
+        here, there = (statistics.median(p90s) for p90s in zip(*(pairs or none), strict=True))
+        ratios = [one / another for one, another in pairs if another < float("inf")]
         found = Comparison(
             other.name,
             rate,
             here,
             there,
-            1 - here / there,
+            1 - statistics.median(ratios) if ratios else float("nan"),
             mine.peak,
             theirs.peak,
             mine.peak / max(theirs.peak, 1e-9) - 1,
+            pairs,
         )
         self._say(
             f"{ours.name} against {other.name}: p90 at {rate:.0f} requests/s {1e3 * here:.2f} / {1e3 * there:.2f} ms "
@@ -230,13 +307,29 @@ class Sweep:
         return found
 
     def _measure(self, system: Subject, rate: float) -> Point:
-        point = Point.of(rate, self._trace(system, rate, 0))
-        self.curves[system.name].points.append(point)
+        """A point, of all the runs at this load so far and one more."""
+        traces = self._traces.setdefault((system.name, rate), [])
+        traces += self._calm(lambda: [self._trace(system, rate, len(traces))])
+        point = Point.of(rate, *traces)
+        points = self.curves[system.name].points
+        points[:] = [other for other in points if other.rate != rate] + [point]
         self._say(
             f"{system.name} at {rate:.0f} requests/s: {point.throughput:.0f} done, p90 {1e3 * point.latency.p90:.2f} ms"
             f" (queueing {1e3 * point.queueing.p90:.2f}, compute {1e3 * point.compute.p90:.2f})"
         )
         return point
+
+    def _calm(self, run: Callable[[], list[Trace]]) -> list[Trace]:
+        """What `run` shows while nobody disturbs it, or of some tries the least disturbed."""
+        best: list[Trace] = []
+        for _ in range(1 + self._schedule.retries):
+            traces = run()
+            self._pace = min([self._pace, *(trace.pace for trace in traces if trace.pace)])
+            if not best or _slowest(traces) < _slowest(best):
+                best = traces
+            if _slowest(best) <= CALM * self._pace:
+                break
+        return best
 
     def _trace(self, system: Subject, rate: float, run: int) -> Trace:
         plan = self._schedule
@@ -244,3 +337,7 @@ class Sweep:
         # Whoever is later than this is beyond the bound anyway.
         trace = system.loaded(arrived, max(4 * self.bound, 0.2))
         return trace.measured(plan.warm_up)
+
+
+def _slowest(traces: Sequence[Trace]) -> float:
+    return max(trace.pace for trace in traces)
