@@ -1,17 +1,15 @@
-"""CellWorker: a queue of plans, the thread that runs them in order, and on an accelerator one that awaits their tasks.
+"""CellWorker: a queue of plans, and the thread that runs them in order on the CPU.
 
-    submit -> plans -> [launch] -> tasks on their way -> [await] -> results -> poll
-                       worker thread                     second thread (accelerator only)
+    submit -> plans -> [worker's thread] -> results -> poll
 
-Every wait is on a queue or an event of the device; nobody spins.
+Every wait is on a queue; nobody spins. Accelerators: cell_device.py.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from queue import SimpleQueue
 
 import torch
@@ -19,11 +17,10 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.core.tasks import TaskPlan, TaskResult
 from cellar.runtime.cell_executor import CellExecutor, failure
-from cellar.runtime.cell_graphs import GraphExecutor, Launched
 
 # The worker, one of its results, and whether it is the last of its plan.
 Results = SimpleQueue["tuple[CellWorker, TaskResult, bool] | None"]
-Opener = Callable[[], "CellExecutor | GraphExecutor"]
+Opener = Callable[[], CellExecutor]
 
 
 class CellWorker:
@@ -37,7 +34,6 @@ class CellWorker:
         number: int,
         opener: Opener,
         results: Results,
-        device: torch.device,
         num_threads: int | None,
         *,
         alone: bool = False,
@@ -46,19 +42,14 @@ class CellWorker:
         self._id = number
         self._opener = opener
         self._results = results
-        self._device = device
         self._num_threads = num_threads
         self._submitted = 0
         self._collected = 0
         self._closed = False
         self._opened: SimpleQueue[Exception | None] = SimpleQueue()
         self._plans: SimpleQueue[TaskPlan | None] = SimpleQueue()
-        self._launched: SimpleQueue[tuple[TaskPlan, Launched | TaskResult] | None] = SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"cellar-cells-{number}", daemon=True)]
-        if device.type != "cpu":
-            self._threads.append(threading.Thread(target=self._await_all, name=f"cellar-await-{number}", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._work, name=f"cellar-cells-{number}", daemon=True)
+        self._thread.start()
 
     @property
     def id(self) -> int:
@@ -88,29 +79,26 @@ class CellWorker:
         self._collected += 1
 
     def close(self) -> None:
-        """Drop the plans that have not begun, and end the threads."""
+        """Drop the plans that have not begun, and end the thread."""
         self._closed = True
         self._plans.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
 
     def _work(self) -> None:
-        with _thread_settings(self._device, self._num_threads):
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        with torch.inference_mode():
             try:
                 executor = self._opener()
             except Exception as error:
                 self._opened.put(error)
-            else:
-                self._opened.put(None)
-                while (plan := self._plans.get()) is not None and not self._closed:
-                    if isinstance(executor, CellExecutor):
-                        self._run(executor, plan)
-                    else:
-                        self._launch(executor, plan)
-            self._launched.put(None)
+                return
+            self._opened.put(None)
+            while (plan := self._plans.get()) is not None and not self._closed:
+                self._run(executor, plan)
 
     def _run(self, executor: CellExecutor, plan: TaskPlan) -> None:
-        """The CPU's way: what a task leaves is there when its call returns.
+        """What a task leaves is there when its call returns.
 
         Results that nobody waits for (no values, nothing wrong, no other worker) are handed over with the next one
         that somebody does, or the last: each wakes a thread that takes the interpreter from the next task.
@@ -135,50 +123,9 @@ class CellWorker:
                 self._publish(plan, one)
             self._publish(plan, failure(plan, done, error))
 
-    def _launch(self, executor: GraphExecutor, plan: TaskPlan) -> None:
-        """An accelerator's way: launch, and leave waiting to the second thread."""
-        done = 0
-        try:
-            for launched in executor.launch(plan):
-                self._launched.put((plan, launched))
-                done = launched.stop
-        except Exception as error:
-            self._launched.put((plan, failure(plan, done, error)))
-
-    def _await_all(self) -> None:
-        broken: TaskPlan | None = None
-        with _thread_settings(self._device, None):
-            while (item := self._launched.get()) is not None:
-                plan, what = item
-                if plan is broken:
-                    continue
-                if isinstance(what, Launched):
-                    try:
-                        what.end.synchronize()
-                        result = what.answer.result(plan, what.start.elapsed_time(what.end) / 1e3)
-                    except Exception as error:
-                        broken, result = plan, failure(plan, what.first, error)
-                else:
-                    result = what
-                self._publish(plan, result)
-
     def _publish(self, plan: TaskPlan, result: TaskResult) -> None:
         self._results.put((self, result, result.stop == plan.num_tasks))
 
 
 def _awaited(result: TaskResult) -> bool:
     return bool(result.flags.any()) or any(values is not None and len(values) > 0 for values in result.values)
-
-
-@contextmanager
-def _thread_settings(device: torch.device, num_threads: int | None) -> Iterator[None]:
-    """What torch keeps per thread: inference mode, the number of OpenMP threads, device and stream."""
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
-    with torch.inference_mode():
-        if device.type == "cpu":
-            yield
-        else:
-            with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
-                yield
-                torch.cuda.synchronize(device)

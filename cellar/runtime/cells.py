@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,11 +17,12 @@ from cellar.core.errors import ConfigError
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult
 from cellar.ops.rows import RowsFunction
 from cellar.runtime.cell_banks import Banks, bank_rows
+from cellar.runtime.cell_device import DeviceWorker
 from cellar.runtime.cell_executor import CellExecutor
 from cellar.runtime.cell_functions import rows_function
 from cellar.runtime.cell_graphs import MOST_TASKS, GraphExecutor
 from cellar.runtime.cell_results import merged
-from cellar.runtime.cell_worker import CellWorker, Opener, Results
+from cellar.runtime.cell_worker import CellWorker, Results
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import GIB, device_free
 from cellar.runtime.transfer import uploader
@@ -27,10 +30,13 @@ from cellar.runtime.transfer import uploader
 # Of the memory that is free, for the banks of all models of one worker.
 CPU_SHARE, CPU_LIMIT = 0.25, 2 * GIB
 DEVICE_SHARE = 0.5
+# Seconds between two looks at a device that computes, while nothing else is to be done.
+_LOOK_SECONDS = 2e-5
 
 
 class LocalCellRuntime:
-    """Implements `CellRuntime`. `poll` belongs to the thread that submits; `wake` to any.
+    """Implements `CellRuntime`. `poll` belongs to the thread that submits, which launches what accelerators do; `wake`
+    to any.
 
     models[m] and modules[m][c] are specs and torch modules (cell c of model m). `devices` has one entry per worker; on
     the CPU workers are threads of this process. `memory_bytes` bounds each worker's banks, `rows[m][b]` fixes them;
@@ -68,7 +74,8 @@ class LocalCellRuntime:
         banks = [Banks(models, rows, place, uploader(place)) for place in places]
         self._results: Results = SimpleQueue()
         self._closed = False
-        self._workers: list[CellWorker] = []
+        self._workers: list[CellWorker | DeviceWorker] = []
+        self._devices: list[DeviceWorker] = []
         for place in dict.fromkeys(places):
             if place.type != "cpu":
                 # Weights and banks were filled by other threads; the workers' first tasks must find them.
@@ -81,21 +88,21 @@ class LocalCellRuntime:
         try:
             for k, place in enumerate(places):
                 own = functions[k]
-                opener: Opener = (
-                    partial(CellExecutor, models, own, banks, k)
-                    if place.type == "cpu"
-                    else partial(opened, models, modules, own, banks, k, place)
-                )
-                alone = len(places) == 1
-                self._workers.append(CellWorker(k, opener, self._results, place, num_threads, alone=alone))
-                # One after the other: graphs of two threads cannot be captured at a time.
-                self._workers[-1].ready()
+                if place.type == "cpu":
+                    opener = partial(CellExecutor, models, own, banks, k)
+                    worker = CellWorker(k, opener, self._results, num_threads, alone=len(places) == 1)
+                    self._workers.append(worker)
+                    worker.ready()
+                else:
+                    graphs = partial(opened, models, modules, own, banks, k, place)
+                    self._devices.append(DeviceWorker(k, graphs, place))
+                    self._workers.append(self._devices[-1])
         except Exception:
             self.close()
             raise
 
     @property
-    def workers(self) -> Sequence[CellWorker]:
+    def workers(self) -> Sequence[CellWorker | DeviceWorker]:
         """Worker k has id k."""
         return self._workers
 
@@ -109,20 +116,32 @@ class LocalCellRuntime:
 
         Tasks of one plan that have finished meanwhile are one result.
         """
-        found: list[TaskResult] = []
-        queue = self._results
-        wait = not self._closed and (timeout is None or timeout > 0)
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        woken = self._closed
+        while True:
+            found = [result for worker in self._devices for result in worker.answered()]
+            left = 0.0 if found or woken else end - time.monotonic()
+            busy = any(worker.in_flight for worker in self._devices)
+            woken |= self._received(found, min(left, _LOOK_SECONDS) if busy else left)
+            if found or woken or left <= 0:
+                return merged(found) if len(found) > 1 else found
+
+    def _received(self, found: list[TaskResult], seconds: float) -> bool:
+        """Add what the CPU's workers have, waiting for a first one. -> whether somebody called `wake`."""
+        queue, woken = self._results, False
         try:
-            item = queue.get(wait, timeout if wait else None)
+            item = queue.get(seconds > 0, None if seconds == math.inf else max(seconds, 0.0))
             while True:
-                if item is not None:
+                if item is None:
+                    woken = True
+                else:
                     worker, result, last = item
                     if last:
                         worker.collected()
                     found.append(result)
                 item = queue.get_nowait()
         except Empty:
-            return merged(found) if len(found) > 1 else found
+            return woken
 
     def wake(self) -> None:
         """End a waiting `poll` from another thread; if none waits, the next one returns at once."""

@@ -141,7 +141,7 @@ def test_in_bfloat16(on_the_cpu: dict[str, list[Any]]) -> None:
 
 
 def test_no_task_waits_for_the_device(on_the_cpu: dict[str, list[Any]]) -> None:
-    """torch raises at whatever would make the host wait; only events are waited for, in the second thread."""
+    """torch raises at whatever would make the host wait."""
     given = models()
     asked = {model.name: requests(model.name) for model in given}
     runtime = LocalCellRuntime(

@@ -1,34 +1,39 @@
-"""CellWorker with an accelerator, on the CPU: launches and answers in parts of a plan, and what fails on the way."""
+"""DeviceWorker on the CPU: launches and answers in parts of a plan, what fails on the way, and nobody waits."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cellar.core.errors import DeviceError
 from cellar.core.tasks import NodeFlag, TaskPlan, TaskResult
+from cellar.runtime.cell_device import DeviceWorker
 from cellar.runtime.cell_graphs import Launched
 from cellar.runtime.cell_harvest import Harvested
-from cellar.runtime.cell_worker import CellWorker, Results
 
 TASKS, NODES = 5, 2
 WHOLE, UNLAUNCHED, BROKEN = range(3)
 
 
 class Moment:
-    """An event: two milliseconds after the one before. `broken`: the device reports an error when it is awaited."""
+    """An event, two milliseconds after the one before, that passes at the third look.
+
+    `broken`: the device reports an error when it is looked at.
+    """
 
     def __init__(self, broken: bool = False) -> None:
         self.broken = broken
+        self.looks = 0
 
-    def synchronize(self) -> None:
+    def query(self) -> bool:
         if self.broken:
             raise RuntimeError("the device fell over")
+        self.looks += 1
+        return self.looks >= 3
 
     def elapsed_time(self, _: Moment) -> float:
         return 2.0
@@ -54,32 +59,39 @@ def plan(number: int) -> TaskPlan:
     return TaskPlan(number, 0, 0, 0, cu, rows, rows, (np.arange(TASKS, dtype=np.int32) * NODES, None))
 
 
-def answers(number: int, launched: int) -> list[TaskResult]:
-    """Of one plan, of which so many parts are launched, or fail to be."""
-    results: Results = SimpleQueue()
-    opener: Callable[[], Any] = Launcher
-    worker = CellWorker(0, opener, results, torch.device("cpu"), 1)
-    worker.ready()
+def opened() -> DeviceWorker:
+    launcher: Any = Launcher()
+    return DeviceWorker(0, lambda: launcher, torch.device("cpu"))
+
+
+def answers(number: int) -> list[TaskResult]:
+    """Of one plan."""
+    worker = opened()
     worker.submit(plan(number))
-    deadline = time.monotonic() + 20
-    while worker._launched.qsize() < launched and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert worker.in_flight == 1
-    worker.close()
-    worker._await_all()  # what the second thread does, until the worker's end
-    found = []
-    while not results.empty():
-        item = results.get()
-        assert item is not None
-        found.append(item[1])
-        if item[2]:
-            worker.collected()
-    assert worker.in_flight == 0, "the last result says that it is the last"
+    found: list[TaskResult] = []
+    for _ in range(20):
+        assert worker.in_flight == (not found or found[-1].stop < TASKS)
+        found += worker.answered()
+    assert worker.in_flight == 0, "the last result ends the plan"
     return found
 
 
+def test_nobody_waits_for_what_is_not_done() -> None:
+    worker = opened()
+    worker.submit(plan(WHOLE))
+    worker.submit(plan(3))
+    assert worker.in_flight == 2
+    assert worker.answered() == []
+    assert worker.answered() == []
+    assert [(r.plan, r.first) for r in worker.answered()] == [(WHOLE, 0)]
+    worker.close()
+    assert worker.answered() == []
+    with pytest.raises(DeviceError, match="closed"):
+        worker.submit(plan(4))
+
+
 def test_parts_of_a_plan_are_answered_in_order() -> None:
-    results = answers(WHOLE, 3)
+    results = answers(WHOLE)
     assert [(r.first, r.stop, r.seconds) for r in results] == [(0, 2, 2e-3), (2, 4, 2e-3), (4, 5, 2e-3)]
     assert results[0].flags.tolist() == [NodeFlag.OK] * 4
     assert results[1].flags.tolist() == [NodeFlag.OK, NodeFlag.NAN] * 2
@@ -87,11 +99,9 @@ def test_parts_of_a_plan_are_answered_in_order() -> None:
     assert all(r.values[1] is None for r in results)
 
 
-@pytest.mark.parametrize(
-    ("number", "launched", "message"), [(UNLAUNCHED, 2, "no such kernel"), (BROKEN, 3, "fell over")]
-)
-def test_what_fails_ends_the_rest_of_its_plan(number: int, launched: int, message: str) -> None:
-    first, rest = answers(number, launched)
+@pytest.mark.parametrize(("number", "message"), [(UNLAUNCHED, "no such kernel"), (BROKEN, "fell over")])
+def test_what_fails_ends_the_rest_of_its_plan(number: int, message: str) -> None:
+    first, rest = answers(number)
     assert (first.first, first.stop, first.error) == (0, 2, None)
     assert (rest.first, rest.stop) == (2, TASKS)
     assert rest.error is not None
