@@ -179,6 +179,7 @@ _NAMES: Sequence[tuple[re.Pattern[str], str]] = tuple(
 )
 _SOURCES: Mapping[str, str] = {
     "norm": NORM,
+    "norm_cpu": NORM,
     "rotary": ROTARY,
     "rotary_kv": ROTARY,
     "rotary_kv_cpu": ROTARY,
@@ -187,6 +188,7 @@ _SOURCES: Mapping[str, str] = {
     "attention_cpu": ATTENTION,
     "attention_plan": ATTENTION,
     "activation": ACTIVATION,
+    "activation_cpu": ACTIVATION,
     "embedding": EMBEDDING,
     "sampling": SAMPLING,
     "penalties": SAMPLING,

@@ -197,7 +197,7 @@ class Decoder:
         self.spec = spec
         self._eps = float(spec.options["norm_eps"])
         self._activation = str(spec.options["activation"])
-        self._split = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
+        self._split = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
 
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden."""
@@ -210,10 +210,7 @@ class Decoder:
         qkv, residual = norm_linear(
             h.residual, h.delta, weights["input_norm"], self._eps, weights["qkv"], get("qkv_bias")
         )
-        q, k, v = qkv.split_with_sizes(self._split, dim=-1)
-        q = q.view(-1, spec.num_heads, spec.head_dim)
-        k = k.view(-1, spec.num_kv_heads, spec.head_dim)
-        v = v.view(-1, spec.num_kv_heads, spec.head_dim)
+        q, k, v = qkv.view(-1, sum(self._split), spec.head_dim).split_with_sizes(self._split, dim=1)
         if "q_norm" in weights:
             q = rms_norm(q, weights["q_norm"], self._eps)
             k = rms_norm(k, weights["k_norm"], self._eps)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.core.errors import ConfigError
+from cellar.ops.activation_cpu import silu_gate_cpu
 from cellar.ops.registry import Case, Op
 from cellar.ops.triton_support import dependent_launch, kernel
 
@@ -38,7 +39,9 @@ def gated(x: Tensor, kind: str) -> Tensor:
 
     Raises ConfigError for an activation that is not known.
     """
-    return gated_kernel(x, kind) if x.is_cuda else gated_definition(x, kind)
+    if x.is_cuda:
+        return gated_kernel(x, kind)
+    return silu_gate_cpu(x) if kind == "silu" else gated_definition(x, kind)
 
 
 def gated_definition(x: Tensor, kind: str) -> Tensor:

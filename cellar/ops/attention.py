@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cellar.core.errors import ConfigError
 from cellar.core.specs import RopeSpec
-from cellar.ops.attention_cpu import attention_cpu
+from cellar.ops.attention_cpu import attention_cpu, decode_attention_cpu
 from cellar.ops.attention_plan import (
     NARROW_TILE,
     AttentionBuffers,
@@ -59,6 +60,7 @@ def attention(
     work: AttentionWork,
     scale: float,
     out: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Attention of all spans of a step.
 
@@ -66,12 +68,14 @@ def attention(
     head_dim], any stride of slots. table: int32 [rows, chunks]; only entries that a query may see are read, and of
     those chunks only positions that are written: garbage elsewhere, NaN included, does no harm. out: [tokens, heads,
     head_dim], made if None, in q's dtype. Sums are in float32. All calls with one `work` must pass the same table.
+    new: the step's own K and V once more, [tokens, kv_heads, head_dim], as they were written to the cache. A span that
+    begins at position 0 sees nothing else, and a kernel may read them there, where they lie in a row.
 
-    How a result depends on the rest of the batch: by rounding alone (float32: about 1e-6). On the GPU the cut of KV
-    into pieces follows the load, unless the plan fixed `split`; on the CPU see `attention_cpu`.
+    How a result depends on the rest of the batch: on the CPU not at all, on the GPU by rounding alone (float32: about
+    1e-6), for the cut of KV into pieces follows the load unless the plan fixed `split`.
     """
     if q.is_cuda:
-        return attention_kernel(q, k_cache, v_cache, table, work, scale, out)
+        return attention_kernel(q, k_cache, v_cache, table, work, scale, out, new)
     return attention_cpu(q, k_cache, v_cache, table, work, scale, out)
 
 
@@ -83,6 +87,7 @@ def attention_definition(
     work: AttentionWork,
     scale: float,
     out: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """What `attention` means: span by span, gathered, with a mask, in float32 (float64 inputs: in float64)."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -119,9 +124,10 @@ def attention_kernel(
     work: AttentionWork,
     scale: float,
     out: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`attention` in Triton: one launch per class of tiles that the plan has; no host synchronisation."""
-    return _launched(q, k_cache, v_cache, table, work, scale, out)
+    return _launched(q, k_cache, v_cache, table, work, scale, out, fresh=new)
 
 
 def decode_attention(
@@ -143,7 +149,7 @@ def decode_attention(
     """
     if q.is_cuda:
         return decode_attention_kernel(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
-    return decode_attention_definition(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
+    return decode_attention_cpu(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
 
 
 def decode_attention_definition(
@@ -182,7 +188,7 @@ def decode_attention_kernel(
     """`decode_attention` in Triton: one launch. Raises ConfigError if the group does not fit the narrow tile."""
     if work.shape.group > NARROW_TILE:
         raise ConfigError(f"decode_attention takes up to {NARROW_TILE} heads per KV head, not {work.shape.group}.")
-    return _launched(q, k_cache, v_cache, table, work, scale, None, (k, v, cos_sin))
+    return _launched(q, k_cache, v_cache, table, work, scale, None, decoded=(k, v, cos_sin))
 
 
 def _launched(
@@ -193,13 +199,20 @@ def _launched(
     work: AttentionWork,
     scale: float,
     out: Tensor | None,
-    new: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    *,
+    decoded: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     buffers, shape = work.resident, work.shape
-    k, v, cos_sin = (q, q, None) if new is None else new
+    k, v, cos_sin = (q, q, None) if decoded is None else decoded
+    # A captured launch has programs to spare.
+    many = (4 if work.captured is not None else 3) * work.programs // 2
     for is_wide, tile, programs in work.launches:
-        settings = launch_settings(tile, shape.head_dim, q.element_size(), programs > 2 * work.programs)
+        settings = launch_settings(tile, shape.head_dim, q.element_size(), programs > many)
+        rows = None
+        if fresh is not None and is_wide and shape.reads_new and work.captured is None and settings["SKIP_TESTS"]:
+            rows = [_by_rows(x, settings["TURN"]) for x in fresh]
         _attention_kernel[(programs,)](
             q,
             k,
@@ -208,6 +221,7 @@ def _launched(
             k_cache,
             v_cache,
             table,
+            *(rows or (None, None)),
             out,
             buffers.meta,
             buffers.partial,
@@ -233,7 +247,8 @@ def _launched(
             CHUNK=shape.chunk_size,
             WINDOW=shape.window or 0,
             WIDE=is_wide,
-            NEW=new is not None,
+            NEW=decoded is not None,
+            FRESH=rows is not None,
             UNIFIED=work.unified and may_unify(q.dtype, is_wide),
             TILE=tile,
             UPCAST=interpreted(q),
@@ -241,6 +256,16 @@ def _launched(
             **settings,
         )
     return out
+
+
+def _by_rows(x: Tensor, rows: int) -> Any:
+    """[tokens, heads, head_dim] for the copy engine, which takes so many tokens of one head at a time."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    tokens, heads, dim = x.shape
+    if x.stride()[1:] != (dim, 1) or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
+        x = x.contiguous()
+    return TensorDescriptor(x, [tokens, heads * dim], [x.stride(0), 1], [rows, dim])
 
 
 def may_unify(dtype: torch.dtype, is_wide: bool) -> bool:
@@ -253,6 +278,7 @@ def launch_settings(tile: int, head_dim: int, element_size: int, many: bool = Fa
 
     `many`: there are several programs for each that runs at a time; smaller turns let more of them overlap.
 
+    EARLY: a decode asks for its first turn before the kernel in front has ended; many programs would slow that one.
     SKIP_TESTS: turns of which every query sees every position run in a loop of their own that tests nothing.
     Chosen so that sm_90 compiles them without spills and within 227 KB of shared memory (a test asserts it).
     """
@@ -274,6 +300,7 @@ def launch_settings(tile: int, head_dim: int, element_size: int, many: bool = Fa
         "TURN": turn,
         "SKIP_TESTS": skip,
         "STAGES": stages,
+        "EARLY": not many,
         "BLOCK_DIM": block_dim,
         "num_warps": warps,
         "num_stages": stages,
@@ -290,6 +317,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     k_cache,
     v_cache,
     table,
+    k_rows,
+    v_rows,
     out,
     meta,
     partial,
@@ -316,12 +345,14 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
     NEW: tl.constexpr,
+    FRESH: tl.constexpr,
     UNIFIED: tl.constexpr,
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
     TURN: tl.constexpr,
     SKIP_TESTS: tl.constexpr,
     STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -330,7 +361,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     Tensors as in `attention`, list and scratch as in `attention_plan`; `scale` includes log2(e), powers are of 2.
     Partial results combine by the rule of the running maximum; the program that arrives last does it and sets the
     counter back to 0. NEW: as in `decode_attention`; the newest position comes from k and v, not from the cache, and
-    the program whose range it ends writes it there.
+    the program whose range it ends writes it there. FRESH: spans that begin at position 0 read K and V from k_rows and
+    v_rows, [tokens, KV_HEADS * DIM] for the copy engine, which needs no slots.
 
     UNIFIED (FlashDecoding++ §3): weights are 2^s, without a maximum; a tile with a row whose sum left [2^-96, 2^96] is
     computed once more with the running maximum.
@@ -376,6 +408,14 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             sin = tl.where(dims < half, -sin, sin)
             new_slot = tl.load(slots_of + start // CHUNK).to(tl.int64)
         if PDL:
+            if NEW and EARLY:
+                # Older K and V depend on nothing: the first turn's are on their way when the projection ends.
+                line = tl.arange(0, (BLOCK_DIM + 63) // 64) * 64
+                row_at = (kv_first + lane) % CHUNK * DIM
+                k_line = k_cache + head * kv_head_stride + (slot.to(tl.int64) * k_slot_stride + row_at)[:, None]
+                v_line = v_cache + head * kv_head_stride + (slot.to(tl.int64) * v_slot_stride + row_at)[:, None]
+                _request(k_line + line[None, :])
+                _request(v_line + line[None, :])
             tl.extra.cuda.gdc_wait()
 
         queries = tl.load(q_at + dims[None, :], mask=io_ok, other=0.0)
@@ -383,35 +423,78 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             others = tl.load(q_at + partner[None, :], mask=io_ok, other=0.0).to(tl.float32)
             turned = queries.to(tl.float32) * cos[None, :] + others * sin[None, :]
             queries = turned.to(queries.dtype)
+        if FRESH:
+            # As a result, not as what was loaded, they stay in registers: two programs fit a multiprocessor.
+            queries = tl.where(io_ok, queries, 0.0)
         if UPCAST:
             queries = queries.to(tl.float32)
         k_of = k_cache + head * kv_head_stride
         v_of = v_cache + head * kv_head_stride
-        top, total, acc = _scan(
-            queries,
-            k_of,
-            v_of,
-            slots_of,
-            slot,
-            scale,
-            kv_first,
-            stop,
-            row_ok,
-            position,
-            start + first // GROUP,
-            k_slot_stride,
-            v_slot_stride,
-            DIM=DIM,
-            CHUNK=CHUNK,
-            WINDOW=WINDOW,
-            UNIFIED=UNIFIED,
-            TILE=TILE,
-            UPCAST=UPCAST,
-            TURN=TURN,
-            SKIP_TESTS=SKIP_TESTS,
-            STAGES=STAGES,
-            BLOCK_DIM=BLOCK_DIM,
-        )
+        is_fresh = False
+        if FRESH:
+            is_fresh = start == 0
+        if is_fresh:
+            top, total, acc = _scan(
+                queries,
+                k_of,
+                v_of,
+                slots_of,
+                slot,
+                k_rows,
+                v_rows,
+                token,
+                head,
+                scale,
+                kv_first,
+                stop,
+                row_ok,
+                position,
+                start + first // GROUP,
+                k_slot_stride,
+                v_slot_stride,
+                DIM=DIM,
+                CHUNK=CHUNK,
+                WINDOW=WINDOW,
+                UNIFIED=UNIFIED,
+                TILE=TILE,
+                UPCAST=UPCAST,
+                TURN=TURN,
+                FRESH=FRESH,
+                SKIP_TESTS=SKIP_TESTS,
+                STAGES=STAGES,
+                BLOCK_DIM=BLOCK_DIM,
+            )
+        else:
+            top, total, acc = _scan(
+                queries,
+                k_of,
+                v_of,
+                slots_of,
+                slot,
+                k_rows,
+                v_rows,
+                token,
+                head,
+                scale,
+                kv_first,
+                stop,
+                row_ok,
+                position,
+                start + first // GROUP,
+                k_slot_stride,
+                v_slot_stride,
+                DIM=DIM,
+                CHUNK=CHUNK,
+                WINDOW=WINDOW,
+                UNIFIED=UNIFIED,
+                TILE=TILE,
+                UPCAST=UPCAST,
+                TURN=TURN,
+                FRESH=False,
+                SKIP_TESTS=SKIP_TESTS,
+                STAGES=STAGES,
+                BLOCK_DIM=BLOCK_DIM,
+            )
         if UNIFIED:
             sees = row_ok & (position >= kv_first) & (stop > kv_first)
             if WINDOW > 0:
@@ -425,6 +508,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     v_of,
                     slots_of,
                     slot,
+                    k_rows,
+                    v_rows,
+                    token,
+                    head,
                     scale,
                     kv_first,
                     stop,
@@ -440,6 +527,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     TILE=TILE,
                     UPCAST=UPCAST,
                     TURN=TURN,
+                    FRESH=False,
                     SKIP_TESTS=False,
                     STAGES=1,
                     BLOCK_DIM=BLOCK_DIM,
@@ -482,9 +570,21 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
             out_at = out + q_token[:, None] * out_token_stride + q_head[:, None] * out_head_stride + dims[None, :]
             tl.store(out_at, result.to(out.dtype.element_ty), mask=io_ok)
+    elif PDL:  # noqa: SIM102  known when this is compiled
+        # A launch of which no program waits would end, for the next kernel, before the one in front has. One is enough.
+        if index == 0:
+            tl.extra.cuda.gdc_wait()
     # Not earlier: the next kernel's weights would compete with the cache for memory's bandwidth.
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@kernel
+def _request(at):  # type: ignore[no-untyped-def]
+    """Ask for the lines of memory with these addresses, which go to the L2 cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.uint64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @kernel
@@ -494,6 +594,10 @@ def _scan(  # type: ignore[no-untyped-def]
     v_of,
     slots_of,
     slot,  # [TURN]: slots of the first turn's positions
+    k_rows,
+    v_rows,
+    token,
+    head,
     scale,
     kv_first,
     stop,
@@ -509,6 +613,7 @@ def _scan(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     UPCAST: tl.constexpr,
     TURN: tl.constexpr,
+    FRESH: tl.constexpr,
     SKIP_TESTS: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -528,18 +633,22 @@ def _scan(  # type: ignore[no-untyped-def]
     if SKIP_TESTS and WINDOW == 0:
         edge += tl.maximum(tl.minimum(stop, least_position + 1) - kv_first, 0) // TURN * TURN
         for turn in tl.range(kv_first, edge, TURN, num_stages=STAGES):
-            here = slot.to(tl.int64)
-            ahead = turn + TURN + lane
-            slot = tl.load(slots_of + ahead // CHUNK, mask=ahead < stop, other=0)
-            inner = (turn + lane) % CHUNK * DIM
-            k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
-            v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
-            if DIM == BLOCK_DIM:
-                keys = tl.load(k_at)
-                values = tl.load(v_at)
+            if FRESH:
+                keys = k_rows.load([token + turn, head * DIM]).T
+                values = v_rows.load([token + turn, head * DIM])
             else:
-                keys = tl.load(k_at, mask=dim_ok[:, None], other=0.0)
-                values = tl.load(v_at, mask=dim_ok[None, :], other=0.0)
+                here = slot.to(tl.int64)
+                ahead = turn + TURN + lane
+                slot = tl.load(slots_of + ahead // CHUNK, mask=ahead < stop, other=0)
+                inner = (turn + lane) % CHUNK * DIM
+                k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
+                v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
+                if DIM == BLOCK_DIM:
+                    keys = tl.load(k_at)
+                    values = tl.load(v_at)
+                else:
+                    keys = tl.load(k_at, mask=dim_ok[:, None], other=0.0)
+                    values = tl.load(v_at, mask=dim_ok[None, :], other=0.0)
             if UPCAST:
                 keys = keys.to(tl.float32)
                 values = values.to(tl.float32)
@@ -558,13 +667,19 @@ def _scan(  # type: ignore[no-untyped-def]
     for turn in tl.range(edge, stop, TURN, num_stages=1 if SKIP_TESTS and WINDOW == 0 else STAGES):
         n = turn + lane
         n_ok = n < stop
-        here = slot.to(tl.int64)
-        slot = tl.load(slots_of + (n + TURN) // CHUNK, mask=n + TURN < stop, other=0)
-        inner = n % CHUNK * DIM
-        k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
-        keys = tl.load(k_at, mask=n_ok[None, :] & dim_ok[:, None], other=0.0)
-        v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
-        values = tl.load(v_at, mask=n_ok[:, None] & dim_ok[None, :], other=0.0)
+        if FRESH:
+            keys = k_rows.load([token + turn, head * DIM]).T
+            values = v_rows.load([token + turn, head * DIM])
+            # What follows is another request's, and 0 times NaN is NaN.
+            values = tl.where(n_ok[:, None], values, 0.0)
+        else:
+            here = slot.to(tl.int64)
+            slot = tl.load(slots_of + (n + TURN) // CHUNK, mask=n + TURN < stop, other=0)
+            inner = n % CHUNK * DIM
+            k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
+            keys = tl.load(k_at, mask=n_ok[None, :] & dim_ok[:, None], other=0.0)
+            v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
+            values = tl.load(v_at, mask=n_ok[:, None] & dim_ok[None, :], other=0.0)
         if UPCAST:
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
@@ -642,8 +757,12 @@ def _case(
     programs: int = 8,
     split: int | None = None,
     heavy: bool = False,
+    fresh: bool = False,
 ) -> Case:
-    """A case with the given spans (row, start, stop), slots in any order, and NaN wherever nothing was written."""
+    """A case with the given spans (row, start, stop), slots in any order, and NaN wherever nothing was written.
+
+    `fresh`: K and V of the spans are given once more.
+    """
 
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(len(name))
@@ -679,6 +798,13 @@ def _case(
             programs=programs,
             split=split,
         )
+        new = None
+        if fresh:
+            rows = np.repeat(work.row, work.stop - work.start)
+            positions = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
+            slots = table.numpy()[rows, positions // chunk]
+            both = arena[slots, :, :, positions % chunk].contiguous()
+            new = (both[:, 0], both[:, 1])
         return {
             "q": q.to(device, dtype),
             "k_cache": arena[:, 0],
@@ -686,6 +812,7 @@ def _case(
             "table": table.to(device),
             "work": work,
             "scale": dim**-0.5,
+            "new": new,
         }
 
     return Case(name, make, heavy=heavy)
@@ -703,6 +830,7 @@ def _decode_case(name: str, lengths: tuple[int, ...], rotary_dim: int, **options
         new = torch.randn(len(lengths), 2 * shape.kv_heads + 1, shape.head_dim, generator=noise).to(device, dtype)
         rope = RopeSpec(shape.head_dim, rotary_dim, 10_000.0, max_position=max(lengths))
         order = ("q", "k", "v", "cos_sin", "k_cache", "v_cache", "table", "work", "scale")
+        del found["new"]
         found |= {"k": new[:, : shape.kv_heads], "v": new[:, shape.kv_heads : -1]}
         found["cos_sin"] = rope_table(rope, device) if rotary_dim else None
         return {key: found[key] for key in order}
@@ -726,8 +854,12 @@ OPS = (
             _case("window", ((0, 75, 76), (1, 10, 80), (2, 5, 6)), window=24, chunk=16),
             _case("split by load", ((0, 400, 401), (1, 200, 220)), heads=(2, 2, 72), programs=64),
             _case("split fixed", ((0, 150, 151), (1, 60, 61)), split=48, programs=3),
+            _case("whole prompts", ((0, 0, 70), (1, 130, 131), (2, 0, 129)), heads=(4, 2, 64), fresh=True),
+            _case("whole and later", ((0, 0, 90), (1, 64, 150), (2, 0, 7)), heads=(8, 1, 32), chunk=16, fresh=True),
+            _case("a short whole prompt", ((0, 0, 40),), heads=(3, 1, 16), chunk=64, fresh=True),
             _case("wide heads", ((0, 40, 41), (1, 0, 5)), heads=(2, 1, 256)),
             _case("many", tuple((i, 37 * i, 37 * i + 1) for i in range(40)), heads=(32, 8, 128), heavy=True),
+            _case("long whole prompt", ((0, 0, 3000), (1, 0, 777)), heads=(32, 8, 128), fresh=True, heavy=True),
             _case("long prompt", ((0, 1000, 1700), (1, 8000, 8001)), heads=(32, 8, 128), programs=264, heavy=True),
         ),
     ),

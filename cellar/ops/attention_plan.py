@@ -56,6 +56,13 @@ class AttentionShape:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
 
+    @property
+    def reads_new(self) -> bool:
+        """Whether kernels read K and V of spans from position 0 on where the step computed them: the copy engine takes
+        powers of 2.
+        """
+        return self.window is None and self.head_dim >= 16 and self.head_dim & (self.head_dim - 1) == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Items:
@@ -233,6 +240,11 @@ class AttentionWork:
             return self.captured.wide == 0
         return bool((self.stop - self.start == 1).all())
 
+    @property
+    def reads_new(self) -> bool:
+        """Whether `attention` wants the step's own K and V, too: on a GPU, in steps too long to be captured."""
+        return self.captured is None and self.device.type == "cuda" and self.shape.reads_new
+
     @cached_property
     def with_maximum(self) -> AttentionWork:
         """The same plan, list and scratch, for layers whose scores are too wide to leave the maximum out."""
@@ -337,7 +349,8 @@ def work_items(
     wide_rows = int(rows[~narrow].sum())
     if wide_tile is None:
         fills = wide_rows * shape.kv_heads >= 128 * programs
-        wide_tile = 128 if fills and split is None and shape.head_dim <= 128 else 64
+        by_slots = not (shape.reads_new and (start[~narrow] == 0).all())
+        wide_tile = 128 if fills and by_slots and split is None and shape.head_dim <= 128 else 64
 
     tiles = np.where(narrow, 1, -(-rows // wide_tile))
     if len(rows) == int(tiles.sum()):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cellar.ops.registry import Case, Op
+from cellar.ops.rotary_kv_cpu import write_kv_cpu
 from cellar.ops.triton_support import kernel
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     """Put token i's K and V at slot m // chunk_size, offset m % chunk_size, with m = slot_mapping[i].
 
     k, v: [tokens, kv_heads, head_dim], any stride of tokens and heads. k_cache, v_cache: [slots, kv_heads, chunk_size,
-    head_dim], any stride of slots (CPU: any strides); changed in place. slot_mapping: int64 [tokens], no place twice.
+    head_dim], any stride of slots; changed in place. slot_mapping: int64 [tokens], no place twice.
     """
-    (write_kv_kernel if k.is_cuda else write_kv_definition)(k, v, k_cache, v_cache, slot_mapping)
+    (write_kv_kernel if k.is_cuda else write_kv_cpu)(k, v, k_cache, v_cache, slot_mapping)
 
 
 def write_kv_definition(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

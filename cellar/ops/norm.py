@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cellar.ops.norm_cpu import add_rms_norm_cpu, rms_norm_cpu
 from cellar.ops.registry import Case, Op
 from cellar.ops.triton_support import dependent_launch, kernel
 
@@ -24,7 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     x: [..., d], any strides; weight: [d]; -> like x.
     """
-    return rms_norm_kernel(x, weight, eps) if x.is_cuda else rms_norm_definition(x, weight, eps)
+    return rms_norm_kernel(x, weight, eps) if x.is_cuda else rms_norm_cpu(x, weight, eps)
 
 
 def rms_norm_definition(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -84,7 +85,7 @@ def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: fl
     """
     if residual.is_cuda:
         return add_rms_norm_kernel(residual, delta, weight, eps)
-    return add_rms_norm_definition(residual, delta, weight, eps)
+    return add_rms_norm_cpu(residual, delta, weight, eps)
 
 
 def add_rms_norm_definition(

@@ -11,7 +11,7 @@ from cellar.core.specs import RopeSpec
 from cellar.ops.kv import write_kv_definition
 from cellar.ops.registry import Case, Op
 from cellar.ops.rotary import rope_table, rotary_definition
-from cellar.ops.rotary_kv_cpu import RotaryKV
+from cellar.ops.rotary_kv_cpu import rotary_kv_cpu
 from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
@@ -27,16 +27,20 @@ def rotary_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """`rotary` of queries and keys, then `write_kv` of keys and values: -> the queries, rotated.
 
     q: [t, h, D]; k, v: [t, hk, D], any stride of tokens and heads; positions: int64 [t]; cos_sin: float32
     [max_position, rotary_dim] from `rope_table`; k_cache, v_cache: [slots, hk, chunk_size, D], any stride of slots,
-    changed in place; slot_mapping: int64 [t], slot * chunk_size + offset of each token, no place twice.
+    changed in place; slot_mapping: int64 [t], slot * chunk_size + offset of each token, no place twice. turned: like k,
+    contiguous, for the rotated keys; None: they are wanted in the cache alone.
     """
     if q.is_cuda:
-        return rotary_kv_kernel(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
-    return RotaryKV(positions, cos_sin, slot_mapping).rotated(q, k, v, k_cache, v_cache)
+        return rotary_kv_kernel(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, turned)
+    if turned is not None:
+        return rotary_kv_definition(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, turned)
+    return rotary_kv_cpu(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping)
 
 
 def rotary_kv_definition(
@@ -48,9 +52,12 @@ def rotary_kv_definition(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """The two definitions, one after the other."""
     q, k = rotary_definition(q, k, positions, cos_sin)
+    if turned is not None:
+        turned.copy_(k)
     write_kv_definition(k, v, k_cache, v_cache, slot_mapping)
     return q
 
@@ -64,6 +71,7 @@ def rotary_kv_kernel(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    turned: Tensor | None = None,
 ) -> Tensor:
     """`rotary_kv` in Triton: a program takes a block of heads of one token."""
     t, heads, dim = q.shape
@@ -81,6 +89,7 @@ def rotary_kv_kernel(
             positions,
             cos_sin,
             out,
+            out if turned is None else turned,
             k_cache,
             v_cache,
             slot_mapping,
@@ -100,6 +109,7 @@ def rotary_kv_kernel(
             CHUNK=k_cache.shape[2],
             BLOCK_HEADS=block_heads,
             BLOCK_DIM=block_dim,
+            KEEP=turned is not None,
             **dependent_launch(q),
         )
     return out
@@ -113,6 +123,7 @@ def _rotary_kv_kernel(  # type: ignore[no-untyped-def]
     positions,  # [t]
     cos_sin,  # [max_position, rotary_dim]
     out,  # [t, Q_HEADS, DIM], contiguous
+    turned,  # [t, KV_HEADS, DIM], contiguous
     k_cache,  # [slots, KV_HEADS, CHUNK, DIM]
     v_cache,  # [slots, KV_HEADS, CHUNK, DIM]
     slot_mapping,  # [t]
@@ -132,6 +143,7 @@ def _rotary_kv_kernel(  # type: ignore[no-untyped-def]
     CHUNK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
+    KEEP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Heads count through queries, keys, values. What the host gave is read while the kernel in front still runs."""
@@ -159,18 +171,20 @@ def _rotary_kv_kernel(  # type: ignore[no-untyped-def]
     at_q = q + token * q_token_stride + head[:, None] * q_head_stride
     x = tl.load(at_q + d[None, :], mask=is_q, other=0.0).to(tl.float32)
     y = tl.load(at_q + partner[None, :], mask=is_q, other=0.0).to(tl.float32)
-    turned = x * cos[None, :] + y * sin[None, :]
+    queries = x * cos[None, :] + y * sin[None, :]
     at_out = out + (token * Q_HEADS + head[:, None]) * DIM + d[None, :]
-    tl.store(at_out, turned.to(out.dtype.element_ty), mask=is_q)
+    tl.store(at_out, queries.to(out.dtype.element_ty), mask=is_q)
 
     key = head - Q_HEADS
     is_k = ((key >= 0) & (key < KV_HEADS))[:, None] & inside
     at_k = k + token * k_token_stride + key[:, None] * k_head_stride
     x = tl.load(at_k + d[None, :], mask=is_k, other=0.0).to(tl.float32)
     y = tl.load(at_k + partner[None, :], mask=is_k, other=0.0).to(tl.float32)
-    turned = x * cos[None, :] + y * sin[None, :]
+    keys = (x * cos[None, :] + y * sin[None, :]).to(k_cache.dtype.element_ty)
     at_cache = k_cache + slot * k_slot_stride + key[:, None] * cache_head_stride + inner + d[None, :]
-    tl.store(at_cache, turned.to(k_cache.dtype.element_ty), mask=is_k)
+    tl.store(at_cache, keys, mask=is_k)
+    if KEEP:
+        tl.store(turned + (token * KV_HEADS + key[:, None]) * DIM + d[None, :], keys, mask=is_k)
 
     value = key - KV_HEADS
     is_v = ((value >= 0) & (value < KV_HEADS))[:, None] & inside
@@ -178,13 +192,16 @@ def _rotary_kv_kernel(  # type: ignore[no-untyped-def]
     tl.store(v_cache + slot * v_slot_stride + value[:, None] * cache_head_stride + inner + d[None, :], vs, mask=is_v)
 
 
-def _case(name: str, t: int, heads: int, kv_heads: int, dim: int, rotary_dim: int, chunk: int = 32) -> Case:
+def _case(
+    name: str, t: int, heads: int, kv_heads: int, dim: int, rotary_dim: int, chunk: int = 32, keep: bool = False
+) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         noise = torch.Generator().manual_seed(t + heads)
         qkv = torch.randn((t, (heads + 2 * kv_heads) * dim), generator=noise).to(dtype).to(device)
         vectors = qkv.view(t, heads + 2 * kv_heads, dim)
         slots = t // chunk + 3
         arena = torch.randn(slots, 2, kv_heads, chunk, dim, generator=noise).to(device, dtype)
+        turned = torch.zeros(t, kv_heads, dim, dtype=dtype, device=device)
         return {
             "q": vectors[:, :heads],
             "k": vectors[:, heads : heads + kv_heads],
@@ -194,6 +211,7 @@ def _case(name: str, t: int, heads: int, kv_heads: int, dim: int, rotary_dim: in
             "k_cache": arena[:, 0],
             "v_cache": arena[:, 1],
             "slot_mapping": torch.randperm(slots * chunk, generator=noise)[:t].to(device),
+            "turned": turned if keep else None,
         }
 
     return Case(name, make)
@@ -209,7 +227,8 @@ OPS = (
             _case("grouped", 3, 4, 2, 64, 64),
             _case("partial, odd dim", 2, 3, 3, 20, 12, chunk=16),
             _case("many heads", 1, 40, 2, 64, 64, chunk=64),
+            _case("keys kept", 5, 4, 2, 32, 32, keep=True),
         ),
-        changes=("k_cache", "v_cache"),
+        changes=("k_cache", "v_cache", "turned"),
     ),
 )

@@ -30,7 +30,7 @@ from cellar.ops.logprobs import TokenLogprobs, target_logprobs
 from cellar.ops.penalties import Bans, Biases, Masks, Penalties, ban, bias, forbid, penalize
 from cellar.ops.random import uniform, uniform_definition, uniform_of
 from cellar.ops.registry import Case, Op
-from cellar.ops.triton_support import kernel
+from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -420,7 +420,7 @@ def choose_kernel(
     finite = torch.empty(n, dtype=torch.bool, device=logits.device)
     if n:
         # Readings and searches are bound by latency, so they want all the warps that a program can have (measured).
-        block = min(16384 if greedy else 8192, 1 << max(5, (vocab - 1).bit_length()))
+        block = min(8192, 1 << max(5, (vocab - 1).bit_length()))
         _choose_kernel[(n,)](
             logits,
             temperature,
@@ -438,7 +438,8 @@ def choose_kernel(
             CUT=cut,
             BLOCK=block,
             BLOCKS=1 << (-(-vocab // block) - 1).bit_length(),
-            num_warps=max(1, block // (512 if greedy else 256)),
+            num_warps=max(1, block // 256),
+            **dependent_launch(logits),
         )
     return Choice(tokens, finite)
 
@@ -461,7 +462,10 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,  # a power of 2 that is at least vocab / BLOCK
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
     lane = tl.arange(0, BLOCK)
@@ -469,7 +473,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
     best = tl.full((BLOCK,), -3.4e38, tl.float32)
     where = tl.full((BLOCK,), 2147483647, tl.int32)
     wrong = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab, BLOCK):
+    for start in tl.range(0, vocab, BLOCK, loop_unroll_factor=4):
         token = start + lane
         x = tl.load(line + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
         # A NaN is unequal to itself.

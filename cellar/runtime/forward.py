@@ -15,7 +15,6 @@ from cellar.ops.attention_plan import AttentionShape, AttentionWork, plan_attent
 from cellar.ops.kv import write_kv
 from cellar.ops.rotary import rope_table
 from cellar.ops.rotary_kv import rotary_kv
-from cellar.ops.rotary_kv_cpu import RotaryKV
 from cellar.runtime.arena import Arena
 from cellar.runtime.step_inputs import StepInputs
 
@@ -26,7 +25,7 @@ class StepContext:
     positions: int64 [tokens]. slot_mapping: int64 [tokens]. table: int32 [rows, columns]. works: per layer.
     """
 
-    __slots__ = ("_k", "_on_cpu", "_scale", "_slot_mapping", "_table", "_v", "_works", "cos_sin", "positions")
+    __slots__ = ("_k", "_scale", "_slot_mapping", "_table", "_v", "_works", "cos_sin", "positions")
 
     def __init__(
         self,
@@ -46,25 +45,22 @@ class StepContext:
         self._table = table
         self._works = works
         self._scale = scale
-        self._on_cpu = None if positions.is_cuda else RotaryKV(positions, cos_sin, slot_mapping)
 
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Write k, v of all spans, then attend: a span may see what another of its row writes in this step."""
         k_cache, v_cache, work = self._k[j], self._v[j], self._works[j]
-        if q.is_cuda and work.is_decode:
+        if work.is_decode:
             cos_sin = self.cos_sin if rotate else None
             return decode_attention(q, k, v, cos_sin, k_cache, v_cache, self._table, work, self._scale)
-        if self._on_cpu is not None:
-            if rotate:
-                q = self._on_cpu.rotated(q, k, v, k_cache, v_cache)
-            else:
-                self._on_cpu.write(k, v, k_cache, v_cache)
-        elif rotate:
+        if rotate:
             assert self.cos_sin is not None
-            q = rotary_kv(q, k, v, self.positions, self.cos_sin, k_cache, v_cache, self._slot_mapping)
+            turned = torch.empty(k.shape, dtype=k.dtype, device=k.device) if work.reads_new else None
+            q = rotary_kv(q, k, v, self.positions, self.cos_sin, k_cache, v_cache, self._slot_mapping, turned)
+            new = None if turned is None else (turned, v)
         else:
             write_kv(k, v, k_cache, v_cache, self._slot_mapping)
-        return attention(q, k_cache, v_cache, self._table, work, self._scale)
+            new = (k, v)
+        return attention(q, k_cache, v_cache, self._table, work, self._scale, new=new)
 
 
 class Forward:

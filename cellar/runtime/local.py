@@ -20,6 +20,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models import hub, loader, registry
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
+from cellar.ops.launch_cpu import prepare as prepare_kernels
 from cellar.ops.linear import pack
 from cellar.ops.linear_choice import LinearChoice, Shape
 from cellar.ops.linear_cuda import prepare
@@ -175,7 +176,9 @@ def _open(config: EngineConfig, directory: Path | None) -> OpenedModel:
     start = time.perf_counter()
     change: loader.Transform = _pack_linear
     wide: Collection[int] = ()
-    if device.type != "cpu":
+    if device.type == "cpu":
+        prepare_kernels(getattr(torch, dtype))
+    else:
         profiles = profiles_of(config.device.machine_profile, device)
         change = _preparing(choices_of(profiles))
         if model_config.load_format != "dummy" and directory is not None:

@@ -41,7 +41,7 @@ def outcome(op: Op, call: Callable[..., Any], case: Case, device: str, dtype: to
         results = [result]
     else:
         results = [r for r in result if isinstance(r, Tensor)]
-    return results + [arguments[name] for name in op.changes]
+    return results + [arguments[name] for name in op.changes if arguments[name] is not None]
 
 
 def compare(op: Op, case: Case, call: Callable[..., Any], device: str, dtype: torch.dtype) -> None:

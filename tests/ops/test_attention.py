@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.specs import RopeSpec
 from cellar.ops import attention_plan
 from cellar.ops.attention import (
     AttentionBuffers,
@@ -19,6 +21,8 @@ from cellar.ops.attention import (
     attention,
     attention_definition,
     attention_kernel,
+    decode_attention,
+    decode_attention_definition,
     launch_settings,
     may_unify,
     plan_attention,
@@ -40,6 +44,7 @@ from cellar.ops.attention_plan import (
     Captured,
     work_items,
 )
+from cellar.ops.rotary import rope_table
 from tests.limits import SECONDS, run_python
 from tests.ops.attention_example import Example, Span, example, shifted
 
@@ -164,17 +169,49 @@ def test_one_work_serves_layers_with_different_caches() -> None:
     torch.testing.assert_close(second, 2 * first)
 
 
-def test_company_does_not_change_a_decode_on_the_cpu() -> None:
-    spans = [(r, 40 * r + 7, 40 * r + 8) for r in range(5)]
+@pytest.mark.parametrize("threads", [1, 3])
+def test_company_does_not_change_a_row_on_the_cpu(threads: int) -> None:
+    """Not a bit of it: neither other rows nor how many threads there are nor how a prompt is cut."""
+    spans = [(r, 40 * r + 7, 40 * r + 8) for r in range(5)] + [(5, 0, 77)]
     e = example(spans, layout="apart", garbage=None)
     together = run(attention, e)
-    for k, span in enumerate(spans):
+    torch.set_num_threads(threads)
+    for k, span in enumerate(spans[:5]):
         work = plan_attention(*([x] for x in span), e.heads, 2, 64, 32)
         alone = attention(e.q[k : k + 1], e.k_cache, e.v_cache, e.table, work, e.scale)
-        np.testing.assert_allclose(alone[0].double().numpy(), together[k], atol=1e-6)
-    fewer = plan_attention(*zip(*spans[:2], strict=True), e.heads, 2, 64, 32)
-    some = attention(e.q[:2], e.k_cache, e.v_cache, e.table, fewer, e.scale)
-    assert np.array_equal(some.double().numpy(), together[:2])
+        assert np.array_equal(alone[0].double().numpy(), together[k])
+    for cuts in ([0, 77], [0, 1, 2, 40, 76, 77]):
+        pieces = [(5, a, b) for a, b in itertools.pairwise(cuts)]
+        work = plan_attention(*zip(*pieces, strict=True), e.heads, 2, 64, 32)
+        cut = attention(e.q[5:], e.k_cache, e.v_cache, e.table, work, e.scale)
+        assert np.array_equal(cut.double().numpy(), together[5:])
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("rotary_dim", [0, 40, 64])
+@pytest.mark.parametrize("heads", [(6, 2), (71, 1)])
+def test_decodes_of_one_row_see_each_other(apart: bool, rotary_dim: int, heads: tuple[int, int]) -> None:
+    """Two spans of a row in one step: the second needs what the first writes."""
+    spans = [(0, 40, 41), (1 if apart else 0, 41, 42)]
+    e = example(spans, heads=heads[0], kv_heads=heads[1])
+    new = torch.randn(2, 2 * heads[1], 64, generator=torch.Generator().manual_seed(1))
+    k, v = new[:, : heads[1]], new[:, heads[1] :]
+    cos_sin = rope_table(RopeSpec(64, rotary_dim, 10_000.0, max_position=50), "cpu") if rotary_dim else None
+    caches = [cache.clone() for cache in (e.k_cache, e.v_cache)]
+    wanted = decode_attention_definition(e.q, k, v, cos_sin, *caches, e.table, e.work(), e.scale)
+    got = decode_attention(e.q, k, v, cos_sin, e.k_cache, e.v_cache, e.table, e.work(), e.scale)
+    torch.testing.assert_close(got, wanted, atol=FLOAT32_LIMIT, rtol=1e-5)
+    torch.testing.assert_close(e.k_cache, caches[0], equal_nan=True)
+
+
+def test_what_is_no_number_stays_none_and_spreads_no_further_on_the_cpu() -> None:
+    e = example([(0, 40, 41), (1, 0, 20)], garbage=None)
+    wanted = run(attention, e)
+    e.q[7, 1, 3] = torch.nan
+    got = run(attention, e)
+    assert np.isnan(got[7, 1]).all()
+    got[7, 1] = wanted[7, 1]
+    assert np.array_equal(got, wanted)
 
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -360,11 +397,14 @@ TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         (128, 80, "fp16", True, False),
         (64, 256, "bf16", True, False),
         (64, 128, "fp32", False, False),
+        (64, 128, "bf16", True, None),
+        (64, 64, "fp16", True, None),
     ],
 )
 def test_compiles_for_sm_90_without_spills(
-    tile: int, dim: int, dtype: str, wgmma: bool, new: bool, tmp_path: Path
+    tile: int, dim: int, dtype: str, wgmma: bool, new: bool | None, tmp_path: Path
 ) -> None:
+    """`new`: decodes that bring their K and V; None: prompts that read theirs through the copy engine."""
     settings_ = launch_settings(tile, dim, 4 if dtype == "fp32" else 2)
     options = {name: settings_.pop(name) for name in ("num_warps", "num_stages")}
     pointers = dict.fromkeys(("q", "k", "v", "k_cache", "v_cache", "out"), f"*{dtype}")
@@ -390,19 +430,27 @@ def test_compiles_for_sm_90_without_spills(
     )
     constants = {"KV_HEADS": 8, "GROUP": 4, "DIM": dim, "CHUNK": 32, "WINDOW": 0, "WIDE": tile > 16, "TILE": tile}
     constants |= {
-        "NEW": new,
+        "NEW": bool(new),
+        "FRESH": new is None,
         "UNIFIED": may_unify(getattr(torch, TORCH_NAMES[dtype]), tile > 16),
         "UPCAST": False,
         "PDL": True,
     }
+    rows = {}
+    if new is None:
+        rows = dict.fromkeys(("k_rows", "v_rows"), f"tensordesc<{dtype}[{settings_['TURN']}, {dim}]>")
+    else:
+        constants |= dict.fromkeys(("k_rows", "v_rows"))
     compiled = _attention_kernel.compile_for(
         90,
-        pointers | lists | {"scale": "fp32"} | strides,
+        pointers | lists | rows | {"scale": "fp32"} | strides,
         constants | settings_,
         aligned={*pointers, *lists, *strides},
         **options,
     )
-    assert compiled.metadata.shared <= 227 * 1024
+    # Two programs of prompts' tiles share a multiprocessor.
+    assert compiled.metadata.shared <= (227 if new is not None else 113) * 1024
+    print(compiled.metadata.shared)
     assert ("wgmma" in compiled.asm["ptx"]) == wgmma
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
@@ -428,3 +476,22 @@ def test_the_cpu_path_needs_no_triton() -> None:
         "attention(torch.ones(1, 4, 64), cache, cache, torch.tensor([[1]], dtype=torch.int32), work, 1.0)\n"
     )
     run_python(program)
+
+
+def test_a_whole_prompt_sees_nothing_of_the_next() -> None:
+    """Its last turn reaches into the rows of another request, which may hold anything."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(70, heads, 32, generator=generator).bfloat16() for heads in (4, 2, 2))
+    cache = torch.zeros(8, 2, 2, 16, 32, dtype=torch.bfloat16)
+    table = torch.arange(8, dtype=torch.int32).view(2, 4)
+    for row, start, stop in ((0, 0, 40), (1, 0, 30)):
+        for position in range(stop - start):
+            token = 40 * row + position
+            slot = int(table[row, position // 16])
+            cache[slot, 0, :, position % 16], cache[slot, 1, :, position % 16] = k[token], v[token]
+    work = plan_attention([0, 1], [0, 0], [40, 30], heads=4, kv_heads=2, head_dim=32, chunk_size=16)
+    wanted = attention_definition(q, cache[:, 0], cache[:, 1], table, work, 0.2)
+    k[40:], v[40:] = 0.0, torch.inf
+    got = attention_kernel(q, cache[:, 0], cache[:, 1], table, work, 0.2, new=(k, v))
+    torch.testing.assert_close(got[:40], wanted[:40], atol=0.02, rtol=0.02)
+    assert not got[40:].isfinite().any()

@@ -1,4 +1,4 @@
-"""The CPU's shared rotary embedding and write: every layer of a step gets what the definition gives it."""
+"""The CPU's kernel of rotary embedding and write, for the views that a step has of its projection and its cache."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from cellar.core.specs import RopeSpec
 from cellar.ops.rotary import rope_table
 from cellar.ops.rotary_kv import rotary_kv_definition
-from cellar.ops.rotary_kv_cpu import RotaryKV
+from cellar.ops.rotary_kv_cpu import rotary_kv_cpu, write_kv_cpu
 
 TOKENS, HEADS, KV_HEADS, DIM, CHUNK, SLOTS = 5, 6, 2, 16, 8, 7
 
@@ -20,7 +20,6 @@ def test_layers_of_a_step(dtype: torch.dtype, rotary_dim: int, side_by_side: boo
     positions = torch.tensor([0, 3, 40, 7, 8])
     cos_sin = rope_table(RopeSpec(DIM, rotary_dim, 10_000.0, max_position=50), "cpu")
     mapping = torch.tensor([9, 55, 0, 17, 16])
-    shared = RotaryKV(positions, cos_sin, mapping)
     for _ in range(3):
         vectors = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, DIM, generator=noise).to(dtype)
         q, k, v = vectors.split([HEADS, KV_HEADS, KV_HEADS], 1)
@@ -32,7 +31,7 @@ def test_layers_of_a_step(dtype: torch.dtype, rotary_dim: int, side_by_side: boo
         expected = caches.clone()
         given = vectors.clone()
         want = rotary_kv_definition(q, k, v, positions, cos_sin, expected[:, 0], expected[:, 1], mapping)
-        got = shared.rotated(q, k, v, caches[:, 0], caches[:, 1])
+        got = rotary_kv_cpu(q, k, v, positions, cos_sin, caches[:, 0], caches[:, 1], mapping)
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(caches, expected)
         assert torch.equal(vectors, given)
@@ -42,7 +41,7 @@ def test_write_alone() -> None:
     k, v = torch.randn(2, TOKENS, KV_HEADS, DIM)
     mapping = torch.tensor([9, 55, 0, 17, 16])
     k_cache, v_cache = torch.zeros(2, SLOTS, KV_HEADS, CHUNK, DIM)
-    RotaryKV(torch.zeros(TOKENS, dtype=torch.int64), None, mapping).write(k, v, k_cache, v_cache)
+    write_kv_cpu(k, v, k_cache, v_cache, mapping)
     for i, place in enumerate(mapping.tolist()):
         assert torch.equal(k_cache[place // CHUNK, :, place % CHUNK], k[i])
         assert torch.equal(v_cache[place // CHUNK, :, place % CHUNK], v[i])
