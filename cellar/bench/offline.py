@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -122,7 +123,7 @@ class Bench:
 
 
 def compare_with_transformers(
-    bench: Bench,
+    options: Mapping[str, Any],
     rounds: int,
     seed: int,
     say: Callable[[str], None],
@@ -131,19 +132,23 @@ def compare_with_transformers(
 ) -> dict[str, Any]:
     """Both engines on the same work in this process, by turns; ratios are of medians of requested tokens per second.
 
-    `one` is a single prompt's input and output length; `many` is a batch, against the best of transformers'
-    static batches: 8, 16, 32 or 64 sequences, in the given order or sorted.
+    `options` open ours, anew for every turn: while it is open its idle threads would slow the other side down, and so
+    would the other side's ours (docs/log/cpu-engine.md). `one` is a single prompt's input and output length; `many` is
+    a batch, against the best of transformers' static batches: 8, 16, 32 or 64 sequences, in the given order or sorted.
     """
-    llm = bench.llm
-    if llm.checkpoint is None or llm.config.model.load_format == "dummy":
-        raise ConfigError("comparing needs a checkpoint that both sides read; give a directory, and load_format auto.")
-    peer = TransformersPeer(llm.checkpoint, llm.spec.dtype, llm.config.device.device)
-    single = bench.workload(1, LengthRange(one[0], one[0]), LengthRange(one[1], one[1]), seed)
-    batch = bench.workload(*many, seed)
+    with closing(Bench(options)) as bench:
+        llm = bench.llm
+        if llm.checkpoint is None or llm.config.model.load_format == "dummy":
+            raise ConfigError(
+                "comparing needs a checkpoint that both sides read; give a directory, and load_format auto."
+            )
+        checkpoint, dtype, device = llm.checkpoint, llm.spec.dtype, llm.config.device.device
+        single = bench.workload(1, LengthRange(one[0], one[0]), LengthRange(one[1], one[1]), seed)
+        batch = bench.workload(*many, seed)
+    peer = TransformersPeer(checkpoint, dtype, device)
     found: dict[str, Any] = {}
-    bench.run(bench.renewed(single, seed + 1))
     peer.run(single, 1, "given")
-    found["one_prompt"] = _by_turns(bench, single, lambda: peer.run(single, 1, "given"), rounds, seed)
+    found["one_prompt"] = _by_turns(options, single, lambda: peer.run(single, 1, "given"), rounds, seed)
     say(_line(f"one prompt, {one[0]} -> {one[1]}", found["one_prompt"]))
     tried: dict[tuple[int, str], float] = {}
     for size in sorted({min(size, len(batch.prompts)) for size in BATCH_SIZES}):
@@ -152,20 +157,23 @@ def compare_with_transformers(
             say(f"transformers, batch {size}, order {order}: {batch.num_output_tokens / tried[size, order]:.0f} tok/s")
     size, order = min(tried, key=lambda key: tried[key])
     # Trying the batches has warmed the other side up, too.
-    bench.run(bench.renewed(batch, seed + 1))
-    found["batch"] = _by_turns(bench, batch, lambda: peer.run(batch, size, order), rounds, seed)
+    found["batch"] = _by_turns(options, batch, lambda: peer.run(batch, size, order), rounds, seed)
     found["batch"] |= {"static_batch": size, "order": order}
     title = f"{many[0]} prompts, {many[1]} -> {many[2]}, against batch {size}, order {order}"
     say(_line(title, found["batch"]))
     return found
 
 
-def _by_turns(bench: Bench, work: Workload, other: Callable[[], float], rounds: int, seed: int) -> dict[str, Any]:
-    """`seed` + 2 and those after it make the prompts of our turns: none of them may be in the prefix cache."""
+def _by_turns(
+    options: Mapping[str, Any], work: Workload, other: Callable[[], float], rounds: int, seed: int
+) -> dict[str, Any]:
+    """Each of our turns is an engine that has done the work once before, with other prompts."""
     ours: list[float] = []
     theirs: list[float] = []
     for turn in range(rounds):
-        ours.append(work.num_output_tokens / bench.run(bench.renewed(work, seed + 2 + turn)))
+        with closing(Bench(options)) as bench:
+            bench.run(bench.renewed(work, seed + 1 + 2 * turn))
+            ours.append(work.num_output_tokens / bench.run(bench.renewed(work, seed + 2 + 2 * turn)))
         theirs.append(work.num_output_tokens / other())
     a, b = statistics.median(ours), statistics.median(theirs)
     return {"cellar": a, "transformers": b, "ratio": a / b, "cellar_runs": ours, "transformers_runs": theirs}

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from cellar.bench.workload import Workload
 from cellar.core.errors import ConfigError
 
+T = TypeVar("T")
 ORDERS = ("given", "by input", "by output")
 
 
@@ -26,9 +28,11 @@ class TransformersPeer:
                 "comparing needs the package transformers, which is not installed; pip install 'cellar-llm[bench]'."
             ) from error
         self._device = device
-        self._model: Any = (
-            AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
-        )
+
+        def loaded() -> Any:
+            return AutoModelForCausalLM.from_pretrained(checkpoint, dtype=getattr(torch, dtype)).to(device).eval()
+
+        self._model = _apart(loaded)
         config = self._model.generation_config
         config.eos_token_id, config.do_sample = None, False
         config.temperature = config.top_p = config.top_k = None
@@ -52,9 +56,7 @@ class TransformersPeer:
                 self.tokens([workload.prompts[k] for k in batch], max(lengths[k] for k in batch))
             return time.perf_counter() - started
 
-        # In a thread that ends: its idle OpenMP team would slow the other side's turn (docs/log/cpu-engine.md).
-        with ThreadPoolExecutor(1, "cellar-peer") as thread:
-            return thread.submit(all_batches).result()
+        return _apart(all_batches)
 
     def tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """`count` tokens for each prompt, as one batch padded on the left."""
@@ -75,3 +77,9 @@ class TransformersPeer:
             raise RuntimeError(f"transformers made {made.shape[1] - width} tokens, but {count} were asked for")
         found: list[list[int]] = made[:, width:].tolist()
         return found
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """In a thread that ends: its idle OpenMP team would slow the other side's turn (docs/log/cpu-engine.md)."""
+    with ThreadPoolExecutor(1, "cellar-peer") as thread:
+        return thread.submit(work).result()

@@ -57,8 +57,8 @@ def offline(
     try:
         report = measured.report(measured.workload(num_prompts, inputs, outputs, engine["seed"]), limits)
         print_report(report)
-        if compare is not None:
-            report = replace(report, comparison=compare_with_transformers(measured, rounds, engine["seed"], typer.echo))
     finally:
         measured.close()
+    if compare is not None:
+        report = replace(report, comparison=compare_with_transformers(engine, rounds, engine["seed"], typer.echo))
     typer.echo(report.to_json())

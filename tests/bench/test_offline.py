@@ -122,12 +122,11 @@ def test_the_peer_does_the_same_work(tiny: Path) -> None:
 
 
 def test_comparing_gives_ratios_of_medians(tiny: Path) -> None:
-    bench = Bench({"model": str(tiny), **ENGINE})
+    options = {"model": str(tiny), **ENGINE}
     said: list[str] = []
     found = compare_with_transformers(
-        bench, 1, 0, said.append, one=(8, 6), many=(9, LengthRange(2, 9), LengthRange(2, 5))
+        options, 1, 0, said.append, one=(8, 6), many=(9, LengthRange(2, 9), LengthRange(2, 5))
     )
-    bench.close()
     assert found["one_prompt"]["ratio"] == found["one_prompt"]["cellar"] / found["one_prompt"]["transformers"]
     assert found["batch"]["static_batch"] in (8, 9)
     assert "ratio" in said[0]
@@ -137,7 +136,6 @@ def test_without_transformers_one_clear_sentence(tiny: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match="not installed"):
         TransformersPeer(tiny, "float32", "cpu")
-    bench = Bench({"model": str(tiny), "load_format": "dummy", **ENGINE})
+    options = {"model": str(tiny), "load_format": "dummy", **ENGINE}
     with pytest.raises(ConfigError, match="load_format auto"):
-        compare_with_transformers(bench, 1, 0, lambda text: None)
-    bench.close()
+        compare_with_transformers(options, 1, 0, lambda text: None)
