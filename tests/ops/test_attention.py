@@ -450,7 +450,6 @@ def test_compiles_for_sm_90_without_spills(
     )
     # Two programs of prompts' tiles share a multiprocessor.
     assert compiled.metadata.shared <= (227 if new is not None else 113) * 1024
-    print(compiled.metadata.shared)
     assert ("wgmma" in compiled.asm["ptx"]) == wgmma
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
