@@ -78,19 +78,20 @@ def test_deltas_add_up() -> None:
 
 def test_leaving_drops_the_request_and_no_other() -> None:
     async def run() -> None:
-        async with AsyncLLM.over(open_fake(latency=0.002)[0]) as llm:
+        async with AsyncLLM.over(open_fake(latency=0.002, max_model_len=8_192, num_slots=2_048)[0]) as llm:
             other = asyncio.create_task(last(llm.generate([9], GREEDY.clone(max_tokens=60))))
-            stream = llm.generate([1, 2], GREEDY.clone(max_tokens=200))
+            stream = llm.generate([1, 2], GREEDY.clone(max_tokens=8_000))  # sixteen seconds
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
-            task = asyncio.create_task(last(llm.generate([3], GREEDY.clone(max_tokens=200))))
+            task = asyncio.create_task(last(llm.generate([3], GREEDY.clone(max_tokens=8_000))))
             await asyncio.sleep(0.02)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await asyncio.sleep(0.03)
-            assert llm.stats().running == 1
             assert (await other).outputs[0].token_ids == plain([9], 60)
+            while llm.stats().running:
+                await asyncio.sleep(0.003)
+            assert 60 <= llm.stats().generation_tokens < 8_000
 
     asyncio.run(run())
 
