@@ -22,7 +22,8 @@ class Cell:
     module       forward(*inputs) -> a tensor, a sequence, or a dict by output name; dimension 0 of all is the batch
     outputs      names of what `forward` returns, in order
     priority     of the cells that could run, the highest runs; give later cells a higher one, but a dear cell that runs
-                 again and again (a decoder) a lower one than the cheap cells that fill its batches
+                 again and again (a decoder, the inner nodes of a tree) a lower one than the cheap cells that fill its
+                 batches
     batch_sizes  sizes that the runtime prepares (`cellar profile` finds the best largest one); smaller batches are
                  padded to the next, and after the first task of a call no task is smaller than the first size
     inputs       names of the inputs; default: the parameters of `forward`

@@ -9,6 +9,11 @@ the right one:
 Child-sum: every node has a word (0 if it has none, as inner nodes of a parse tree) and any number of children:
 
     weight_iou [3 hidden, input + hidden], bias_iou, weight_fx [hidden, input], weight_fh [hidden, hidden], bias_f
+
+Leaves go before inner nodes, unlike in the thesis. Where a worker has one call at a time, none is running when the next
+is chosen, so that priority alone decides: inner nodes that go first run, in ever smaller batches, until all trees that
+have begun are done, and those that come meanwhile wait, as in merged graphs. Leaves that go first cost little, and let
+a tree join the batches of the others from the next call on (docs/log/cells.md).
 """
 
 from __future__ import annotations
@@ -69,11 +74,17 @@ class TreeInner(nn.Module):
     def on_rows(self, device: torch.device) -> RowsFunction:
         """The cell over rows."""
         weight, bias = placed(self.linear.weight, device), self.linear.bias.detach().to(device)
-        hidden = self.hidden_size
+        hidden, on_cpu = self.hidden_size, device.type == "cpu"
+
+        def both(left: Rows, right: Rows) -> Tensor:
+            if on_cpu and left.table is right.table:  # one gather costs half as much as two
+                index = torch.stack((left.index, right.index), 1).view(-1)
+                return left.table.index_select(0, index).view(-1, 2 * hidden)
+            return join_rows((left.table, right.table), (left.index, right.index))
 
         def step(sources: Sequence[Rows], targets: Sequence[Rows | None]) -> RowsOutput:
             left, right, c_left, c_right = sources
-            gates = linear(join_rows((left.table, right.table), (left.index, right.index)), weight, bias)
+            gates = linear(both(left, right), weight, bias)
             h, c = landing(targets[0], left, left.index), landing(targets[1], c_left, left.index)
             iou, forget = gates[:, : 3 * hidden], gates[:, 3 * hidden :]
             children = torch.stack((c_left.index, c_right.index)).t()
@@ -202,9 +213,14 @@ def tree_classifier(
     Leaves are nodes 0 .. n - 1 and have a token each; children[k] are the two children of node n + k.
     """
     leaves = Cell(
-        "leaf", leaf, ("h", "c"), batch_sizes=tuple(batch_sizes), high={"token": leaf.embedding.num_embeddings}
+        "leaf",
+        leaf,
+        ("h", "c"),
+        priority=1,
+        batch_sizes=tuple(batch_sizes),
+        high={"token": leaf.embedding.num_embeddings},
     )
-    nodes = Cell("inner", inner, ("h", "c"), priority=1, batch_sizes=tuple(batch_sizes))
+    nodes = Cell("inner", inner, ("h", "c"), batch_sizes=tuple(batch_sizes))
     last = Cell("head", head, ("label", "logits"), priority=2)
     wires = ({"h_left": "h", "c_left": "c"}, {"h_right": "h", "c_right": "c"})
 
@@ -230,12 +246,13 @@ def child_sum_classifier(
     """
     most = node.max_children
     words = node.embedding.num_embeddings
-    leaves = Cell("leaf", ChildSumLeaf(node), ("h", "c"), batch_sizes=tuple(batch_sizes), high={"token": words})
+    leaves = Cell(
+        "leaf", ChildSumLeaf(node), ("h", "c"), priority=1, batch_sizes=tuple(batch_sizes), high={"token": words}
+    )
     nodes = Cell(
         "node",
         node,
         ("h", "c"),
-        priority=1,
         batch_sizes=tuple(batch_sizes),
         inputs=node.inputs,
         shapes=dict.fromkeys(node.inputs[1:], (node.hidden_size,)),

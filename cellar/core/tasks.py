@@ -65,6 +65,7 @@ class CellSpec:
     """A cell type: what it reads and writes, the batch sizes it is made for, its priority (higher runs first).
 
     `batch_sizes` ascend; tasks have at most the last of them. The runtime pads a task up to the next size.
+    `kept` are the outputs that are written to banks, in order: the rows of `TaskPlan.rows`.
     """
 
     name: str
@@ -72,11 +73,10 @@ class CellSpec:
     outputs: tuple[Port, ...]
     batch_sizes: tuple[int, ...]
     priority: int = 0
+    kept: tuple[int, ...] = field(init=False)
 
-    @property
-    def kept(self) -> tuple[int, ...]:
-        """The outputs that are written to banks, in order: the rows of `TaskPlan.rows`."""
-        return tuple(o for o, port in enumerate(self.outputs) if port.bank is not None)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", tuple([o for o, port in enumerate(self.outputs) if port.bank is not None]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,7 @@ class CellExecutor:
         # Column by column and cut by torch: slices made one by one in Python take as long as a small cell.
         sources = [_cut(index, sizes) for index in plan.sources]
         rows = [_cut(index, sizes) for index in plan.rows]
-        emitted = Emitted(plan)
+        emitted = Emitted(plan, cell.kept)
         runs = _runs(plan, cell, function, sizes, emitted) if isinstance(function, StepsFunction) else {}
         t = 0
         while t < len(sizes):
@@ -227,15 +227,17 @@ def _values(
         return emitted.none
     values: list[Tensor | None] = []
     for o, (target, value) in enumerate(zip(targets, output.values, strict=True)):
+        if target is not None and value is None:
+            rows = emitted.rows_of(o, last)
+            values.append(None if rows is None else target.table.index_select(0, rows))
+            continue
         nodes = emitted.of(o, first if o in every else last, last)
         if nodes is None:
             values.append(None)
-        elif value is not None:
+        else:
+            assert value is not None
             whole = len(nodes) == len(value)
             values.append(value if whole else value.index_select(0, torch.from_numpy(nodes)))
-        else:
-            assert target is not None
-            values.append(target.table.index_select(0, target.index[torch.from_numpy(nodes)]))
     return values
 
 
@@ -253,10 +255,12 @@ def bound(
 
 
 class Emitted:
-    """The nodes of each task whose outputs go to the host, as numbers within the task."""
+    """The nodes of each task whose outputs go to the host, as numbers within the task, or as the rows they write."""
 
-    def __init__(self, plan: TaskPlan) -> None:
+    def __init__(self, plan: TaskPlan, kept: Sequence[int] = ()) -> None:
         self._cu = plan.cu_batch
+        self._written = dict(zip(kept, plan.rows, strict=False))
+        self._rows: dict[int, Sequence[Tensor]] = {}
         self._emits = plan.emits
         self.any = any(nodes is not None for nodes in plan.emits)
         self.none: list[Tensor | None] = [None for _ in plan.emits]
@@ -272,6 +276,15 @@ class Emitted:
         if nodes is None or cuts is None:
             return None
         return nodes[cuts[first] : cuts[last + 1]].astype(np.int64) - int(self._cu[first])
+
+    def rows_of(self, output: int, task: int) -> Tensor | None:
+        """The rows that a task's emitted nodes write; None where the whole plan emits none."""
+        nodes, cuts = self._emits[output], self._cuts[output]
+        if nodes is None or cuts is None:
+            return None
+        if output not in self._rows:
+            self._rows[output] = _cut(self._written[output].take(nodes), np.diff(cuts).tolist())
+        return self._rows[output][task]
 
 
 def _cut(index: IntArray, sizes: list[int]) -> Sequence[Tensor]:

@@ -112,7 +112,7 @@ class CellWorker:
                 result = answer.result(plan, done, end - start)
                 held.append(result)
                 done, start = result.stop, end
-                if not self._alone or done == plan.num_tasks or _awaited(result):
+                if not self._alone or done == plan.num_tasks or is_awaited(result):
                     for one in held:
                         self._publish(plan, one)
                     held = []
@@ -127,5 +127,6 @@ class CellWorker:
         self._results.put((self, result, result.stop == plan.num_tasks))
 
 
-def _awaited(result: TaskResult) -> bool:
+def is_awaited(result: TaskResult) -> bool:
+    """Whether somebody may wait for it: it has values, or something is wrong."""
     return bool(result.flags.any()) or any(values is not None and len(values) > 0 for values in result.values)

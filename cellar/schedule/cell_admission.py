@@ -95,7 +95,7 @@ class GraphBook:
             state[State.AT] = starts[p] + start
             state[State.END] = starts[p] + start + rows
             state[State.NODES] = state[State.LEFT] = state[State.UNCOMMITTED] = nodes
-            state[State.READY] = int(table[start, Column.READY])
+            state[State.READY] = 0 if waits else int(table[start, Column.READY])
             state[State.WAITS], state[State.LOOP] = waits, loop
             state[State.PINNED], state[State.KIND] = FREE, kinds[p]
             state[State.STOP], state[State.STOP_OUTPUT] = stop, output
@@ -161,11 +161,12 @@ class Admission:
             seats.slots.data[begins] = slots
             states[State.DEST] = own[Owned.DEST]
         else:
-            mine = np.repeat(np.arange(len(requests)), count)
-            among = np.arange(total) - (count.cumsum() - count)[mine]
-            states = book.states.take(first[mine] + among, axis=1)
-            seats.slots.data[begins[mine] + among] = slots
-            own, numbers = own[:, mine], numbers[mine]
+            mine = np.arange(len(requests)).repeat(count)
+            among = np.arange(total)
+            among -= (count.cumsum() - count).take(mine)
+            states = book.states.take(first.take(mine) + among, axis=1)
+            seats.slots.data[begins.take(mine) + among] = slots
+            own, numbers = own.take(mine, axis=1), numbers.take(mine)
             parts = zip(numbers.tolist(), states[State.DEST].tolist(), strict=True)
             states[State.DEST] = [roster.starts[number][p] for number, p in parts]
         states[State.OWNER], states[State.RUN], states[State.SIBLINGS] = numbers, own[Owned.RUN], own[Owned.SIBLINGS]
@@ -175,7 +176,8 @@ class Admission:
             for request in requests:
                 if request.graph.special:
                     seats.count(request, 1)
-            self._grow(requests, numbers if total == len(requests) else numbers[count.cumsum() - count])
+            if any(kind.num_growing for kind in self._types):
+                self._grow(requests, numbers if total == len(requests) else numbers[count.cumsum() - count])
         self._queue(slots, states)
 
     def _grow(self, requests: Sequence[CellRequest], numbers: IndexArray) -> None:
@@ -188,15 +190,16 @@ class Admission:
                 self._roster.growing[number] = Growth(slots, fields[grows, Field.NODES].tolist())
 
     def _queue(self, slots: IndexArray, states: IndexArray) -> None:
-        ready = states[State.READY]
-        if np.count_nonzero(states[State.WAITS]):
-            met = states[State.WAITS] == 0
-            self._subgraphs.ready[slots[~met]] = 0
-            slots, ready, states = slots[met], ready[met], states[:, met]
-        if len(self._types) == 1:
-            self._types[0].enqueue(slots, int(ready.sum()))
-            return
+        """Subgraphs that wait for nothing join their queues; of the others no node is ready."""
+        ready, waits, kinds = states[State.READY], states[State.WAITS], states[State.KIND]
+        if np.count_nonzero(waits):
+            met = waits == 0
+            slots, ready, kinds = slots[met], ready[met], kinds[met]
         for kind in self._types:
-            mine = states[State.KIND] == kind.kind
-            if mine.any():
-                kind.enqueue(slots[mine], int(ready[mine].sum()))
+            mine = kinds == kind.kind
+            count = np.count_nonzero(mine)
+            if count == len(slots):  # most often all are of one kind
+                kind.enqueue(slots, int(np.add.reduce(ready)))
+                return
+            if count:
+                kind.enqueue(slots[mine], int(np.add.reduce(ready[mine])))

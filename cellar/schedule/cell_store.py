@@ -59,6 +59,10 @@ class RunStore:
         return start
 
 
+_ROOM = 1 << 15
+"""Rows of a new table: thousands of trees of 20 nodes, so that new ones seldom move the others."""
+
+
 class GraphTable:
     """The rows of all graph parts of one cell that running requests use, column by column: int32 [columns, room].
 
@@ -66,7 +70,7 @@ class GraphTable:
     """
 
     def __init__(self, columns: int, live: Callable[[], set[GraphPart]], subgraphs: Callable[[], IndexArray]) -> None:
-        self.rows: IntArray = np.zeros((columns, 1024), np.int32)
+        self.rows: IntArray = np.zeros((columns, _ROOM), np.int32)
         self._live = live
         self._subgraphs = subgraphs
         self.num_moves = 0
@@ -92,7 +96,7 @@ class GraphTable:
         counts = [len(part.table) for part, _ in kept]
         fresh = list(accumulate(counts, initial=0))
         columns, room = self.rows.shape
-        while room < 2 * (fresh[-1] + more):
+        while room < 8 * (fresh[-1] + more):
             room *= 2
         rows = np.zeros((columns, room), np.int32)
         for (part, _), start in zip(kept, fresh, strict=False):

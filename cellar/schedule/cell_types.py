@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import cast
 
 import numpy as np
@@ -113,16 +113,55 @@ class CellType:
         while self.num_ready(worker) < most * self.largest and more():
             pass  # before the first task is formed, as rows of the table may move
         formed: list[Batch] = []
-        while len(formed) < most and self.num_ready(worker) >= (self.smallest if formed else 1):
+        num_formed = 0
+        if self._num_workers == 1 and not self.num_growing and self._ready[FREE] <= self.largest:
+            formed.append(self._form_small_tasks(most))
+            num_formed = len(formed[0].cu) - 1
+        while num_formed < most and self.num_ready(worker) >= (self.smallest if formed else 1):
             formed.append(self._form_task(worker))
+            num_formed += 1
         if len(formed) == 1:
             return formed[0]
-        cu = list(accumulate((len(task.entries) for task in formed), initial=0))
-        entries = np.concatenate([task.entries for task in formed])
-        owners = np.concatenate([task.owners for task in formed])
-        ending = np.concatenate([task.ending for task in formed])
-        steps = np.concatenate([task.steps for task in formed if task.steps is not None] or [entries[:0]])
+        sizes = [stop - start for part in formed for start, stop in pairwise(part.cu)]
+        entries = np.concatenate([part.entries for part in formed])
+        owners = np.concatenate([part.owners for part in formed])
+        ending = np.concatenate([part.ending for part in formed])
+        steps = np.concatenate([part.steps for part in formed if part.steps is not None] or [entries[:0]])
+        cu = list(accumulate(sizes, initial=0))
         return Batch(cu, entries, owners, steps if self.num_growing else None, ending, False)
+
+    def _form_small_tasks(self, most: int) -> Batch:
+        """What `_form_task` forms for one worker, up to `most` times and while a task takes every node that is ready:
+        then nothing is to be chosen. The first task is one of these. No chain grows.
+        """
+        sub, ready_at = self._subgraphs, self.table.rows[Column.READY]
+        slots = self.queue.front(self.largest).copy()
+        at, left, ready = sub.at.take(slots), sub.left.take(slots), sub.ready.take(slots)
+        total = self._ready[FREE]
+        sizes: list[int] = []
+        begins: list[IndexArray] = []
+        takes: list[IndexArray] = []
+        while len(sizes) < most and (self.smallest if sizes else 1) <= total <= self.largest:
+            sizes.append(total)
+            begins.append(at)
+            takes.append(ready)
+            at = at + ready
+            left = left - ready
+            # Behind its last node a subgraph reads another's row, or none.
+            ready = ready_at.take(at, mode="clip") * (left > 0)
+            total = int(np.add.reduce(ready))
+        sub.at[slots], sub.left[slots], sub.ready[slots] = at, left, ready
+        self._ready[FREE] = total
+        going = left > 0
+        ending = slots[~going]
+        if len(ending):
+            self.queue.keep(len(slots), going)
+        cu = [0, *accumulate(sizes)]
+        count, start = np.concatenate(takes), np.concatenate(begins)
+        entries = (start - np.add.accumulate(count) + count).repeat(count)
+        entries += np.arange(cu[-1])
+        owners = np.concatenate([slots] * len(sizes)).repeat(count)
+        return Batch(cu, entries, owners, None, ending, False)
 
     def _form_task(self, worker: int) -> Batch:
         """FormBatchedTask, lines 24-32: first in, first out, up to max(Bsizes) ready nodes."""

@@ -324,6 +324,7 @@ class CellScheduler:
             landed = slots[sub.uncommitted[slots] == sub.left[slots]]
             if len(landed):
                 kind.unpin(np.unique(landed), flight.worker)
+        some_ended = True
         if result.error is not None:
             alive = slots[sub.dead[slots] == 0]
             for number in np.unique(sub.owner[alive]).tolist():
@@ -331,8 +332,9 @@ class CellScheduler:
         else:
             failed = self._fail_nodes(flight, first, stop, result, output)
             self._keep_values(flight, first, stop, result, output, some_ended=failed or sub.num_dead > 0)
+            some_ended = failed or sub.num_dead > 0
         if flight.dependants is not None:
-            self._release(flight.dependants, first, stop)
+            self._release(flight.dependants, first, stop, some_ended=some_ended)
         if len(done):
             self._complete(done, output)
 
@@ -409,24 +411,23 @@ class CellScheduler:
                 part = next(p for p, part in enumerate(request.graph.parts) if part.cell == kind.cell)
                 output.steps.append(CellStep(request.id, ordinal, part, o, values[k]))
 
-    def _release(self, dependants: Dependants, first: int, stop: int) -> None:
+    def _release(self, dependants: Dependants, first: int, stop: int, *, some_ended: bool) -> None:
         """Nodes have committed that subgraphs wait for; those that wait for nothing more join their queues."""
         sub = self.subgraphs
         begin, end = dependants.bounds[first], dependants.bounds[stop]
         if begin == end:
             return
-        targets, owners = dependants.targets[begin:end], dependants.owners[begin:end]
-        targets = targets[(sub.owner[owners] != FREE) & (sub.dead[owners] == 0)]
+        targets = dependants.targets[begin:end]
+        if some_ended:
+            owners = dependants.owners[begin:end]
+            targets = targets[(sub.owner[owners] != FREE) & (sub.dead[owners] == 0)]
         np.subtract.at(sub.waits, targets, 1)
-        met = targets[sub.waits[targets] == 0]
+        met = targets[sub.waits.take(targets) == 0]
         if not len(met):
             return
         met = np.array([*dict.fromkeys(met.tolist())])  # in the order in which what they waited for has run
-        if len(self._kinds) == 1:
-            self._kinds[0].release(met)
-            return
-        kinds = sub.kind[met]
-        for k in np.unique(kinds).tolist():
+        kinds = sub.kind.take(met)
+        for k in sorted(set(kinds.tolist())):
             self._kinds[k].release(met[kinds == k])
 
     def _complete(self, done: IndexArray, output: CellOutput) -> None:

@@ -13,6 +13,8 @@ from cellar.core.tasks import CellCapacity, CellModelSpec, TaskPlan, TaskResult
 from cellar.runtime.cell_banks import Banks, bank_rows
 from cellar.runtime.cell_executor import Answer, CellExecutor
 from cellar.runtime.cell_functions import rows_function
+from cellar.runtime.cell_results import merged
+from cellar.runtime.cell_worker import is_awaited
 from cellar.runtime.transfer import uploader
 
 CPU = torch.device("cpu")
@@ -62,7 +64,9 @@ class InlineRuntime:
 
     @torch.inference_mode()
     def poll(self, timeout: float | None) -> list[TaskResult]:
-        """Compute one task; without any, let the time pass."""
+        """Compute tasks until one has results that somebody waits for, as `CellWorker` hands them over; without any
+        task, let the time pass.
+        """
         if not self._worker.plans:
             self._clock.sleep(timeout or 0.0)
             return []
@@ -70,14 +74,20 @@ class InlineRuntime:
         if self._running is None:
             self._executor.prepare(plan)
             self._running, self._next_task = self._executor.tasks(plan), 0
+        results: list[TaskResult] = []
         begin = self._clock()
-        answer = next(self._running)
-        result = answer.result(plan, self._next_task, self._clock() - begin)
-        self._next_task = result.stop
-        if self._next_task == plan.num_tasks:
-            self._worker.plans.popleft()
-            self._running = None
-        return [result]
+        while True:
+            answer = next(self._running)
+            end = self._clock()
+            results.append(answer.result(plan, self._next_task, end - begin))
+            begin, self._next_task = end, results[-1].stop
+            if self._next_task == plan.num_tasks:
+                self._worker.plans.popleft()
+                self._running = None
+                break
+            if is_awaited(results[-1]):
+                break
+        return merged(results) if len(results) > 1 else results
 
     def wake(self) -> None:
         """Nobody waits."""

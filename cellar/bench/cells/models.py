@@ -84,8 +84,8 @@ def cell_model(setup: Setup, num_words: int | None = None) -> CellModel:
             return said["token"]
 
         return CellModel("seq2seq", [encoder, decoder], translate, {"tokens": np.array([1, 2]), "steps": 2})
-    leaf = Cell("leaf", made["leaf"], ("h", "c"), batch_sizes=sizes)
-    inner = Cell("inner", made["inner"], ("h", "c"), priority=1, batch_sizes=sizes)
+    leaf = Cell("leaf", made["leaf"], ("h", "c"), priority=1, batch_sizes=sizes)  # see `cellar.cells.tree_lstm`
+    inner = Cell("inner", made["inner"], ("h", "c"), batch_sizes=sizes)
 
     def compose(graph: Graph, tokens: np.ndarray, children: np.ndarray) -> Any:
         return graph.tree(leaf, inner, leaves={"token": tokens}, children=children, wires=WIRES).node(-1)["h"]

@@ -224,7 +224,10 @@ class Sweep:
     def _unloaded(self) -> None:
         plan = self._schedule
         for system in self._systems:
-            system.unloaded(10)  # first calls choose and pack
+            # First calls choose and pack, and forms of requests that were not seen before are compiled: loads at which
+            # many come would otherwise be the only ones to pay for that.
+            system.unloaded(10)
+            system.saturated(plan.saturating_requests)
             alone = self._calm(lambda: [system.unloaded(plan.unloaded_requests)])[0]  # noqa: B023
             full = self._calm(lambda: [system.saturated(plan.saturating_requests)])[0]  # noqa: B023
             curve = Curve(system.name, Quantiles.of(alone.latency), full.throughput)
