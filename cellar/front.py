@@ -17,6 +17,7 @@ from cellar.outputs import OutputProcessor, Processed
 from cellar.prompts import Prompt, PromptReader
 from cellar.runtime.protocol import Runtime
 from cellar.text.chat import ChatTemplate
+from cellar.text.generation import NEUTRAL, GenerationConfig, read_generation_config
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
@@ -146,6 +147,7 @@ class Opened:
     config: EngineConfig
     spec: ModelSpec
     checkpoint: Path | None
+    generation: GenerationConfig = NEUTRAL
 
 
 def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Opened:
@@ -160,6 +162,7 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
     checkpoint = _directory(config.model)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
+    generation = read_generation_config(config.model.generation_config, checkpoint)
     try:
         opened = open_local(config, checkpoint)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
@@ -176,21 +179,23 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
             f"this machine's memory does not hold the books of max_num_seqs {config.schedule.max_num_seqs} requests; "
             "lower max_num_seqs or max_model_len."
         ) from error
-    reader = open_reader(spec, capacity.max_model_len, tokenizer, config.model.seed)
+    reader = open_reader(spec, capacity.max_model_len, tokenizer, config.model.seed, generation)
     masker = None
     if tokenizer is not None:
-        eos = (*spec.eos_token_ids, *tokenizer.eos_token_ids)
-        masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, eos))
+        masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
     engine = Engine(scheduler, wrap(opened.runtime), run_ahead=config.schedule.run_ahead, masker=masker)
-    return Opened(Front(engine, reader, tokenizer, templates), config, spec, checkpoint)
+    return Opened(Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation)
 
 
-def open_reader(spec: ModelSpec, max_model_len: int, tokenizer: Tokenizer | None, seed: int) -> PromptReader:
-    """The reader of a model's prompts."""
+def open_reader(
+    spec: ModelSpec, max_model_len: int, tokenizer: Tokenizer | None, seed: int, generation: GenerationConfig
+) -> PromptReader:
+    """The reader of a model's prompts; an answer ends where any of the model's files says so."""
+    ends = (*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()), *generation.eos_token_ids)
     return PromptReader(
         vocab_size=spec.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=(*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())),
+        eos_token_ids=tuple(dict.fromkeys(ends)),
         tokenizer=tokenizer,
         seed=seed,
     )

@@ -18,6 +18,7 @@ from cellar.front import Front, Opened, open_front
 from cellar.interrupt import DeferredInterrupt
 from cellar.progress import Progress
 from cellar.prompts import Prompt
+from cellar.text.generation import GenerationConfig
 from cellar.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -63,8 +64,8 @@ class LLM:
         """Continue one prompt or many; results in the order of the prompts.
 
         A prompt is a string, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
-        `sampling_params` is one for all, or one for each; None is `SamplingParams()`. `priority` is one for each,
-        lower ones go first if scheduling_policy is "priority".
+        `sampling_params` is one for all, or one for each; None is `get_default_sampling_params()`. `priority` is one
+        for each, lower ones go first if scheduling_policy is "priority".
 
         All are checked before any starts: RequestError. A request that fails on its way has finish_reason "error"
         and the reason in stop_reason. Ctrl-C drops all of them and leaves the engine usable.
@@ -102,6 +103,15 @@ class LLM:
         return self._stream(self._chat_prompt(messages, True, variables), sampling_params)
 
     # -- what it is -------------------------------------------------------------------------------
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How a request is sampled that brings no parameters: as the model's generation_config.json says."""
+        return self.generation.params()
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """What the model's generation_config.json says of sampling, and only that."""
+        return self._opened.generation
 
     @property
     def config(self) -> EngineConfig:
@@ -153,19 +163,19 @@ class LLM:
     # -- how --------------------------------------------------------------------------------------
 
     def _chat_prompt(self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any]) -> Prompt:
-        tokenizer, templates = self._front.tokenizer, self._front.templates
-        if tokenizer is None or templates is None:
+        templates = self._front.templates
+        if templates is None:
             raise RequestError(
                 "messages need a tokenizer, but there is none; open the LLM without skip_tokenizer_init."
             )
         text = templates.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        return self._front.reader.read({"prompt": text, "prompt_token_ids": ids})
+        return self._front.reader.read_text(text, add_special_tokens=False)
 
     def _complete(
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, priority: Sequence[int] | None = None
     ) -> list[RequestOutput]:
-        each = _one_for_each(sampling_params, len(prompts))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = _one_for_each(params, len(prompts))
         first, ranks = self._count, priority if priority is not None else [0] * len(prompts)
         if len(ranks) != len(prompts):
             raise RequestError(
@@ -193,7 +203,7 @@ class LLM:
 
     def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[RequestOutput]:
         id = str(self._count)
-        prepared = self._front.prepare(id, prompt, sampling_params or SamplingParams())
+        prepared = self._front.prepare(id, prompt, sampling_params or self.get_default_sampling_params())
         self._count += 1
         inbox = self._open([id])
         try:
@@ -234,9 +244,7 @@ class LLM:
             del self._inboxes[id]
 
 
-def _one_for_each(sampling_params: Params, count: int) -> Sequence[SamplingParams]:
-    if sampling_params is None:
-        return [SamplingParams()] * count
+def _one_for_each(sampling_params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:
     if isinstance(sampling_params, SamplingParams):
         return [sampling_params] * count
     if not isinstance(sampling_params, Sequence) or not all(isinstance(p, SamplingParams) for p in sampling_params):

@@ -19,8 +19,11 @@ _MASK = 2**64 - 1
 class Encoder(Protocol):
     """The part of a tokenizer that prompts need."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a text, special tokens included as the model wants them."""
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text, by default with special tokens as the model wants them."""
+
+    def least_tokens(self, text: str) -> int:
+        """A number of tokens that the text has at least, found out without tokenizing it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class PromptReader:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = tokenizer
         self._seed = seed
@@ -60,10 +64,24 @@ class PromptReader:
         if isinstance(prompt, Mapping):
             return self._fields(prompt)
         if isinstance(prompt, str):
-            return self._text(prompt)
+            return self.read_text(prompt)
         if isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray)):
             return self._ids(prompt, None)
         raise RequestError(f"a prompt is of type {type(prompt).__name__}; it must be {_ALLOWED}.", "prompt")
+
+    def read_text(self, text: str, add_special_tokens: bool = True) -> Prompt:
+        """A prompt that is text. One that cannot fit is refused before it is tokenized. Raises RequestError."""
+        if self._tokenizer is None:
+            raise RequestError("the prompt is text, but there is no tokenizer; give token ids, or load one.", "prompt")
+        self.check_length(text)
+        return self._ids(self._tokenizer.encode(text, add_special_tokens), text)
+
+    def check_length(self, text: str) -> int:
+        """A number of tokens that a text has at least, without tokenizing it. Raises RequestError if it cannot fit."""
+        least = 0 if self._tokenizer is None else self._tokenizer.least_tokens(text)
+        if least >= self.max_model_len:
+            raise self._too_long(f"at least {least}")
+        return least
 
     def read_all(self, prompts: object) -> list[Prompt]:
         """One prompt, or a list of prompts. Raises RequestError that says which one is wrong."""
@@ -132,12 +150,7 @@ class PromptReader:
             return self._ids(ids, text)
         if text is None:
             raise RequestError(f"a prompt is an empty mapping; it must be {_ALLOWED}.", "prompt")
-        return self._text(text)
-
-    def _text(self, text: str) -> Prompt:
-        if self._tokenizer is None:
-            raise RequestError("the prompt is text, but there is no tokenizer; give token ids, or load one.", "prompt")
-        return self._ids(self._tokenizer.encode(text), text)
+        return self.read_text(text)
 
     def _ids(self, ids: object, text: str | None) -> Prompt:
         if not isinstance(ids, (Sequence, np.ndarray)) or isinstance(ids, (str, bytes, bytearray)):
@@ -156,14 +169,17 @@ class PromptReader:
             if wrong is not None:
                 raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
         if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens, but the context holds {self.max_model_len}, at least one of them "
-                f"output; shorten it to {self.max_model_len - 1} tokens or raise max_model_len.",
-                "prompt",
-                "context_length_exceeded",
-            )
+            raise self._too_long(str(len(ids)))
         _check_ids("prompt", ids, self.vocab_size)
         return Prompt(np.asarray(ids, np.int32), text)
+
+    def _too_long(self, count: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {count} tokens, but the context holds {self.max_model_len}, at least one of them output; "
+            f"shorten it to {self.max_model_len - 1} tokens or raise max_model_len.",
+            "prompt",
+            "context_length_exceeded",
+        )
 
 
 def as_list(prompts: object) -> list[Any]:

@@ -20,7 +20,7 @@ from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.front import Front, Opened, Prepared, open_front
 from cellar.outputs import Delta, Processed
-from cellar.prompts import Prompt
+from cellar.prompts import Prompt, PromptReader
 from cellar.text.tokenizer import Tokenizer
 
 News = Delta | RequestOutput | BaseException
@@ -105,11 +105,20 @@ class AsyncLLM:
         """A prompt, checked and as token ids; `generate` takes it. Raises RequestError."""
         return prompt if isinstance(prompt, Prompt) else self._front.reader.read(prompt)
 
+    @property
+    def reader(self) -> PromptReader:
+        """What reads prompts, and refuses those that do not fit."""
+        return self._front.reader
+
     async def abort(self, request_id: str) -> None:
         """Drop a request; its iterator ends with what there is, finish_reason "abort". Unknown ids are ignored."""
         self._post(lambda: self._abort(request_id))
 
     # -- what it is -------------------------------------------------------------------------------
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """How a request is sampled that brings no parameters: as the model's generation_config.json says."""
+        return self._opened.generation.params()
 
     @property
     def config(self) -> EngineConfig:
@@ -168,7 +177,7 @@ class AsyncLLM:
         salt: bytes = b"",
     ) -> Prepared:
         id = request_id if request_id is not None else f"cellar-{next(self._numbers)}"
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt)
 
     async def _outputs(self, prepared: Prepared) -> AsyncIterator[RequestOutput]:

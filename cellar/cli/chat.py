@@ -29,11 +29,12 @@ def chat(
     sampling: dict[str, Any],
 ) -> None:
     """Talk with a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C ends an answer."""
-    params = sampling_params(sampling)
+    sampling_params(sampling)  # wrong ones are found before the model is read
     from cellar.llm import LLM
 
     head: Messages = [] if system is None else [{"role": "system", "content": system}]
     with LLM(**engine) as llm:
+        params = sampling_params(sampling, llm.generation.sampling)
         typer.echo("/reset forgets, /exit leaves.")
         messages = list(head)
         while (line := _ask()) is not None:

@@ -40,13 +40,14 @@ def generate(
     sampling: dict[str, Any],
 ) -> None:
     """Continue prompts. One prompt is shown as it is written, with figures at the end."""
-    params = sampling_params(sampling)
+    params = sampling_params(sampling)  # wrong ones are found before the model is read
     wanted = _prompts(prompts, input)
     if output is not None:
         _check_writable(output)
     from cellar.llm import LLM
 
     with LLM(**engine) as llm:
+        params = sampling_params(sampling, llm.generation.sampling)
         if len(wanted) == 1 and params.n == 1 and output is None:
             _live(llm, wanted[0], params)
             return

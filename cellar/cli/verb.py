@@ -25,13 +25,15 @@ class OptionGroup:
     """Options from the fields of dataclasses. A verb gets them as one dict of fields and values.
 
     `help` is used for fields that bring none of their own in their metadata; `defaults` replace the fields';
-    `skip` are fields without an option.
+    `models` are fields that a model may know better: their options are None unless given, with these values where
+    the model has none; `skip` are fields without an option.
     """
 
     title: str
     kinds: tuple[type, ...]
     help: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Any] = field(default_factory=dict)
     skip: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
@@ -47,6 +49,9 @@ class OptionGroup:
         annotation = _LISTS.get(name) or get_type_hints(kind)[name]
         text = described.metadata.get("help") or self.help[name]
         default = self.defaults.get(name, described.default)
+        if name in self.models:
+            annotation, default = annotation | None, None
+            text = f"{text} Default: the model's, else {self.models[name]:g}."
         # A switch that is off needs no name for "off".
         flags = (f"--{name.replace('_', '-')}",) if default is False else ()
         option = typer.Option(*flags, help=text, rich_help_panel=self.title)
@@ -64,8 +69,9 @@ _LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[in
 ENGINE = OptionGroup(
     "Engine",
     (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig),
-    # `cellar profile` writes where it is found without being named; the option is for the Python API and benchmarks.
-    skip=frozenset({"machine_profile"}),
+    # `cellar profile` writes where it is found without being named, the reserve is tuned in experiments: both are for the
+    # Python API and benchmarks.
+    skip=frozenset({"machine_profile", "decode_reserve"}),
 )
 
 SAMPLING = OptionGroup(
@@ -89,7 +95,14 @@ SAMPLING = OptionGroup(
         "logprobs": "Log-probabilities of this many likeliest tokens, in the JSON output.",
         "skip_special_tokens": "Leave special tokens out of the text.",
     },
-    defaults={"max_tokens": 256, "temperature": 0.8, "top_p": 0.95},
+    models={
+        "temperature": 0.8,
+        "top_p": 0.95,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 256,
+    },
     # The engine's --seed decides; prompt log-probabilities, biases, grammars and raw ids are for the Python API.
     skip=frozenset({"seed", "prompt_logprobs", "logit_bias", "detokenize", "structured_outputs"}),
 )
@@ -128,7 +141,7 @@ def verb(**groups: OptionGroup) -> Callable[[Verb], Verb]:
     return decorate
 
 
-def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams from a verb's options."""
-    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items()}
-    return SamplingParams(**values)
+def sampling_params(options: Mapping[str, Any], models: Mapping[str, Any] | None = None) -> SamplingParams:
+    """SamplingParams from a verb's options, and from what the model has for those that are not given."""
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in options.items() if v is not None}
+    return SamplingParams(**{**SAMPLING.models, **(models or {}), **given})

@@ -32,9 +32,12 @@ class ModelConfig:
     load_format: Literal["auto", "dummy"] = _option("auto", "auto reads weights; dummy makes random ones.")
     skip_tokenizer_init: bool = _option(False, "Token ids in and out only.")
     seed: int = _option(0, "Seed of requests that bring none, and of dummy weights.")
+    generation_config: str = _option(
+        "auto", "Sampling defaults: auto takes the model's generation_config.json, vllm none, a folder its own."
+    )
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer"):
+        for name in ("model", "tokenizer", "generation_config"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         if self.dtype != "auto":

@@ -1,7 +1,7 @@
-"""A directory of safetensors files as Hugging Face writes them: which tensors it has, and reading them.
+"""A directory of weights as Hugging Face writes them: which tensors it has, and reading them.
 
-Files are memory-mapped, and the map is let go after every `WINDOW` bytes, so that the pages of a large checkpoint
-do not stay in this process.
+The files are safetensors; where there are none, those of `pickled.py`. They are memory-mapped, and the map is let go
+after every `WINDOW` bytes, so that the pages of a large checkpoint do not stay in this process.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from cellar.core.errors import CheckpointError
+from cellar.models.pickled import PickledFiles, dtype_of, read_pickled
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+SAFE = "model.safetensors"
+PICKLED = "pytorch_model.bin"
+INDEX = ".index.json"
+"""After the name of what would be one file: the tensors of several."""
 
 # Bytes read from a file before its map is let go.
 WINDOW = 64 * 2**20
@@ -39,12 +42,13 @@ class StoredTensor:
 class Checkpoint:
     """The tensors of a directory by name. All headers are read at once, so that damage is found before any work.
 
-    Raises CheckpointError if the directory has no complete set of sound safetensors files.
+    Raises CheckpointError if the directory has no complete set of sound files.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.tensors: Mapping[str, StoredTensor] = _tensors(directory)
+        self._pickled = PickledFiles()
 
     def read(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """A tensor in blocks of rows, each with the number of its first row; use a block before asking for the next."""
@@ -52,52 +56,63 @@ class Checkpoint:
         rows = stored.shape[0]
         step = max(1, WINDOW // max(1, math.prod(stored.shape[1:]) * FLOATS[stored.dtype]))
         for first in range(0, rows, step):
+            stop = min(rows, first + step)
+            if _is_pickled(stored.file):
+                yield first, self._pickled.rows(stored.file, name, first, stop)
+                continue
             with _open(stored.file) as file:
-                yield first, file.get_slice(name)[first : min(rows, first + step)]
+                yield first, file.get_slice(name)[first:stop]
 
 
 def _tensors(directory: Path) -> dict[str, StoredTensor]:
     if not directory.is_dir():
         there = "is not a directory" if directory.exists() else "does not exist"
         raise CheckpointError(f"model directory {directory} {there}; give one in Hugging Face's layout.")
-    if (directory / SINGLE).is_file():
-        return _headers(directory / SINGLE)
-    if (directory / INDEX).is_file():
-        return _indexed(directory)
-    if any(directory.glob("*.safetensors")):
-        raise CheckpointError(f"{directory} has safetensors files, but neither {SINGLE} nor {INDEX}; add one of these.")
-    if any(directory.glob("*.bin")):
-        raise CheckpointError(
-            f"{directory} has its weights as .bin files only, which are not read because they can run code; "
-            "convert them to safetensors."
-        )
-    raise CheckpointError(f"{directory} has no weights; {SINGLE}, or {INDEX} and the files it names, must be there.")
+    for single in (SAFE, PICKLED):
+        if (directory / single).is_file():
+            return _headers(directory / single)
+        if (directory / (single + INDEX)).is_file():
+            return _indexed(directory, single + INDEX)
+        ending = Path(single).suffix
+        if any(directory.glob(f"*{ending}")):
+            raise CheckpointError(
+                f"{directory} has {ending} files, but neither {single} nor {single}{INDEX}; add one of these."
+            )
+    raise CheckpointError(
+        f"{directory} has no weights; {SAFE}, or {SAFE}{INDEX} and the files it names, must be there."
+    )
 
 
-def _indexed(directory: Path) -> dict[str, StoredTensor]:
+def _indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
     """Tensors of the files that the index names, each where the index says."""
     try:
-        places = json.loads((directory / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        places = json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"]
         wanted = {name: directory / str(file) for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{directory / INDEX} is damaged ({error}); get it again.") from error
+        raise CheckpointError(f"{directory / index} is damaged ({error}); get it again.") from error
     files = sorted(set(wanted.values()))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names; get what is missing.")
+        raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which {index} names; get what is missing.")
     found = {file: _headers(file) for file in files}
     for name, file in wanted.items():
         if name not in found[file]:
             raise CheckpointError(
-                f"{INDEX} of {directory} says that {name} is in {file.name}, but it is not; get both again."
+                f"{index} of {directory} says that {name} is in {file.name}, but it is not; get both again."
             )
     return {name: tensor for tensors in found.values() for name, tensor in tensors.items()}
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:
+    if _is_pickled(file):
+        return {name: StoredTensor(file, tuple(t.shape), dtype_of(t)) for name, t in read_pickled(file).items()}
     with _open(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
         return {name: StoredTensor(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+
+
+def _is_pickled(file: Path) -> bool:
+    return file.suffix == Path(PICKLED).suffix
 
 
 def _open(file: Path) -> Any:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from cellar.core.errors import CheckpointError
 
 # What a run needs; folders (such as `original`) and `consolidated` hold the same weights a second time.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
+# Only of repositories without safetensors: most others have these, too, with the same weights.
+PICKLED = ("pytorch_model*.bin",)
 UNWANTED = ("consolidated*", "*/*")
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -32,12 +35,20 @@ def resolve(model: str | Path) -> Path:
     return _snapshot(model)
 
 
-def _snapshot(name: str) -> Path:
+def _downloaded(name: str, wanted: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)))
+
+
+def _snapshot(name: str) -> Path:
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED)))
+        directory = _downloaded(name, WANTED)
+        if not any(directory.glob("*.safetensors")):
+            directory = _downloaded(name, (*WANTED, *PICKLED))
+        return directory
     except GatedRepoError as error:
         raise CheckpointError(
             f"model {name} asks for consent on the hub; give it there, then log in with `hf auth login`."

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
+import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -28,6 +27,7 @@ from cellar.server.fields import unknown
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords, read_keys
 from cellar.server.host import EngineHost, ServedModel
 from cellar.server.metrics import CONTENT_TYPE, Metrics
+from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
@@ -38,6 +38,8 @@ from cellar.text.grammar import check_grammar
 from cellar.text.tokenizer import Tokenizer
 from cellar.version import __version__
 
+logger = logging.getLogger(__name__)
+
 GONE = Response(status_code=499)
 """Nobody reads it; it is what the log shows for a client that hung up."""
 
@@ -47,8 +49,6 @@ LONG_TEXT = 4096
 """Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
 
 T = TypeVar("T")
-
-_ID = re.compile(r"[\w.:-]{1,128}")
 
 
 class Api:
@@ -78,11 +78,13 @@ class Api:
         body.check()
         self._check_shared(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
-        params = body.params(await self._grammar(body.structured(), body.response_format is not None))
+        structured = await self._grammar(body.structured(), body.response_format is not None)
+        params = body.params(structured, self.model.generation)
         prompts = await self._prompts(body)
-        id = _request_id("cmpl", body.request_id, request)
+        id = new_id("cmpl", body.request_id, request)
         answer = Completions(id, self._name(body.model), body, prompts, self.model.tokenizer)
-        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt)
+        name = name_of(request.scope)
+        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt, name)
         if body.stream:
             return EventStream(answer.events(session), None, self.limits.request_timeout)
         return await self._whole(request, answer.whole(session))
@@ -99,13 +101,14 @@ class Api:
                 if structured is not None:
                     raise refused("a forced tool call leaves no room for response_format.", "response_format")
                 structured = await self._grammar(tools.structured, False, "tools")
-            params = body.params(structured)
+            params = body.params(structured, self.model.generation)
             prompt = await self._conversation(
-                body, tools.tools, lambda text, ids: self.desk.read({"prompt": text, "prompt_token_ids": ids})
+                body, tools.tools, lambda text: self._read_text(text, bool(body.add_special_tokens))
             )
-            id = _request_id("chatcmpl", body.request_id, request)
+            id = new_id("chatcmpl", body.request_id, request)
             answer = Chat(id, self._name(body.model), body, prompt, self._tokenizer(), tools)
-            session = self.desk.open(id, [prompt], params, body.priority or 0, conversation, body.salt)
+            name = name_of(request.scope)
+            session = self.desk.open(id, [prompt], params, body.priority or 0, conversation, body.salt, name)
         except RequestError as error:
             raise as_api_error(error, body.names) from error
         if body.stream:
@@ -132,7 +135,8 @@ class Api:
         if body.prompt is not None:
             ids = await _beside(len(body.prompt), lambda: _encode(tokenizer, body.prompt, body.add_special_tokens))
         else:
-            ids = await self._conversation(body, body.tools, lambda _, ids: ids)
+            special = bool(body.add_special_tokens)
+            ids = await self._conversation(body, body.tools, lambda text: _encode(tokenizer, text, special))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
         found["token_strs"] = [tokenizer.id_to_piece(id) for id in ids] if body.return_token_strs else None
         return JSONResponse(found)
@@ -158,7 +162,7 @@ class Api:
         """200 if the engine makes a token now."""
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         prompt = self.desk.read([0])
-        id = f"health-{uuid.uuid4().hex}"
+        id = new_id("health", None, request)
 
         async def one_token() -> Response:
             async with asyncio.timeout(HEALTH_SECONDS), self.desk.open(id, [prompt], params) as session:
@@ -199,19 +203,23 @@ class Api:
 
         def read(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str) and body.add_special_tokens is False:
-                ids = _encode(self._tokenizer(), prompt, False)
-                return self.desk.read({"prompt": prompt, "prompt_token_ids": ids})
+                return self._read_text(prompt, False)
             return self.desk.read(prompt)
 
         return await _beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
+
+    def _read_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """A prompt with or without special tokens around it."""
+        ids = _encode(self._tokenizer(), self.desk.check_length(text), add_special_tokens)
+        return self.desk.read({"prompt": text, "prompt_token_ids": ids})
 
     async def _conversation(
         self,
         body: ChatRequest | TokenizeRequest,
         tools: list[dict[str, Any]] | None,
-        then: Callable[[str, list[int]], T],
+        then: Callable[[str], T],
     ) -> T:
-        """`then` of a conversation as the model sees it: its text and its ids."""
+        """`then` of a conversation as the model sees it."""
         templates, messages, variables = self.model.templates, body.messages or [], body.chat_template_kwargs or {}
         if templates is None:
             raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
@@ -227,7 +235,7 @@ class Api:
                 now=datetime.now(),
                 **variables,
             )
-            return then(text, _encode(self._tokenizer(), text, bool(body.add_special_tokens)))
+            return then(text)
 
         return await _beside(len(repr((messages, tools, variables))), rendered)
 
@@ -310,6 +318,9 @@ def build_app(
 
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.api = api
+    if defaults := model.generation.sampling:
+        said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        logger.info("the model's own defaults hold: %s (--generation-config vllm leaves them out)", said)
     errors.install(app)
     page.install(app)
     keys = read_keys(server.api_key, server.api_key_file)
@@ -355,9 +366,12 @@ def build_app(
         app.add_middleware(ApiKeys, keys=keys)
     if server.allowed_origins:
         origins = [origin.strip() for origin in server.allowed_origins.split(",")]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[HEADER]
+        )
     app.add_middleware(AnswerCount, count=api.metrics.answered)
     app.add_middleware(LastWords)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -373,17 +387,3 @@ def _encode(tokenizer: Tokenizer, text: str | None, add_special_tokens: bool | N
 def _no_extra(extra: dict[str, Any] | None) -> None:
     for name in extra or {}:
         raise unknown(name)
-
-
-def _request_id(prefix: str, given: str | None, request: Request) -> str:
-    """The id that the body gives; else a new one, which begins with that of the header X-Request-Id, if it has one.
-
-    Proxies repeat the header when they try again, so it alone would not be unique.
-    """
-    if given is not None:
-        if not _ID.fullmatch(given):
-            raise refused("request_id may have letters, digits and . _ : - only, at most 128.", "request_id")
-        return f"{prefix}-{given}"
-    header = request.headers.get("x-request-id") or ""
-    name = f"{header}-" if _ID.fullmatch(header) else ""
-    return f"{prefix}-{name}{uuid.uuid4().hex}"

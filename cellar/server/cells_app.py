@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.errors import ApiError, refused, unavailable
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, read_keys
 from cellar.server.metrics import CONTENT_TYPE
+from cellar.server.request_id import HEADER, RequestIds, new_id
 from cellar.server.stream import ClientGone, EventStream, event, until_gone
 from cellar.version import __version__
 
@@ -73,7 +73,7 @@ class CellApi:
             raise refused(f"this is the model {served.name!r}; send the request to {PATH}/{str(named)[:64]}.", "model")
         if stream and not served.grows:
             raise refused("nothing of this model's response grows, so there is nothing to stream.", "stream")
-        id = f"cells-{uuid.uuid4().hex}"
+        id = new_id("cells", None, request)
         if stream:
             return EventStream(self._events(served, id, fields), None, self.limits.request_timeout)
         try:
@@ -241,8 +241,11 @@ def build_cells_app(
         app.add_middleware(ApiKeys, keys=keys)
     if server.allowed_origins:
         origins = [origin.strip() for origin in server.allowed_origins.split(",")]
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[HEADER]
+        )
     app.add_middleware(AnswerCount, count=api.metrics.answered)
+    app.add_middleware(RequestIds)
     return app
 
 

@@ -109,16 +109,19 @@ class Desk:
     def read(self, prompt: Any) -> Prompt:
         """A prompt, checked, in any thread. Raises RequestError, ApiError."""
         if isinstance(prompt, str):
-            whole_characters(prompt)
+            self.check_length(prompt)
         found = self.engine().read(prompt)
-        longest = self._limits.max_prompt_len
-        if longest is not None and len(found.token_ids) > longest:
-            raise RequestError(
-                f"the prompt has {len(found.token_ids)} tokens, but this server allows {longest}; shorten it.",
-                "prompt",
-                "context_length_exceeded",
-            )
+        count, longest = len(found.token_ids), self._limits.max_prompt_len
+        if longest is not None and count > longest:
+            raise _too_long(str(count), longest)
         return found
+
+    def check_length(self, text: str) -> str:
+        """The text itself, unless it is too long for certain: known before it is tokenized. Raises as `read` does."""
+        least, longest = self.engine().reader.check_length(whole_characters(text)), self._limits.max_prompt_len
+        if longest is not None and least > longest:
+            raise _too_long(f"at least {least}", longest)
+        return text
 
     def open(
         self,
@@ -128,8 +131,12 @@ class Desk:
         priority: int = 0,
         conversation: str | None = None,
         salt: bytes = b"",
+        name: str = "",
     ) -> Session:
-        """Start prompts, all or none. Raises RequestError if they are not allowed, ApiError if too many wait."""
+        """Start prompts, all or none. `name` is what the client calls the request, for the log.
+
+        Raises RequestError if they are not allowed, ApiError if too many wait.
+        """
         llm = self.engine()
         ids = [request_id if len(prompts) == 1 else f"{request_id}-{k}" for k in range(len(prompts))]
         news = [
@@ -140,9 +147,18 @@ class Desk:
         tickets = self.admission.enter(lengths)
         timings = [self._metrics.arrived(length, conversation is not None) for length in lengths]
         if self._log_requests:
-            logger.info("request %s: prompt tokens %s, %r", request_id, lengths, without_text(params))
+            called = f" ({name})" if name not in request_id else ""
+            logger.info("request %s%s: prompt tokens %s, %r", request_id, called, lengths, without_text(params))
         works = [_Work(*parts, params.n) for parts in zip(news, tickets, timings, strict=True)]
         return Session(prompts, works)
+
+
+def _too_long(count: str, longest: int) -> RequestError:
+    return RequestError(
+        f"the prompt has {count} tokens, but this server allows {longest}; shorten it.",
+        "prompt",
+        "context_length_exceeded",
+    )
 
 
 def check_complete(output: RequestOutput) -> None:

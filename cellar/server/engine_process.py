@@ -116,7 +116,7 @@ def run_engine(pipe: Connection, opener: Opener, address: str, log_level: str) -
     gc.collect()  # What is here now stays; a collection that walked over all of it would hold up a step.
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
-    ready = Ready(opened.config, opened.spec, opened.checkpoint, opened.front.reader.max_model_len)
+    ready = Ready(opened.config, opened.spec, opened.checkpoint, opened.front.reader.max_model_len, opened.generation)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(address)  # of an engine that was killed
     switchboard = Switchboard(opened.front.engine, ready, address)

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
+from cellar.server.request_id import HEADER, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +88,8 @@ def whole_characters(text: str) -> str:
     return text
 
 
-def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -> ApiError:
-    """Any error as one for the client. `names` maps fields of ours to those of the API."""
+def as_api_error(error: BaseException, names: Mapping[str, str] | None = None, request: str = "") -> ApiError:
+    """Any error as one for the client. `names` maps fields of ours to those of the API; `request` is for the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -102,15 +103,21 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None) -
         return ApiError(504, "the request took longer than this server allows; ask for fewer tokens.", code="timeout")
     if isinstance(error, CellarError) and not isinstance(error, IntegrityError):
         return unavailable(f"the engine is not available ({error}); try again.", retry_after=5)
-    logger.error("a request failed by a defect", exc_info=error)
+    logger.error("request %s failed by a defect", request or "of an unknown name", exc_info=error)
     return ApiError(500, "the server failed on this request by a defect of its own; its log says more.")
 
 
 def install(app: FastAPI) -> None:
     """Have every error of the app answered with OpenAI's error object."""
 
-    async def ours(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response()
+    async def ours(request: Request, error: Exception) -> Response:
+        return as_api_error(error, None, name_of(request.scope)).response()
+
+    async def defect(request: Request, error: Exception) -> Response:
+        """The framework answers these outside of all that we put around the routes."""
+        response = await ours(request, error)
+        response.headers[HEADER] = name_of(request.scope)
+        return response
 
     async def invalid(_: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
@@ -126,7 +133,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RecursionError, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(Exception, defect)
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

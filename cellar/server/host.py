@@ -10,6 +10,7 @@ from cellar.core.messages import SchedulerStats
 from cellar.front import Opened
 from cellar.stream import AsyncLLM
 from cellar.text.chat import ChatTemplate
+from cellar.text.generation import NEUTRAL, GenerationConfig
 from cellar.text.tokenizer import Tokenizer
 
 
@@ -25,6 +26,7 @@ class ServedModel:
     templates: ChatTemplate | None
     chunk_nbytes: int
     kv_tier: str
+    generation: GenerationConfig = NEUTRAL
 
     @classmethod
     def of(cls, opened: Opened, names: tuple[str, ...]) -> ServedModel:
@@ -38,6 +40,7 @@ class ServedModel:
             opened.front.templates,
             opened.spec.kv.chunk_nbytes(),
             "host" if opened.config.device.device in ("auto", "cpu") else "device",
+            opened.generation,
         )
 
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.server.errors import refused
 from cellar.server.fields import CHAT, COMPLETION, Accepts, check_extra, unknown
+from cellar.text.generation import NEUTRAL, GenerationConfig
 
 MAX_N = 128
 
@@ -159,17 +160,18 @@ class CompletionRequest(_Sampling):
     echo: bool | None = None
     logprobs: int | None = None
 
-    def params(self, structured: StructuredOutputsParams | None = None) -> SamplingParams:
-        """How to sample. Raises RequestError or ApiError."""
+    def params(
+        self, structured: StructuredOutputsParams | None = None, generation: GenerationConfig = NEUTRAL
+    ) -> SamplingParams:
+        """How to sample; without `max_tokens` OpenAI's 16 tokens. Raises RequestError or ApiError."""
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         if max_tokens == 0 and not self.echo:
             raise refused("max_tokens is 0, which only makes sense with echo; ask for at least 1.", "max_tokens")
         shared = self.shared_params()
         if self.echo and self.logprobs is not None:
             shared.setdefault("prompt_logprobs", self.logprobs)
-        return SamplingParams(
-            **shared, max_tokens=max_tokens or 1, logprobs=self.logprobs, structured_outputs=structured
-        )
+        shared |= {"max_tokens": max_tokens or 1, "logprobs": self.logprobs, "structured_outputs": structured}
+        return generation.params(shared)
 
     @property
     def scores_only(self) -> bool:
@@ -203,15 +205,19 @@ class ChatRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
 
-    def params(self, structured: StructuredOutputsParams | None = None) -> SamplingParams:
-        """How to sample. Raises RequestError or ApiError."""
+    def params(
+        self, structured: StructuredOutputsParams | None = None, generation: GenerationConfig = NEUTRAL
+    ) -> SamplingParams:
+        """How to sample; without a limit as many tokens as the model's own, else the context. Raises RequestError or
+        ApiError."""
         if self.top_logprobs and not self.logprobs:
             raise refused("top_logprobs needs logprobs; set logprobs to true.", "top_logprobs")
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if limit is None:
+            limit = generation.sampling.get("max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return SamplingParams(
-            **self.shared_params(), max_tokens=limit, logprobs=logprobs, structured_outputs=structured
-        )
+        given = {"max_tokens": limit, "logprobs": logprobs, "structured_outputs": structured}
+        return generation.params(self.shared_params() | given)
 
     @property
     def names(self) -> dict[str, str]:

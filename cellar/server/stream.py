@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cellar.server.errors import as_api_error
+from cellar.server.request_id import name_of
 
 T = TypeVar("T")
 
@@ -85,7 +86,7 @@ class EventStream(Response):
                         await send(head)
                     await send({"type": "http.response.body", "body": data, "more_body": True})
         except Exception as error:
-            failure = as_api_error(error, self._names)
+            failure = as_api_error(error, self._names, name_of(scope))
             if not begun:
                 await failure.response()(scope, receive, send)
                 return

@@ -50,8 +50,9 @@ class FrontMaker:
         if self._text is None:
             self._text = open_text(ready.config.model, ready.checkpoint)
         tokenizer, templates = cast(tuple[None, None], self._text)
-        reader = open_reader(ready.spec, ready.max_model_len, tokenizer, ready.config.model.seed)
-        return Opened(Front(engine, reader, tokenizer, templates), ready.config, ready.spec, ready.checkpoint)
+        reader = open_reader(ready.spec, ready.max_model_len, tokenizer, ready.config.model.seed, ready.generation)
+        front = Front(engine, reader, tokenizer, templates)
+        return Opened(front, ready.config, ready.spec, ready.checkpoint, ready.generation)
 
 
 class EngineKeeper:

@@ -13,6 +13,7 @@ from typing import Any
 from cellar.core.config import EngineConfig
 from cellar.core.messages import FinishReason, Logprobs, SchedulerStats
 from cellar.core.specs import ModelSpec
+from cellar.text.generation import NEUTRAL, GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Ready:
     spec: ModelSpec
     checkpoint: Path | None
     max_model_len: int
+    generation: GenerationConfig = NEUTRAL
 
 
 @dataclass(slots=True)

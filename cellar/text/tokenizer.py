@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from cellar.core.errors import CheckpointError
 from cellar.text.decoding import DecoderKind, Decoding
+from cellar.text.reach import reach
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -45,6 +47,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         decoder = None if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.decoding = Decoding(decoder, backend.id_to_token, self.special_ids)
+        self._reach = reach(backend)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -71,9 +74,9 @@ class Tokenizer:
                 " (transformers makes tokenizer.json from a tokenizer.model)."
             )
         _add_listed(backend, config.get("added_tokens_decoder", {}), path)
-        eos = _ids(read_json(path / "generation_config.json").get("eos_token_id"))
+        eos = token_ids(read_json(path / "generation_config.json").get("eos_token_id"))
         if not eos and "eos_token" not in named:
-            eos = _ids(model_config.get("eos_token_id"))
+            eos = token_ids(model_config.get("eos_token_id"))
         return cls(backend, named, eos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -82,6 +85,10 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def least_tokens(self, text: str) -> int:
+        """So many tokens a text has for certain, perhaps many more; found out by its length alone."""
+        return 0 if self._reach is None else math.ceil(len(text) / self._reach)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; ids outside the vocabulary have none."""
@@ -154,7 +161,8 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _ids(value: Any) -> list[int]:
+def token_ids(value: Any) -> list[int]:
+    """Ids of a JSON value that is one, or a list of them; what is no integer is left out."""
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 

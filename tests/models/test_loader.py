@@ -199,10 +199,6 @@ def index_damaged(directory: Path, tensors: dict[str, Tensor]) -> None:
     (directory / "model.safetensors.index.json").write_text('{"weight_map"')
 
 
-def only_bin(directory: Path, tensors: dict[str, Tensor]) -> None:
-    (directory / "pytorch_model.bin").touch()
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -219,7 +215,6 @@ def only_bin(directory: Path, tensors: dict[str, Tensor]) -> None:
         (index_gone, "neither model.safetensors nor model.safetensors.index.json"),
         (index_wrong, "says that model.norm.weight is in"),
         (index_damaged, "index.json is damaged"),
-        (only_bin, "as .bin files only"),
         (lambda directory, tensors: None, "has no weights"),
     ],
 )

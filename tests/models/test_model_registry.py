@@ -97,8 +97,13 @@ def test_a_download_asks_for_what_a_run_needs_only(monkeypatch: pytest.MonkeyPat
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / files[1]).touch()
     assert hub.resolve("organization/name") == tmp_path
     assert kept == [*files[:3], *files[4:7]]
+    (tmp_path / files[1]).unlink()
+    del files[1:3], kept[:]
+    assert hub.resolve("organization/name") == tmp_path
+    assert kept == [files[0], *files[2:5], *files[:5]]  # nothing else is downloaded twice
 
 
 def test_importing_the_registry_loads_no_client_of_the_hub() -> None:

@@ -109,7 +109,7 @@ def wide_layers(profiles: Sequence[Profile], checkpoint: Path) -> frozenset[int]
 def weights_digest(checkpoint: Path) -> str:
     """What tells weights apart without reading them all: names, sizes and last bytes of the files."""
     digest = hashlib.sha256()
-    for file in sorted(checkpoint.glob("*.safetensors")):
+    for file in sorted(checkpoint.glob("*.safetensors")) or sorted(checkpoint.glob("*.bin")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as opened:
