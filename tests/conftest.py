@@ -7,6 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # a machine where tests marked `gpu` run may lack it
+    pass
+else:  # how long an example takes says nothing on a busy machine
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:

@@ -1,13 +1,24 @@
-"""Waiting with a limit: what hangs fails its test, and does not keep the run."""
+"""Waiting with a limit: what hangs fails its test, and does not keep the run.
+
+No test may depend on how fast the machine is: a thread may be stopped for seconds at any moment. So tests wait for
+what they need, and have requests that would run for much longer than anybody is ever stopped.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
+
+from cellar.loop import Mailbox
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 120.0
@@ -20,6 +31,36 @@ def run_python(code: str, *arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Wait until it holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"still not so after {seconds:g} s"
+        time.sleep(0.005)
+
+
+async def eventually(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    """Wait until it holds, beside other coroutines."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"still not so after {seconds:g} s"
+        await asyncio.sleep(0.005)
+
+
+def asked(mailbox: Mailbox[Any], question: Callable[[], T]) -> T:
+    """The answer of the thread that reads a mailbox, between two of its turns."""
+    answer: Future[T] = Future()
+
+    def letter(*_: object) -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    mailbox.post(letter)
+    return answer.result(SECONDS)
 
 
 def join_all(threads: Sequence[threading.Thread], seconds: float = SECONDS) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from cellar.runtime.fake import FakeRuntime, next_token
 from cellar.runtime.protocol import Capacity
 from cellar.schedule.steps import StepScheduler
 from tests.fake_front import open_fake
-from tests.limits import join_all
+from tests.limits import SECONDS, join_all
 
 VOCAB = 97
 
@@ -170,8 +171,10 @@ def test_add_from_another_thread_ends_the_wait() -> None:
     engine, _ = make()
     collected = Collected()
     timer = threading.Timer(0.05, lambda: engine.add(request("a", [1, 2], 3)))
+    begin = time.monotonic()
     timer.start()
-    engine.turn(30.0)
+    engine.turn(SECONDS)
+    assert time.monotonic() - begin < SECONDS / 2
     run(engine, collected)
     join_all([timer])
     assert collected.tokens["a"] == expected([1, 2], 3)
@@ -219,7 +222,7 @@ class SlowGrammars:
 
     def prepare(self, wanted: StructuredOutputsParams) -> None:
         self.begun.release()
-        assert self.go.wait(20)
+        assert self.go.wait(SECONDS)
         if self.error is not None:
             raise RequestError(self.error)
         self.done.add(wanted.text)
@@ -241,7 +244,7 @@ def test_an_id_taken_again_while_a_grammar_compiles_runs_the_later_request() -> 
     engine.masker = masker = SlowGrammars()
     engine.add(structured("a", [1, 2], "x"))
     engine.receive()
-    assert masker.begun.acquire(timeout=20)
+    assert masker.begun.acquire(timeout=SECONDS)
     engine.abort("a")
     engine.add(structured("a", [7, 8, 9], "y"))
     engine.receive()
@@ -267,7 +270,7 @@ def test_what_is_refused_between_turns_belongs_to_the_request_it_was_said_of() -
     grammar = plain.clone(structured_outputs=StructuredOutputsParams(regex="x"))
     front.start([front.prepare("late", prompt, grammar)])
     masker.go.set()
-    assert masker.begun.acquire(timeout=20)
+    assert masker.begun.acquire(timeout=SECONDS)
     front.engine._compiler.shutdown()  # the refusal has been posted
     front.start([front.prepare("good", prompt, plain)])
     ended = {}
@@ -283,10 +286,10 @@ def test_books_are_checked_when_work_ends_but_not_all_the_time(monkeypatch: pyte
     now, checks = [0.0], []
     engine.clock = lambda: now[0]
     monkeypatch.setattr(engine.scheduler, "check_integrity", lambda: checks.append(now[0]))
-    for time in (0.0, 1.0, 59.0, 60.0, 61.0, 500.0):
-        now[0] = time
+    for second in (0.0, 1.0, 59.0, 60.0, 61.0, 500.0):
+        now[0] = second
         engine.turn(0.0)
-        engine.add(request(f"at {time}", [1], 2))
+        engine.add(request(f"at {second}", [1], 2))
         run(engine, Collected())
     assert checks == [0.0, 60.0, 500.0]
 

@@ -15,7 +15,7 @@ from cellar.core.errors import CapacityError, CellarError, ConfigError, RequestE
 from cellar.core.messages import StepPlan
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, continuation, open_fake
-from tests.limits import join_all, run_python
+from tests.limits import SECONDS, join_all, run_python
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -335,13 +335,23 @@ def test_ctrl_c_drops_all_and_leaves_the_engine_usable() -> None:
 
 
 def test_ctrl_c_from_outside_while_waiting() -> None:
-    opened, _ = open_fake(latency=0.05)
+    begun = threading.Event()
+
+    def note(plan: StepPlan) -> None:
+        if plan.step == 2:
+            begun.set()
+
+    def interrupt() -> None:
+        if begun.wait(SECONDS):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    opened, _ = open_fake(latency=0.05, fail=note)
     model = LLM.over(opened)
-    timer = threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
+    outside = threading.Thread(target=interrupt)
+    outside.start()
     with pytest.raises(KeyboardInterrupt):
-        model.generate([1, 2], GREEDY.clone(max_tokens=200), use_tqdm=False)
-    join_all([timer])
+        model.generate([1, 2], GREEDY.clone(max_tokens=200), use_tqdm=False)  # ten seconds
+    join_all([outside])
     assert len(model.generate([1, 2], GREEDY.clone(max_tokens=2), use_tqdm=False)) == 1
 
 

@@ -13,11 +13,13 @@ from cellar.core.errors import CellarError, RequestError
 from cellar.core.messages import RequestOutput
 from cellar.outputs import Delta
 from cellar.text.tokenizer import Tokenizer
-from tests.fake_front import TOKENIZER, continuation, open_fake
+from tests.fake_front import ENDLESS, ROOMY, TOKENIZER, continuation, open_fake
+from tests.limits import eventually
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = GREEDY.clone(max_tokens=ENDLESS)
 
 
 def plain(prompt: list[int], count: int) -> list[int]:
@@ -51,11 +53,13 @@ def test_many_streams_at_a_time() -> None:
     asyncio.run(run())
 
 
-def test_a_slow_device_gives_a_token_at_a_time() -> None:
+def test_every_step_is_told() -> None:
     async def run() -> None:
-        async with AsyncLLM.over(open_fake(latency=0.005)[0]) as llm:
+        opened, _ = open_fake()
+        opened.front.engine.run_ahead = 1  # of more steps than one, several may end before anybody looks
+        async with AsyncLLM.over(opened) as llm:
             counts = [len(o.outputs[0].token_ids) async for o in llm.generate([1, 2], GREEDY, "r")]
-            assert len(counts) > 6
+            assert counts == list(range(1, 13))
 
     asyncio.run(run())
 
@@ -78,29 +82,28 @@ def test_deltas_add_up() -> None:
 
 def test_leaving_drops_the_request_and_no_other() -> None:
     async def run() -> None:
-        async with AsyncLLM.over(open_fake(latency=0.002, max_model_len=8_192, num_slots=2_048)[0]) as llm:
+        async with AsyncLLM.over(open_fake(latency=0.002, **ROOMY)[0]) as llm:
             other = asyncio.create_task(last(llm.generate([9], GREEDY.clone(max_tokens=60))))
-            stream = llm.generate([1, 2], GREEDY.clone(max_tokens=8_000))  # sixteen seconds
+            stream = llm.generate([1, 2], LONG)
             await anext(stream)
             await stream.aclose()  # type: ignore[attr-defined]
-            task = asyncio.create_task(last(llm.generate([3], GREEDY.clone(max_tokens=8_000))))
+            task = asyncio.create_task(last(llm.generate([3], LONG)))
             await asyncio.sleep(0.02)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert (await other).outputs[0].token_ids == plain([9], 60)
-            while llm.stats().running:
-                await asyncio.sleep(0.003)
-            assert 60 <= llm.stats().generation_tokens < 8_000
+            await eventually(lambda: not llm.stats().running)
+            assert 60 <= llm.stats().generation_tokens < ENDLESS
 
     asyncio.run(run())
 
 
 def test_abort_ends_the_stream_with_what_there_is() -> None:
     async def run() -> None:
-        async with AsyncLLM.over(open_fake(latency=0.002)[0]) as llm:
+        async with AsyncLLM.over(open_fake(latency=0.002, **ROOMY)[0]) as llm:
             seen: list[RequestOutput] = []
-            async for output in llm.generate([1, 2], GREEDY.clone(max_tokens=200), "mine"):
+            async for output in llm.generate([1, 2], LONG, "mine"):
                 seen.append(output)
                 if len(seen) == 3:
                     await llm.abort("mine")
@@ -117,12 +120,17 @@ def test_abort_ends_the_stream_with_what_there_is() -> None:
 
 def test_an_id_in_use_is_refused_and_the_first_goes_on() -> None:
     async def run() -> None:
-        async with AsyncLLM.over(open_fake(latency=0.001)[0]) as llm:
-            first = asyncio.create_task(last(llm.generate([1], GREEDY, "same")))
-            await asyncio.sleep(0.003)
+        async with AsyncLLM.over(open_fake(latency=0.002, **ROOMY)[0]) as llm:
+            first = llm.generate([1], LONG, "same")
+            await anext(first)
             with pytest.raises(RequestError, match="in use"):
                 await last(llm.generate([2], GREEDY, "same"))
-            assert (await first).outputs[0].token_ids == plain([1], 12)
+            known = llm.stats().generation_tokens
+            tokens: list[int] = []
+            while len(tokens) <= known:  # so it went on
+                tokens = (await anext(first)).outputs[0].token_ids
+            assert tokens == plain([1], len(tokens))
+            await first.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(run())
 
@@ -150,16 +158,17 @@ def test_what_could_never_run_ends_with_an_error() -> None:
 
 def test_an_error_of_the_loop_reaches_every_stream() -> None:
     async def run() -> None:
-        opened, _ = open_fake(latency=0.002)
+        opened, _ = open_fake(latency=0.002, **ROOMY)
         llm = AsyncLLM.over(opened)
-        tasks = [asyncio.create_task(last(llm.generate([k], GREEDY.clone(max_tokens=200)))) for k in range(5)]
-        await asyncio.sleep(0.02)
+        streams = [llm.generate([k], LONG) for k in range(5)]
+        for stream in streams:
+            await anext(stream)
 
         def broken(*_: Any) -> None:
             raise ZeroDivisionError("a defect")
 
         opened.front.engine.scheduler.commit = broken  # type: ignore[method-assign, assignment]
-        found = await asyncio.gather(*tasks, return_exceptions=True)
+        found = await asyncio.gather(*map(last, streams), return_exceptions=True)
         assert [type(one) for one in found] == [ZeroDivisionError] * 5
         with pytest.raises(CellarError, match="a defect"):
             await last(llm.generate([1], GREEDY))
@@ -171,12 +180,12 @@ def test_an_error_of_the_loop_reaches_every_stream() -> None:
 
 def test_closing_ends_open_streams_and_later_ones() -> None:
     async def run() -> None:
-        llm = AsyncLLM.over(open_fake(latency=0.002)[0])
-        task = asyncio.create_task(last(llm.generate([1], GREEDY.clone(max_tokens=200))))
-        await asyncio.sleep(0.01)
+        llm = AsyncLLM.over(open_fake(latency=0.002, **ROOMY)[0])
+        stream = llm.generate([1], LONG)
+        await anext(stream)
         await asyncio.to_thread(llm.close)
         with pytest.raises(CellarError, match="closed"):
-            await task
+            await last(stream)
         with pytest.raises(CellarError, match="closed"):
             await last(llm.generate([1], GREEDY))
         llm.close()

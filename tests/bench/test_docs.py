@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import SECONDS
+
 ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 
@@ -67,7 +69,7 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             yield number
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(SECONDS)
 
 
 def write_datasets(folder: Path) -> None:

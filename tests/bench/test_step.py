@@ -75,9 +75,9 @@ def test_a_real_step_has_every_kind_and_its_time_adds_up(found: Breakdown) -> No
     assert ROTARY not in kinds
     for name in (NORM, ATTENTION, ACTIVATION, EMBEDDING, IDLE):
         assert kinds[name].seconds > 0
-    whole = sum(kind.seconds for kind in found.kinds)
     # What lies before the first launch and behind the last one of the run is nobody's; a busy machine may stretch it.
-    assert 0.2 * found.profiled_seconds < whole < 1.05 * found.profiled_seconds
+    whole = sum(kind.seconds for kind in found.kinds)
+    assert 0.2 * min(found.profiled_seconds, found.seconds) < whole < 1.05 * found.profiled_seconds
     assert found.limit_seconds > 0
     assert not found.graphs
 

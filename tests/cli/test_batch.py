@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +19,20 @@ import cellar.front
 from cellar.cli.main import build
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.messages import StepPlan
 from cellar.front import Opened
 from cellar.server.batch import BadLine, BatchRequest, ResultFile, read_requests
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from tests.fake_front import continuation, open_fake
-from tests.limits import SECONDS
+from tests.limits import SECONDS, until
 from tests.server.served import TEXT, VOCAB
 
 APP = build()
 ROOT = Path(__file__).parent.parent.parent
 
 
-def open_for_batch(config: EngineConfig, latency: float = 0.0) -> Opened:
+def open_for_batch(config: EngineConfig, latency: float | Callable[[StepPlan], float] = 0.0) -> Opened:
     """In the place of open_front: the fake device, with grammars."""
     opened, _ = open_fake(num_rows=8, num_slots=256, seed=config.model.seed, latency=latency)
     opened.front.engine.masker = Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
@@ -286,11 +287,24 @@ def test_an_engine_that_fails_ends_the_batch_without_a_result(tmp_path: Path, mo
 
 def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[int] = []
+    expected = 16  # twice the rows, unless told otherwise
 
     def counted(config: EngineConfig) -> Opened:
-        opened = open_for_batch(config, latency=0.001)
+        opened = open_for_batch(config)
         engine = opened.front.engine
-        commit = engine.scheduler.commit
+        commit, poll = engine.scheduler.commit, engine.runtime.poll
+        begun, end = False, time.monotonic() + SECONDS
+
+        def held(timeout: float | None) -> Any:
+            """No step ends before as many requests are there as may be."""
+            nonlocal begun
+            stats = engine.stats()
+            begun = begun or stats.running + stats.waiting == expected
+            if begun:
+                return poll(timeout)
+            assert time.monotonic() < end, f"not {expected} in flight, but {stats}"
+            time.sleep(0.001)
+            return []
 
         def note(result: Any, now: float) -> Any:
             output = commit(result, now)
@@ -298,6 +312,7 @@ def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             return output
 
         engine.scheduler.commit = note  # type: ignore[method-assign]
+        engine.runtime.poll = held  # type: ignore[method-assign]
         return opened
 
     monkeypatch.setattr(cellar.front, "open_front", counted)
@@ -305,17 +320,19 @@ def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert sum(steps) == 64 * 20
     full = sum(count == 8 for count in steps)  # the fake has 8 rows
-    assert full > 0.7 * 64 * 20 / 8
+    assert full > 0.9 * 64 * 20 / 8
     steps.clear()
+    expected = 2
     run(tmp_path / "in.jsonl", tmp_path / "other.jsonl", "--max-in-flight", "2")
     assert max(steps) == 2
 
 
-_KILLED = """
+_OVER_THE_FAKE = """
 import sys
 import cellar.front
 from tests.cli.test_batch import open_for_batch
-cellar.front.open_front = lambda config: open_for_batch(config, latency=0.002)
+last = int(sys.argv.pop(1))  # the step that the device does not survive
+cellar.front.open_front = lambda config: open_for_batch(config, lambda plan: 3600.0 if plan.step == last else 0.0)
 from cellar.cli.main import main
 main()
 """
@@ -325,21 +342,19 @@ main()
 def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request(str(k), max_tokens=10, ignore_eos=True) for k in range(160)])
     output = tmp_path / "out.jsonl"
-    command = [sys.executable, "-c", _KILLED, "batch", str(source), "-o", str(output), "--max-in-flight", "8"]
+    batch = ["batch", str(source), "-o", str(output), "--max-in-flight", "8"]
+    killed, whole = ([sys.executable, "-c", _OVER_THE_FAKE, last, *batch] for last in ("60", "-1"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     kept = 0
     for _ in range(2):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + 60
-        while (output.read_bytes().count(b"\n") if output.exists() else 0) < kept + 20:
-            assert process.poll() is None
-            assert time.monotonic() < end
-            time.sleep(0.002)
+        process = subprocess.Popen(killed, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        until(lambda want=kept + 20: output.exists() and output.read_bytes().count(b"\n") >= want)  # type: ignore[misc]
+        assert process.poll() is None
         os.kill(process.pid, signal.SIGKILL)
         process.wait(SECONDS)
         kept = len(by_id_torn(output))
         assert kept < 160
-    last = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    last = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
     assert last.returncode == 0, last.stderr
     assert f"{160 - kept} succeeded, 0 failed, {kept} were done before" in last.stdout
     assert set(by_id(output)) == {str(k) for k in range(160)}

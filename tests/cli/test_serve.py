@@ -3,6 +3,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.limits import SECONDS
+
 
 def test_without_the_server_extra_one_sentence_says_what_to_install() -> None:
     """A fresh process in which uvicorn cannot be imported, as after a plain install."""
@@ -13,7 +15,7 @@ def test_without_the_server_extra_one_sentence_says_what_to_install() -> None:
         "from cellar.cli.main import main\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert done.returncode == 2
     assert "cellar-llm[server]" in done.stderr
     assert "uvicorn" in done.stderr

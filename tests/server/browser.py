@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("chromium", "chromium-browser", "google-chrome")
+SLOW = 60_000
+"""Milliseconds after which what is expected of a page will not come any more, however busy the machine."""
 
 
 @contextmanager
@@ -25,6 +27,7 @@ def chromium() -> Iterator[Browser]:
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     assert found is not None, "there is no chromium; run scripts/setup-system."
     flags = ["--disable-dev-shm-usage", *(["--no-sandbox"] if os.geteuid() == 0 else [])]
+    expect.set_options(timeout=SLOW)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=found, args=flags)
         yield browser
@@ -38,7 +41,7 @@ def watched(browser: Browser, url: str, expected: tuple[str, ...] = (), **option
     `expected` are parts of error messages that may come.
     """
     context = browser.new_context(**options)
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(SLOW)
     page = context.new_page()
     errors: list[str] = []
     hosts: set[str] = set()

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,7 @@ from cellar.server.wire import Ready
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker, sampled_rows
 from tests.fake_front import open_fake
+from tests.limits import SECONDS, until
 
 
 def over(opened: Opened, engine: Engine[StepPlan]) -> Opened:
@@ -40,8 +42,13 @@ def over(opened: Opened, engine: Engine[StepPlan]) -> Opened:
     return replace(opened, front=Front(engine, front.reader, front.tokenizer, front.templates))
 
 
-def open_engine(**fake: Any) -> Opened:
-    """What runs in the engine's process. It checks its books whenever work ends: a breach is the end of it."""
+def open_engine(gate: str | None = None, **fake: Any) -> Opened:
+    """What runs in the engine's process. It checks its books whenever work ends: a breach is the end of it.
+
+    It does not start while there is a file `gate`.
+    """
+    if gate is not None:
+        until(lambda: not Path(gate).exists())
     opened = open_fake(**fake)[0]
     before, tokenizer = opened.front.engine, opened.front.tokenizer
     assert tokenizer is not None
@@ -104,13 +111,14 @@ def supervise(opener: Any = open_engine, **fake: Any) -> Supervisor:
 
 
 def main() -> None:
-    """Options are a JSON object: `fronts`, `limits` and those of `open_fake`."""
+    """Options are a JSON object: `fronts`, `limits`, `gate` and those of `open_fake`."""
     options = json.loads(sys.argv[1])
     count, limits = options.pop("fronts", 1), LimitConfig(**options.pop("limits", {}))
+    gate = options.pop("gate", None)
     server = ServerConfig(port=0, log_level="warning", api_server_count=count)
     fake = {"num_rows": 64, "num_slots": 1024, **options}
     if count > 1:
-        opener, say = partial(open_engine, **fake), partial(print, flush=True)
+        opener, say = partial(open_engine, gate, **fake), partial(print, flush=True)
         serve_by_several(opener, ("fake",), server, limits, say, partial(attach, **fake), first_pause=0.3)
         return
     host = supervise(**fake)
@@ -132,15 +140,35 @@ def started(**options: Any) -> tuple[subprocess.Popen[str], str]:
     )
     assert process.stdout is not None
     url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
-    assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+    assert httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200
     return process, url
+
+
+def wait_until_refused(url: str) -> None:
+    """Until nobody takes new connections any more."""
+    end = time.monotonic() + SECONDS
+    while True:
+        try:
+            httpx.get(f"{url}/health", timeout=SECONDS)
+        except httpx.TimeoutException:
+            raise
+        except httpx.TransportError:
+            return
+        assert time.monotonic() < end, "new connections are still taken"
+        time.sleep(0.02)
 
 
 def children_of(pid: int) -> list[Path]:
     """The processes that a server has started, oldest first: entries of /proc that are there while they live."""
-    pids = [p for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
-    found = [Path(f"/proc/{p}") for p in sorted(pids, key=int)]
-    return [path for path in found if b"spawn_main" in (path / "cmdline").read_bytes()]
+    pids: list[str] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended meanwhile; so may a process
+            pids += (thread / "children").read_text().split()
+    found = []
+    for path in (Path(f"/proc/{p}") for p in sorted(pids, key=int)):
+        with suppress(OSError):
+            found += [path] if b"spawn_main" in (path / "cmdline").read_bytes() else []
+    return found
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, continuation, open_fake
+from tests.limits import SECONDS, asked, join_all, until
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -37,6 +38,16 @@ def plain(prompt: list[int], count: int) -> list[int]:
     while len(tokens) < count:
         tokens += continuation(prompt + tokens, count - len(tokens), VOCAB)
     return tokens
+
+
+def raw(url: str, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+    """A request on a socket of its own; to close it is to hang up."""
+    sent = json.dumps(body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)))
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    sock.sendall(head.encode() + sent)
+    return sock
 
 
 @dataclass
@@ -52,21 +63,18 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=60)
+        return httpx.Client(base_url=self.url, timeout=SECONDS)
 
-    def settle(self, seconds: float = 5.0) -> None:
+    def settle(self) -> None:
         """Wait until nothing runs; then the books must balance and no chunk be referenced."""
-        scheduler = self.opened.front.engine.scheduler
-        end = time.monotonic() + seconds
-        while scheduler.has_work() or len(self.opened.front._outputs):
-            assert time.monotonic() < end, "requests still run"
-            time.sleep(0.01)
-        scheduler.check_integrity()
-        stats = scheduler.stats()
+        engine = self.opened.front.engine
+        admission = self.app.state.api.desk.admission
+        until(lambda: not engine.has_work() and not len(self.opened.front._outputs) and not admission.num_requests)
+        asked(engine._mailbox, engine.scheduler.check_integrity)
+        stats = asked(engine._mailbox, engine.stats)
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
         assert (stats.running, stats.waiting) == (0, 0)
-        desk = self.app.state.api.desk
-        assert (desk.admission.num_requests, desk.admission.num_tokens) == (0, 0)
+        assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
 @contextmanager
@@ -93,13 +101,9 @@ def running(app: Any) -> Iterator[str]:
     sock = socket.create_server(("127.0.0.1", 0), backlog=512)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
-    end = time.monotonic() + 10
-    while not server.started:
-        assert time.monotonic() < end
-        time.sleep(0.005)
+    until(lambda: server.started)
     try:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive()
+        join_all([thread])

@@ -21,8 +21,10 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.run import served_at
 from cellar.server.serving import server_config
+from cellar.text.chat import ChatTemplate
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER
+from tests.limits import SECONDS, join_all
 from tests.server.served import TEXT, VOCAB, Served, plain, serve
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -428,19 +430,34 @@ def test_a_wrong_type_says_which_are_right(served: Served) -> None:
     ],
     ids=["messages", "variables"],
 )
-def test_others_are_answered_while_a_long_conversation_is_read(served: Served, body: Any) -> None:
+def test_others_are_answered_while_a_long_conversation_is_read(
+    served: Served, body: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, go, render = threading.Event(), threading.Event(), ChatTemplate.render
+
+    def held(*arguments: Any, **options: Any) -> str:
+        reading.set()
+        assert go.wait(SECONDS)
+        return render(*arguments, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", held)
+    statuses: list[int] = []
+
     def ask() -> None:
         with served.http() as http:
-            assert http.post("/tokenize", json=body).status_code == 200
+            statuses.append(http.post("/tokenize", json=body).status_code)
 
-    thread, answers = threading.Thread(target=ask), 0
+    thread = threading.Thread(target=ask)
     with served.http() as http:
-        http.get("/version")
         thread.start()
-        while thread.is_alive():
-            http.get("/version")
-            answers += 1
-    assert answers > 5  # two to four, if they had to wait for it
+        try:
+            assert reading.wait(SECONDS)
+            for _ in range(3):
+                assert http.get("/version", timeout=SECONDS / 4).status_code == 200
+        finally:
+            go.set()
+            join_all([thread])
+    assert statuses == [200]
 
 
 def test_another_model_is_404(served: Served) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,10 +24,12 @@ from cellar.core.errors import ConfigError
 from cellar.server.cells_app import build_cells_app
 from cellar.server.cells_run import check_options
 from cellar.server.config import LimitConfig, ServerConfig
-from tests.limits import join_all
-from tests.server.served import running
+from tests.limits import SECONDS, asked, until
+from tests.server.served import raw, running
 
 MODELS = Path(__file__).parent.parent / "data" / "cells" / "models.py"
+SLOW: dict[str, Any] = {"how": "slow", "steps": 50_000}
+"""Of a millisecond for eight."""
 
 
 @dataclass
@@ -41,17 +41,13 @@ class Cells:
     app: Any
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        return httpx.Client(base_url=self.url, timeout=SECONDS)
 
     def settle(self) -> None:
         """Wait until nothing runs; then the books must balance and every row be free."""
-        end = time.monotonic() + 10
-        while self.engine.loop.has_work():
-            assert time.monotonic() < end, "requests still run"
-            time.sleep(0.01)
-        time.sleep(0.02)
-        self.engine.scheduler.check_integrity()
         admission = self.app.state.api.admission
+        until(lambda: not self.engine.loop.has_work() and not admission.num_requests)
+        asked(self.engine.loop._mailbox, self.engine.scheduler.check_integrity)
         assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 
@@ -198,6 +194,7 @@ def test_metrics(cells: Cells) -> None:
     with cells.http() as http:
         http.post("/v1/cells/classify", json={"tokens": [1, 2]})
         http.post("/v1/cells/fragile", json={"how": "nan"})
+        cells.settle()
         text = http.get("/metrics").text
     for line in (
         "cellar:engine_up 1.0",
@@ -219,37 +216,41 @@ def test_keys_and_sizes() -> None:
         assert http.get("/health").status_code == 200
 
 
-def test_too_many_that_wait_and_a_deadline() -> None:
-    with serve({"max_queued_requests": 2, "request_timeout": 0.5}) as served, served.http() as http:
-        slow = {"how": "slow", "steps": 5000}
-        threads = [
-            threading.Thread(target=lambda: http.post("/v1/cells/fragile", json=slow), daemon=True) for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 5
-        while served.app.state.api.admission.num_requests < 2:
-            assert time.monotonic() < end
-            time.sleep(0.002)
+def test_too_many_that_wait() -> None:
+    with serve({"max_queued_requests": 2}) as served, served.http() as http:
+        others = [raw(served.url, SLOW, "/v1/cells/fragile") for _ in range(2)]
+        stats, admission = served.engine.stats, served.app.state.api.admission
+        until(lambda: stats().running + stats().waiting == admission.num_requests == 2)
         refused = http.post("/v1/cells/classify", json={"tokens": [1]})
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
-        join_all(threads)
-        answer = http.post("/v1/cells/fragile", json=slow)
+        for sock in others:
+            sock.close()
+        served.settle()
+        assert served.engine.stats().nodes < SLOW["steps"]
+        assert http.post("/v1/cells/classify", json={"tokens": [1]}).status_code == 200
+
+
+def test_a_deadline() -> None:
+    with serve({"request_timeout": 0.5}) as served, served.http() as http:
+        answer = http.post("/v1/cells/fragile", json=SLOW)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "timeout"
         served.settle()
+        assert served.engine.stats().nodes < SLOW["steps"]
 
 
 def test_a_client_that_goes_frees_its_rows(cells: Cells) -> None:
     with cells.http() as http:
-        body = {"tokens": [1], "steps": 20_000, "stream": True}
+        before = cells.engine.stats().nodes
+        body = {"tokens": [1], "steps": 90_000, "stream": True}
         with http.stream("POST", "/v1/cells/translate", json=body) as answer:
             lines = answer.iter_lines()  # held: a generator that is dropped closes the connection
             assert json.loads(next(lines).removeprefix("data: "))["object"] == "cells.chunk"
             assert cells.engine.stats().running == 1
     cells.settle()
     assert cells.engine.stats().running == 0
+    assert cells.engine.stats().nodes < before + 90_000
 
 
 def test_a_stopped_engine_says_so() -> None:

@@ -15,6 +15,8 @@ import httpx
 import openai
 import pytest
 
+from tests.limits import SECONDS
+
 pytestmark = pytest.mark.long
 
 
@@ -31,7 +33,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     assert "is served at http://" in line
     yield line.split(" at ")[1].strip().removesuffix("/v1")
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(SECONDS) == 0
 
 
 def test_stories(url: str) -> None:
@@ -59,6 +61,6 @@ def test_json_by_schema(url: str) -> None:
         "n": 4,
         "response_format": {"type": "json_schema", "json_schema": {"name": "boy", "schema": schema}},
     }
-    for choice in httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]:
+    for choice in httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS).json()["choices"]:
         assert choice["finish_reason"] == "stop"
         assert set(json.loads(choice["text"])) == {"name", "age"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,23 +18,26 @@ from cellar.front import Opened
 from cellar.server.engine_process import Switchboard
 from cellar.server.supervisor import Link
 from cellar.server.wire import Ready
-from tests.fake_front import open_fake
+from tests.fake_front import ENDLESS, ROOMY, open_fake
+from tests.limits import asked, eventually, join_all, until
 from tests.server.fake_process import attach
 from tests.server.served import TEXT, plain
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LONG = GREEDY.clone(max_tokens=ENDLESS)
 
 
 class Exchange:
     """A switchboard over the fake device in a thread, and any number of fronts."""
 
     def __init__(self, directory: Path, **fake: Any) -> None:
-        self.opened: Opened = open_fake(num_rows=16, num_slots=256, **fake)[0]
+        self.opened: Opened
+        self.opened, self.runtime = open_fake(num_rows=16, **{"num_slots": 256, **fake})
         self.address = str(directory / "engine")
         ready = Ready(self.opened.config, self.opened.spec, None, self.opened.front.reader.max_model_len)
         self.board = Switchboard(self.opened.front.engine, ready, self.address)
         self.ours, theirs = multiprocessing.Pipe()
-        self.thread = threading.Thread(target=self.board.run, args=(theirs,))
+        self.thread = threading.Thread(target=self.board.run, args=(theirs,), daemon=True)
         self.thread.start()
         self.links: list[Link] = []
 
@@ -47,19 +49,16 @@ class Exchange:
 
     def settle(self) -> None:
         """Nothing runs, the books balance, and the switchboard knows of no sequence."""
-        engine, end = self.opened.front.engine, time.monotonic() + 5
-        while engine.has_work() or self.board._owners:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        engine.scheduler.check_integrity()
-        stats = engine.scheduler.stats()
+        engine, board = self.opened.front.engine, self.board
+        until(lambda: not engine.has_work() and not board._owners)
+        asked(engine._mailbox, engine.scheduler.check_integrity)
+        stats = asked(engine._mailbox, engine.stats)
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
-        assert not any(line.ids for line in self.board._lines.values())
+        until(lambda: not any(line.ids for line in list(board._lines.values())))
 
     def close(self) -> None:
         self.ours.close()
-        self.thread.join(10)
-        assert not self.thread.is_alive()
+        join_all([self.thread])
         for link in self.links:
             link.leave()
 
@@ -101,24 +100,34 @@ def test_equal_ids_at_two_fronts_are_two_requests(exchange: Exchange) -> None:
 
 
 def test_a_front_that_goes_takes_its_requests_along_and_no_others(tmp_path: Path) -> None:
-    exchange = Exchange(tmp_path, latency=0.01)
+    exchange = Exchange(tmp_path, latency=0.01, **ROOMY)
+    stats = exchange.opened.front.engine.stats
 
     async def run() -> None:
         one, two = exchange.link(), exchange.link()
-        lost = [asyncio.create_task(last(one, [k, 4], GREEDY.clone(max_tokens=200))) for k in range(5)]
-        kept = [asyncio.create_task(last(two, [k, 4], GREEDY)) for k in range(5)]
-        while exchange.opened.front.engine.stats().running < 10:
-            await asyncio.sleep(0.005)
+        lost = [one.generate([k, 4], LONG) for k in range(5)]
+        kept = [two.generate([k, 4], LONG) for k in range(5)]
+        for stream in lost + kept:
+            await anext(stream)
         await exchange.links[0].close()
-        for k, task in enumerate(kept):
-            assert (await task).outputs[0].token_ids == plain([k, 4], 40)
-        for task in lost:
+        await eventually(lambda: stats().running == 5)
+        for stream in lost:
             with pytest.raises(CellarError, match="closed"):
-                await task
+                async for _ in stream:
+                    pass
+        # Nobody else has noticed: they go on with their own tokens, more than there have been steps by now.
+        steps = exchange.runtime.num_steps
+        for k, stream in enumerate(kept):
+            tokens: list[int] = []
+            while len(tokens) <= steps:
+                tokens = (await anext(stream)).outputs[0].token_ids
+            assert tokens == plain([k, 4], len(tokens))
+        assert stats().running == 5
+        for stream in kept:
+            await stream.aclose()  # type: ignore[attr-defined]
         # Everybody hears how things stand, also who has nothing running.
         three = exchange.link()
-        while three.stats().running or two.stats().running:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: three.stats().running == two.stats().running == 0)
 
     asyncio.run(run())
     exchange.settle()
@@ -126,13 +135,12 @@ def test_a_front_that_goes_takes_its_requests_along_and_no_others(tmp_path: Path
 
 
 def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
-    exchange = Exchange(tmp_path, latency=0.01)
+    exchange = Exchange(tmp_path, latency=0.01, **ROOMY)
 
     async def run() -> None:
         fronts = [exchange.link(), exchange.link()]
-        tasks = [asyncio.create_task(last(llm, [5], GREEDY)) for llm in fronts]
-        while exchange.opened.front.engine.stats().running < 2:
-            await asyncio.sleep(0.005)
+        tasks = [asyncio.create_task(last(llm, [5], LONG)) for llm in fronts]
+        await eventually(lambda: exchange.opened.front.engine.stats().running == 2)
 
         def broken(*_: Any) -> None:
             raise ValueError("a defect")
@@ -144,5 +152,4 @@ def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
         assert [link.llm for link in exchange.links] == [None, None]
 
     asyncio.run(run())
-    exchange.thread.join(5)
     exchange.close()

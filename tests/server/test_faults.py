@@ -18,9 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.limits import SECONDS, join_all, until
 from tests.server.fake_process import started
 from tests.server.served import TEXT, plain
-from tests.server.test_fronts import metrics, of, wait_for
+from tests.server.test_fronts import metrics, of
 
 JSON = {"content-type": "application/json"}
 MIB = 2**20
@@ -66,8 +67,8 @@ def large_bodies(url: str) -> None:
     """100 MB: announced, and not announced; a client that sends on is cut off, one that listens is told."""
     pieces = (b" " * MIB for _ in range(100))
     with contextlib.suppress(httpx.TransportError):
-        assert httpx.post(f"{url}/v1/completions", content=pieces, headers=JSON, timeout=60).status_code == 413
-    with socket.create_connection(address(url), timeout=30) as sock:
+        assert httpx.post(f"{url}/v1/completions", content=pieces, headers=JSON, timeout=SECONDS).status_code == 413
+    with socket.create_connection(address(url), timeout=SECONDS) as sock:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(100):
@@ -78,7 +79,7 @@ def large_bodies(url: str) -> None:
 
 def malformed(url: str) -> None:
     for body in (b'{"prompt": "\xff\xfe"}', b"\xff" * 1000, b"[" * 10**6, b'{"prompt": "\\udc00"}', b"{" * 10):
-        answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", content=body, headers=JSON, timeout=SECONDS)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
 
@@ -88,7 +89,7 @@ def large_schema(url: str) -> None:
     schema = {"enum": ["x" * 1000 + str(k) for k in range(10_000)]}
     wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     body = {"prompt": [5], "response_format": wanted}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "response_format"
 
@@ -96,7 +97,7 @@ def large_schema(url: str) -> None:
 def bombs(url: str) -> None:
     for regex in ("(((a{1,1000}){1,1000}){1,1000}){1,1000}", "(x+x+)+y" * 50, "(a|b|ab|ba)*" * 2000):
         body = {"prompt": [5], "max_tokens": 8, "structured_outputs": {"regex": regex}}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
         assert answer.status_code in (200, 400), answer.text
 
 
@@ -106,7 +107,7 @@ def server() -> Iterator[tuple[Any, str]]:
     process, url = started(fronts=2, latency=0.002, num_slots=96, num_rows=16, limits=limits)
     yield process, url
     process.terminate()
-    _, errors = process.communicate(timeout=40)
+    _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert "Traceback" not in errors, errors
 
@@ -119,16 +120,15 @@ def test_a_server_outlives_its_clients(server: tuple[Any, str]) -> None:
     for thread in threads:
         thread.start()
     large_bodies(url)
-    for thread in threads:
-        thread.join(200)
-        assert not thread.is_alive()
-    wait_for(lambda: of(metrics(url), "num_requests_running") + of(metrics(url), "num_requests_waiting") == 0)
+    join_all(threads, 2 * SECONDS)
+    idle = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until(lambda: all(of(found, stem) == 0 for found in [metrics(url)] for stem in idle))
     found = metrics(url)
-    assert of(found, "kv_cache_usage_perc") == 0
     assert of(found, "engine_restarts_total") == of(found, "front_restarts_total") == 0
     assert of(found, "engine_up") == 1
     assert not any('status="500"' in name for name in found)
     assert sum(count for name, count in found.items() if "request_success" in name and '"abort"' in name) > 250
     for _ in range(4):
-        answer = httpx.post(f"{url}/v1/completions", json={"prompt": [7, 8], "max_tokens": 9, "ignore_eos": True})
+        body = {"prompt": [7, 8], "max_tokens": 9, "ignore_eos": True}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
         assert answer.json()["choices"][0]["text"] == TEXT.decode(plain([7, 8], 9))

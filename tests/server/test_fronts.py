@@ -19,8 +19,9 @@ import pytest
 from cellar.server.admission import SharedWaiting
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally, summed
-from tests.limits import SECONDS, join_all
-from tests.server.fake_process import children_of, started
+from tests.fake_front import ENDLESS, ROOMY
+from tests.limits import SECONDS, join_all, until
+from tests.server.fake_process import children_of, started, wait_until_refused
 from tests.server.served import TEXT, plain
 
 BODY: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
@@ -32,7 +33,7 @@ def fronts(count: int = 2, **options: Any) -> Iterator[tuple[Any, str]]:
     try:
         yield process, url
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, errors
         assert "Traceback" not in errors, errors
     finally:
@@ -40,15 +41,15 @@ def fronts(count: int = 2, **options: Any) -> Iterator[tuple[Any, str]]:
         process.wait(SECONDS)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def metrics(url: str) -> dict[str, float]:
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    """Those of one of the fronts. Of the engine it knows what it was last told."""
+    with httpx.Client(base_url=url, timeout=SECONDS) as http:
+        return metrics_by(http)
+
+
+def metrics_by(http: httpx.Client) -> dict[str, float]:
+    """Those of the front to which the client is connected."""
+    lines = http.get("/metrics").text.splitlines()
     return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")}
 
 
@@ -57,46 +58,63 @@ def of(found: dict[str, float], stem: str) -> float:
 
 
 class Streams:
-    """Streams read by threads: text, and whether each came to its end."""
+    """Streams read by threads: text, and whether each came to its end. `leave` hangs up."""
 
-    def __init__(self, url: str, prompts: list[list[int]], count: int) -> None:
+    def __init__(self, url: str, prompts: list[list[int]], count: int = ENDLESS) -> None:
         self.texts = {tuple(prompt): "" for prompt in prompts}
         self.ended: set[tuple[int, ...]] = set()
+        self.broken: set[tuple[int, ...]] = set()
         self.count = count
+        self._leaving = False
         self.threads = [threading.Thread(target=self._read, args=(url, prompt)) for prompt in prompts]
         for thread in self.threads:
             thread.start()
-        wait_for(lambda: all(self.texts.values()))
+        until(lambda: all(self.texts.values()))
 
     def _read(self, url: str, prompt: list[int]) -> None:
         body = {**BODY, "prompt": prompt, "stream": True, "max_tokens": self.count}
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as answer:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=SECONDS) as answer:
                 for line in answer.iter_lines():
+                    if self._leaving:
+                        return
                     if line.startswith('data: {"id'):
                         self.texts[tuple(prompt)] += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
                     elif line == "data: [DONE]":
                         self.ended.add(tuple(prompt))
         except httpx.TransportError:
-            return
+            self.broken.add(tuple(prompt))
 
     def join(self) -> None:
         join_all(self.threads)
 
+    def leave(self) -> None:
+        self._leaving = True
+        self.join()
+
     def check(self, prompt: tuple[int, ...]) -> None:
         assert self.texts[prompt] == TEXT.decode(plain(list(prompt), self.count))
 
+    def check_beginning(self, prompt: tuple[int, ...]) -> None:
+        said, count = self.texts[prompt], 64
+        while len(wanted := TEXT.decode(plain(list(prompt), count))) < len(said) + 8:
+            count *= 2
+        assert wanted.startswith(said)
+
 
 def test_one_set_of_metrics_and_a_drain() -> None:
-    with fronts(2, latency=0.005) as (process, url):
+    with fronts(2, latency=0.005, limits={"shutdown_timeout": SECONDS}, **ROOMY) as (process, url):
         engine, *both = children_of(process.pid)
         assert len(both) == 2
         for k in range(24):  # a connection each
             prompt = [k + 3, 5]
-            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "prompt": prompt, "max_tokens": 4}, timeout=20)
+            body = {**BODY, "prompt": prompt, "max_tokens": 4}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)
             assert answer.json()["choices"][0]["text"] == TEXT.decode(plain(prompt, 4))
         for _ in range(6):  # whoever is asked
-            found = metrics(url)
+            with httpx.Client(base_url=url, timeout=SECONDS) as http:
+                until(lambda http=http: of(metrics_by(http), "num_requests_running") == 0)  # type: ignore[misc]
+                found = metrics_by(http)
             assert of(found, "e2e_request_latency_seconds_count") == 24
             assert of(found, "request_generation_tokens_sum") == 96
             assert of(found, "generation_tokens_total") == 96
@@ -104,75 +122,91 @@ def test_one_set_of_metrics_and_a_drain() -> None:
             assert found['cellar:http_responses_total{model_name="fake",route="/v1/completions",status="200"}'] == 24
         prompts = [[k, 3] for k in range(16)]
         streams = Streams(url, prompts, 150)
+        endless = Streams(url, [[50, 3]])
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"{url}/health", timeout=2)
+        wait_until_refused(url)
         streams.join()
         for prompt in streams.texts:
             streams.check(prompt)
-        process.wait(20)
-        wait_for(lambda: not any(path.exists() for path in (engine, *both)))
+        assert process.poll() is None
+        endless.leave()
+        process.wait(SECONDS)
+        until(lambda: not any(path.exists() for path in (engine, *both)))
 
 
 @pytest.mark.long
 def test_the_limit_is_that_of_all_fronts() -> None:
     limits = {"max_queued_requests": 3, "shutdown_timeout": 1}
-    with fronts(2, latency=0.05, num_rows=1, limits=limits) as (_, url):
-        first = Streams(url, [[9]], 100)
+    with fronts(2, latency=0.05, num_rows=1, limits=limits, **ROOMY) as (_, url):
+        first = Streams(url, [[9]])
         statuses: list[int] = []
         threads = [
             threading.Thread(
                 target=lambda: statuses.append(
-                    httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 1}, timeout=30).status_code
+                    httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 1}, timeout=SECONDS).status_code
                 )
             )
             for _ in range(12)
         ]
         for thread in threads:
             thread.start()
-        join_all([*threads, *first.threads])
+        until(lambda: len(statuses) == 9)
+        assert Counter(statuses) == {503: 9}
+        first.leave()
+        join_all(threads)
         assert Counter(statuses) == {200: 3, 503: 9}
 
 
 def test_a_killed_front_is_started_again_and_its_requests_are_dropped() -> None:
-    with fronts(2, latency=0.02) as (process, url):
+    with fronts(2, latency=0.02, **ROOMY) as (process, url):
         _, one, _ = children_of(process.pid)
         for _ in range(10):
-            httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20)
-        streams = Streams(url, [[k, 7] for k in range(12)], 180)
-        assert of(metrics(url), "num_requests_running") == 12
+            httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=SECONDS)
+        streams = Streams(url, [[k, 7] for k in range(24)])
+        until(lambda: of(metrics(url), "num_requests_running") == 24)
         os.kill(int(one.name), signal.SIGKILL)
-        wait_for(lambda: of(retry(lambda: metrics(url)), "num_requests_running") < 12, 3)  # long before they would end
-        streams.join()
-        lost = streams.texts.keys() - streams.ended
-        assert 0 < len(lost) < 12  # the system dealt them out by a hash of their ports
-        for prompt in streams.ended:
-            streams.check(prompt)
-        wait_for(lambda: of(retry(lambda: metrics(url)), "front_restarts_total") == 1)
-        wait_for(lambda: len(children_of(process.pid)) == 3)
+        until(
+            lambda: of(retry(lambda: metrics(url)), "num_requests_running") < 24, SECONDS / 2
+        )  # none would end by then
+        until(lambda: streams.broken)
+        lengths = {prompt: len(text) for prompt, text in streams.texts.items()}
+        until(lambda: all(len(streams.texts[p]) > n for p, n in lengths.items() if p not in streams.broken))
+        streams.leave()
+        assert 0 < len(streams.broken) < 24  # the system dealt them out by a hash of their ports
+        assert not streams.ended
+        for prompt in streams.texts:
+            streams.check_beginning(prompt)
+        until(lambda: of(retry(lambda: metrics(url)), "front_restarts_total") == 1)
+        until(lambda: len(children_of(process.pid)) == 3)
         for _ in range(8):
-            answer = retry(lambda: httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20))
+            body = {**BODY, "max_tokens": 2}
+            answer = retry(lambda body=body: httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS))
             assert answer.status_code == 200
-        found = metrics(url)
-        assert of(found, "e2e_request_latency_seconds_count") == 10 + len(streams.ended) + 8  # nothing was forgotten
-        assert of(found, "num_requests_running") == 0
-        assert of(found, "kv_cache_usage_perc") == 0
+        until(lambda: of(metrics(url), "num_requests_running") == 0)
+        assert of(metrics(url), "e2e_request_latency_seconds_count") == 10 + 8  # nothing was forgotten
+        until(lambda: of(metrics(url), "kv_cache_usage_perc") == 0)
 
 
 @pytest.mark.long
-def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front() -> None:
-    with fronts(2, latency=0.02) as (process, url):
+def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with fronts(2, latency=0.02, gate=str(gate), **ROOMY) as (process, url):
         engine = children_of(process.pid)[0]
-        streams = Streams(url, [[k, 7] for k in range(8)], 180)
+        streams = Streams(url, [[k, 7] for k in range(8)])
+        gate.touch()
         os.kill(int(engine.name), signal.SIGKILL)
         streams.join()
         assert streams.ended == streams.texts.keys()  # each was told, and closed in order
-        down = [retry(lambda: httpx.get(f"{url}/health")).status_code for _ in range(8)]
-        assert down == [503] * 8
-        wait_for(lambda: all(retry(lambda: httpx.get(f"{url}/health")).status_code == 200 for _ in range(8)))
+
+        def are(status: int) -> bool:
+            """Of both fronts, for who of them is asked is decided each time."""
+            return all(httpx.get(f"{url}/health", timeout=SECONDS).status_code == status for _ in range(20))
+
+        until(lambda: are(503))
+        gate.unlink()
+        until(lambda: are(200))
         for _ in range(8):
-            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=20)
+            answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=SECONDS)
             assert answer.json()["choices"][0]["text"] == TEXT.decode(plain([1, 2, 3], 2))
         found = metrics(url)
         assert of(found, "engine_restarts_total") == 1
@@ -186,12 +220,12 @@ def test_nothing_is_left_of_a_killed_server() -> None:
     assert len(all_of_them) == 3
     process.kill()
     process.communicate(timeout=SECONDS)
-    wait_for(lambda: not any(path.exists() for path in all_of_them), 10)
+    until(lambda: not any(path.exists() for path in all_of_them))
 
 
 def retry(ask: Callable[[], Any]) -> Any:
     """A connection that lay in the queue of a killed front is lost."""
-    for _ in range(5):
+    for _ in range(20):
         try:
             return ask()
         except httpx.TransportError:
@@ -231,7 +265,7 @@ def test_who_waits_is_counted_together(tmp_path: Path) -> None:
         thread = threading.Thread(target=enter)
         thread.start()
         assert not seen.wait(0.1)
-    thread.join(5)
+    join_all([thread])
     assert seen.is_set()
     one.clear()
     assert two.totals() == (1, 7)

@@ -17,6 +17,7 @@ from cellar.runtime.fake import FakeRuntime
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from tests.fake_front import open_fake
+from tests.limits import SECONDS, asked, eventually
 from tests.server.served import TEXT, VOCAB, plain
 
 
@@ -36,7 +37,8 @@ def test_suspended_rows_go_on_where_their_grammar_stood(seed: int) -> None:
     rng = random.Random(seed)
 
     async def run() -> None:
-        llm, engine, _ = opened_with_masks(num_slots=20, num_rows=6, delay=lambda step: rng.choice([0, 0, 1, 2]))
+        delays = random.Random(seed)  # of the engine's thread
+        llm, engine, _ = opened_with_masks(num_slots=20, num_rows=6, delay=lambda step: delays.choice([0, 0, 1, 2]))
 
         async def one(k: int) -> None:
             prompt = [k + 3] * rng.randrange(1, 40)
@@ -65,9 +67,8 @@ def test_suspended_rows_go_on_where_their_grammar_stood(seed: int) -> None:
 
         await asyncio.gather(*(one(k) for k in range(40)))
         assert engine.stats().preemptions > 0
-        while engine.has_work():
-            await asyncio.sleep(0.005)
-        engine.scheduler.check_integrity()
+        await eventually(lambda: not engine.has_work())
+        asked(engine._mailbox, engine.scheduler.check_integrity)
         await asyncio.to_thread(llm.close)
 
     asyncio.run(run())
@@ -78,7 +79,7 @@ def test_a_request_dropped_while_its_grammar_compiles_never_starts() -> None:
 
     class Slow(GrammarCompiler):
         def compile(self, wanted: StructuredOutputsParams) -> Any:
-            go.wait(60)
+            assert go.wait(SECONDS)
             return super().compile(wanted)
 
     async def run() -> None:
@@ -90,12 +91,12 @@ def test_a_request_dropped_while_its_grammar_compiles_never_starts() -> None:
         beside = await last(llm, [7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         assert beside.outputs[0].token_ids == plain([7], 9)
         assert engine.has_work()
+        assert len(engine._compiling) == 2
         dropped.cancel()
-        await asyncio.sleep(0.05)
+        await eventually(lambda: len(engine._compiling) == 1, SECONDS / 2)
         go.set()
         assert (await kept).outputs[0].text == "a" * 9
-        while engine.has_work():
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not engine.has_work())
         assert engine.stats().prompt_tokens == 2
         assert runtime.in_flight == 0
         await asyncio.to_thread(llm.close)
@@ -117,8 +118,7 @@ def test_a_failed_step_and_a_grammar_that_does_not_compile_end_their_requests_on
         for output in found[:3]:
             made = output.outputs[0]
             assert made.finish_reason == "error" or re.fullmatch("[ab]{30}", made.text)
-        while engine.has_work():
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not engine.has_work())
         await asyncio.to_thread(llm.close)
 
     asyncio.run(run())

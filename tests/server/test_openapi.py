@@ -9,6 +9,7 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.limits import SECONDS
 from tests.server.served import serve
 
 PATHS = {
@@ -55,7 +56,7 @@ def fuzz(examples: int, paths: Collection[str]) -> None:
                 suppress_health_check=list(HealthCheck),
             )
             def once(case: Any) -> None:
-                answer = case.call(base_url=served.url, timeout=30)
+                answer = case.call(base_url=served.url, timeout=SECONDS)
                 seen.setdefault(case.path, set()).add(answer.status_code)
                 assert answer.status_code < 500, answer.text
 

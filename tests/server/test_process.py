@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,17 +19,18 @@ from cellar.core.messages import RequestOutput
 from cellar.server.app import build_app
 from cellar.server.host import ServedModel
 from cellar.server.supervisor import Supervisor
-from tests.limits import SECONDS
-from tests.server.fake_process import children_of, open_nothing, started, supervise
+from tests.fake_front import ENDLESS, ROOMY
+from tests.limits import SECONDS, eventually, join_all, until
+from tests.server.fake_process import children_of, open_nothing, started, supervise, wait_until_refused
 from tests.server.served import TEXT, plain, running
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-LONG: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+LONG: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": ENDLESS, "ignore_eos": True}
 
 
 @pytest.fixture
 def host() -> Iterator[Supervisor]:
-    found = supervise(latency=0.01)
+    found = supervise(latency=0.01, **ROOMY)
     yield found
     asyncio.run(found.close())
     assert found.llm is None
@@ -53,18 +53,14 @@ def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
         await asyncio.gather(*(one(k) for k in range(30)))
         assert host.llm is not None
         # Nobody may wait for ever for an id in use or a prompt that never fits.
-        first = host.llm.generate([1], GREEDY.clone(max_tokens=100), "same")
+        first = host.llm.generate([1], GREEDY.clone(max_tokens=ENDLESS), "same")
         await anext(first)
         with pytest.raises(CellarError, match="in use"):
             await anext(host.llm.generate([1], GREEDY, "same"))
         await first.aclose()  # type: ignore[attr-defined]
-        for _ in range(100):
-            stats = host.stats()
-            assert stats is not None
-            if stats.running + stats.waiting == 0:
-                break
-            await asyncio.sleep(0.02)
-        assert stats.running + stats.waiting == 0
+        await eventually(lambda: (stats := host.stats()) is not None and stats.running + stats.waiting == 0)
+        stats = host.stats()
+        assert stats is not None
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
 
     asyncio.run(run())
@@ -72,34 +68,34 @@ def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
 
 def test_a_killed_engine_is_started_again(host: Supervisor) -> None:
     app = build_app(host, ServedModel.of(host.opened, ("fake",)))
-    restarted = threading.Event()
+    restarted, may_start, start = threading.Event(), threading.Event(), host._keeper._start
     host.on_restart(restarted.set)
-    with running(app) as url, httpx.Client(base_url=url, timeout=20) as http:
+    host._keeper._start = lambda: may_start.wait(SECONDS) and start()  # type: ignore[assignment, return-value]
+    with running(app) as url, httpx.Client(base_url=url, timeout=SECONDS) as http:
         lines: list[str] = []
         answers: list[httpx.Response] = []
 
         def stream() -> None:
-            with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}) as answer:
+            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
                 lines.extend(line for line in answer.iter_lines() if line)
 
         threads = [
             threading.Thread(target=stream),
-            threading.Thread(target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=LONG))),
+            threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=LONG))),
         ]
         for thread in threads:
             thread.start()
-        while len(lines) < 4 or (stats := host.stats()) is None or stats.running < 2:
-            time.sleep(0.01)
+        until(lambda: len(lines) >= 4 and (stats := host.stats()) is not None and stats.running == 2)
         assert host.pid is not None
         os.kill(host.pid, signal.SIGKILL)
-        for thread in threads:
-            thread.join(10)
+        join_all(threads)
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "service_unavailable_error"
         assert answers[0].status_code == 503
         assert "signal 9" in answers[0].json()["error"]["message"]
         assert "retry-after" in answers[0].headers
         assert http.get("/health").status_code == 503
-        assert restarted.wait(20)
+        may_start.set()
+        assert restarted.wait(SECONDS)
         assert http.get("/health").status_code == 200
         text = http.post("/v1/completions", json={**LONG, "max_tokens": 5}).json()["choices"][0]["text"]
         assert text == TEXT.decode(plain([1, 2, 3], 5))
@@ -111,7 +107,7 @@ def test_an_engine_that_does_not_start_says_why() -> None:
 
 
 def test_sigterm_lets_every_accepted_request_finish() -> None:
-    process, url = started(latency=0.02, limits={"shutdown_timeout": 20})
+    process, url = started(latency=0.02, limits={"shutdown_timeout": SECONDS}, **ROOMY)
     texts: list[str] = []
     began = threading.Semaphore(0)
 
@@ -120,7 +116,7 @@ def test_sigterm_lets_every_accepted_request_finish() -> None:
             "POST",
             f"{url}/v1/completions",
             json={**LONG, "prompt": [k, 3], "stream": True, "max_tokens": 80},
-            timeout=30,
+            timeout=SECONDS,
         ) as a:
             text = ""
             for number, line in enumerate(a.iter_lines()):
@@ -134,45 +130,48 @@ def test_sigterm_lets_every_accepted_request_finish() -> None:
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert began.acquire(timeout=10)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
-    with pytest.raises(httpx.TransportError):
-        httpx.get(f"{url}/health", timeout=2)
-    for thread in threads:
-        thread.join(20)
-    _, errors = process.communicate(timeout=20)
+        assert began.acquire(timeout=SECONDS)
+    with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=SECONDS) as endless:
+        lines = endless.iter_lines()  # held: a generator that is dropped closes the connection
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        wait_until_refused(url)
+        join_all(threads)
+        assert process.poll() is None
+    _, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
     assert sorted(texts) == sorted(TEXT.decode(plain([k, 3], 80)) for k in range(20))
     assert "Traceback" not in errors
 
 
 def test_a_drain_has_an_end_and_leaves_no_process() -> None:
-    process, url = started(latency=0.5, limits={"shutdown_timeout": 1})
+    process, url = started(latency=0.5, limits={"shutdown_timeout": 1}, **ROOMY)
     engines = children_of(process.pid)
     answers: list[httpx.Response] = []
+    lines: list[str] = []
 
-    def ask(stream: bool) -> None:
-        answers.append(httpx.post(f"{url}/v1/completions", json={**LONG, "stream": stream}, timeout=60))
+    def ask() -> None:
+        answers.append(httpx.post(f"{url}/v1/completions", json=LONG, timeout=SECONDS))
 
-    threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+    def stream() -> None:
+        with httpx.stream("POST", f"{url}/v1/completions", json={**LONG, "stream": True}, timeout=SECONDS) as answer:
+            lines.extend(line for line in answer.iter_lines() if line)
+
+    threads = [threading.Thread(target=target) for target in (ask, stream)]
     for thread in threads:
         thread.start()
-    while 'num_requests_running{model_name="fake"} 2.0' not in httpx.get(f"{url}/metrics").text:
-        time.sleep(0.05)
-    time.sleep(1.2)  # the stream has begun
-    began = time.monotonic()
+    metrics = httpx.Client(base_url=url, timeout=SECONDS)
+    until(lambda: lines and 'num_requests_running{model_name="fake"} 2.0' in metrics.get("/metrics").text)
+    metrics.close()
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=SECONDS)  # the requests would take more than an hour
     assert process.returncode == 0
-    assert time.monotonic() - began < 20
     assert "Traceback" not in errors
-    for thread in threads:
-        thread.join(10)
-    whole, stream = sorted(answers, key=lambda answer: answer.status_code, reverse=True)
+    join_all(threads)
+    (whole,) = answers
     assert whole.status_code == 503
     assert "the server ends" in whole.json()["error"]["message"]
-    *_, last, done = [line for line in stream.text.split("\n\n") if line]
+    *_, last, done = lines
     assert "the server ends" in json.loads(last.removeprefix("data: "))["error"]["message"]
     assert done == "data: [DONE]"
     assert not any(engine.exists() for engine in engines)
@@ -183,10 +182,7 @@ def test_an_engine_ends_when_its_server_is_killed() -> None:
     engines = children_of(process.pid)
     process.kill()
     process.wait(SECONDS)
-    end = time.monotonic() + 10
-    while any(engine.exists() for engine in engines):
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: not any(engine.exists() for engine in engines))
 
 
 def test_outputs_are_picklable_whatever_they_hold(host: Supervisor) -> None:

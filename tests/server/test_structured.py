@@ -14,7 +14,7 @@ import openai
 import pydantic
 import pytest
 
-from tests.limits import join_all
+from tests.limits import SECONDS, join_all
 from tests.server.served import TEXT, Served, plain, serve
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -146,7 +146,7 @@ def test_bombs_end_soon_and_harm_nobody(served: Served) -> None:
             began = time.monotonic()
             answer = http.post("/v1/completions", json={"prompt": [3], "max_tokens": 20, **bomb})
             assert answer.status_code in (200, 400), answer.text
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < SECONDS / 2
             assert http.get("/health_generate").status_code == 200
 
 

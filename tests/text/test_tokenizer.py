@@ -52,18 +52,24 @@ def test_ids_are_those_of_transformers(name: str, special: bool) -> None:
 
 
 def test_a_long_text_leaves_the_interpreter_to_other_threads() -> None:
-    tokenizer, ended = Tokenizer.load(DATA / "gpt-tiny"), threading.Event()
+    tokenizer = Tokenizer.load(DATA / "gpt-tiny")
 
-    def encode() -> None:
-        tokenizer.encode("word " * 100_000)
-        ended.set()
+    def turns_meanwhile() -> int:
+        ended, turns = threading.Event(), 0
 
-    thread, turns = threading.Thread(target=encode), 0
-    thread.start()
-    while not ended.wait(0.001):
-        turns += 1
-    join_all([thread])
-    assert turns > 10
+        def encode() -> None:
+            tokenizer.encode("word " * 100_000)
+            ended.set()
+
+        thread = threading.Thread(target=encode)
+        thread.start()
+        while not ended.wait(0.001):
+            turns += 1
+        join_all([thread])
+        return turns
+
+    # This thread may be stopped meanwhile, but not every time.
+    assert any(turns_meanwhile() > 10 for _ in range(20))
 
 
 @pytest.mark.parametrize(

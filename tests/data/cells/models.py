@@ -88,4 +88,4 @@ def break_it(graph: Graph, how: str, steps: int = 1) -> object:
     return graph.map(fragile_cell, steps, fixed={"x": x}).node(-1)["y"]
 
 
-fragile = CellModel("fragile", [fragile_cell], break_it, {"how": "good"}, unfold_seconds=0.3)
+fragile = CellModel("fragile", [fragile_cell], break_it, {"how": "good"}, unfold_seconds=3.0)
