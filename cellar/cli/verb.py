@@ -69,8 +69,8 @@ _LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[in
 ENGINE = OptionGroup(
     "Engine",
     (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig),
-    # `cellar profile` writes where it is found without being named, the reserve is tuned in experiments: both are for the
-    # Python API and benchmarks.
+    # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve is a
+    # matter of experiments.
     skip=frozenset({"machine_profile", "decode_reserve"}),
 )
 
