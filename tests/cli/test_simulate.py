@@ -137,6 +137,7 @@ def test_a_real_run_is_met_step_by_step(tmp_path: Path) -> None:
     """A tiny model runs; its simulation, by the same scheduler, makes as many steps of each kind."""
     model, path = str(write_checkpoint(tmp_path / "tiny")), tmp_path / "profile.json"
     engine = {"model": model, "num_threads": 1, "device": "cpu", "max_num_seqs": 4, "kv_cache_memory_bytes": 4_000_000}
+    engine["run_ahead"] = 1  # further ahead, what is planned depends on how soon results come
     cpu = Device(
         "cpu",
         "cpu",
@@ -156,7 +157,8 @@ def test_a_real_run_is_met_step_by_step(tmp_path: Path) -> None:
         bench.close()
     (tmp_path / "run.json").write_text(report.to_json())
     lengths = ["--input-len", "4-12", "--output-len", "2-8", "--seed", "5"]
-    small = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", "4000000", "--check", str(tmp_path / "run.json")]
+    small = ["--max-num-seqs", "4", "--kv-cache-memory-bytes", "4000000", "--run-ahead", "1"]
+    small += ["--check", str(tmp_path / "run.json")]
     found = last(simulate(model, "--machine", str(path), *small, *lengths))["check"]
     for phase in {phase.phase for phase in report.phases}:
         assert found[f"{phase}_steps"]["simulated"] == found[f"{phase}_steps"]["measured"]

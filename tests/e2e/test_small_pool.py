@@ -44,7 +44,8 @@ def test_a_thousand_prompts_in_64_chunks(tmp_path: Path) -> None:
 
     def run(num_chunks: int) -> tuple[list[CompletionOutput], int]:
         nbytes = num_chunks * 16 * 256  # 256 bytes of KV per token
-        with LLM(str(tmp_path), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=nbytes) as llm:
+        options = {"block_size": 16, "kv_cache_memory_bytes": nbytes, "decode_reserve": 0.0}
+        with LLM(str(tmp_path), device="cpu", num_threads=1, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
             assert llm.stats().total_chunks == num_chunks
             return [output.outputs[0] for output in outputs], llm.stats().preemptions
