@@ -7,7 +7,6 @@ reads `weight_ih_l0` of a cell from `encoder.rnn.weight_ih_l0` and `embedding.we
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from cellar.core.errors import CheckpointError
+from cellar.models.pickled import read_pickled
 
 # Parameters of torch's recurrent modules that our cells lack: what they would mean, if they were left out silently.
 _REFUSED = {
@@ -88,16 +88,7 @@ def _read(source: str | Path | Mapping[str, Tensor]) -> tuple[str, Mapping[str, 
         raise CheckpointError(f"{path} is not a file; give a .safetensors file or a state dict saved by torch.")
     if path.suffix == ".safetensors":
         return str(path), _safetensors(path)
-    try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"{path} is no state dict of tensors alone ({' '.join(str(error).split())[:200]}); "
-            "save module.state_dict(), or convert it to safetensors."
-        ) from error
-    if not isinstance(loaded, Mapping) or not all(isinstance(value, Tensor) for value in loaded.values()):
-        raise CheckpointError(f"{path} holds {type(loaded).__name__}, not a state dict; save module.state_dict().")
-    return str(path), loaded
+    return str(path), read_pickled(path)
 
 
 def _safetensors(path: Path) -> Mapping[str, Tensor]:

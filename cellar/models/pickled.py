@@ -75,5 +75,6 @@ def _is_plain(value: Any) -> bool:
 
 def _refusal(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} holds {what}, but only plain tensors by name are read from such files; convert it to safetensors."
+        f"{file} holds {what}, but only plain tensors by name are read from such files; save a state dict, or convert "
+        "it to safetensors."
     )

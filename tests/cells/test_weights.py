@@ -95,8 +95,8 @@ def test_files_that_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="damaged"):
         load_weights(LSTMCell(4, 6), bad)
     torch.save(nn.LSTM(4, 6), tmp_path / "module.pt")
-    with pytest.raises(CheckpointError, match="tensors alone"):
+    with pytest.raises(CheckpointError, match=r"holds torch\.nn\.modules\.rnn\.LSTM.*save a state dict"):
         load_weights(LSTMCell(4, 6), tmp_path / "module.pt")
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(CheckpointError, match="holds list"):
+    with pytest.raises(CheckpointError, match="holds a list"):
         load_weights(LSTMCell(4, 6), tmp_path / "list.pt")
