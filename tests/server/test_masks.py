@@ -90,8 +90,8 @@ def test_a_request_dropped_while_its_grammar_compiles_never_starts() -> None:
         # Others go on meanwhile.
         beside = await last(llm, [7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         assert beside.outputs[0].token_ids == plain([7], 9)
-        assert engine.has_work()
-        assert len(engine._compiling) == 2
+        await eventually(lambda: len(engine._compiling) == 2)
+        assert asked(engine._mailbox, engine.has_work)
         dropped.cancel()
         await eventually(lambda: len(engine._compiling) == 1, SECONDS / 2)
         go.set()
