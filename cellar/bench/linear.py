@@ -30,7 +30,7 @@ from cellar.ops.activation import gated
 from cellar.ops.fused import norm_gated_linear, norm_linear
 from cellar.ops.linear import linear, linear_definition, pack
 from cellar.ops.linear_choice import LinearChoice, Shape
-from cellar.ops.linear_cuda import choice_of, prepare
+from cellar.ops.linear_cuda import choice_of, kernel_of, prepare
 from cellar.ops.norm import add_rms_norm
 from cellar.runtime.device import resolve_device
 from cellar.runtime.probes.linear import EPS, Matrix, choices_of, matrices_of, shapes_of
@@ -177,8 +177,9 @@ class ShapeBench:
     def _kernel(self, m: int, fused: str) -> str:
         if self._device.type == "cpu":
             return type(self._rotation.weights[0]).__name__
-        choice = choice_of(self._rotation.weights[0])
-        return str((fused and choice.fused) or choice.at(m) or "library")
+        weight = self._rotation.weights[0]
+        x = torch.empty((m, self._k), device=self._device, dtype=self._kind)
+        return str((fused and m == 1 and choice_of(weight).fused) or kernel_of(x, weight) or "library")
 
     def _plain(self, m: int) -> tuple[Callable[[Tensor], Tensor], ...]:
         x = torch.randn((m, self._k), device=self._device, dtype=self._kind)

@@ -1,7 +1,8 @@
 """Norm and matrix in one: the first half of attention and of the feed-forward.
 
 On a GPU one token goes through in a single launch (`linear_cuda.norm_gemv`), unless the matrix's choice says that this
-is slower; more tokens, and the CPU, take the operations one after another.
+is slower; on Hopper the gate is in the epilogue of the wide product. More tokens, and the CPU, take the operations one
+after another.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from cellar.ops.activation import gated, gated_definition
 from cellar.ops.linear import linear, linear_definition
-from cellar.ops.linear_choice import Fused
-from cellar.ops.linear_cuda import choice_of, norm_gemv
+from cellar.ops.linear_choice import Fused, Wide
+from cellar.ops.linear_cuda import choice_of, kernel_of, norm_gemv
+from cellar.ops.linear_wide import wide
 from cellar.ops.norm import add_rms_norm, add_rms_norm_definition
 from cellar.ops.registry import Case, Op
 
@@ -61,8 +63,10 @@ def norm_gated_linear(
     one = _is_one_token(residual)
     if kind == "silu" and one and (sizes := choice_of(weight).fused) is not None:
         return norm_gemv(residual, delta, norm, eps, weight, bias, sizes, gate=True)
-    product, total = norm_linear(residual, delta, norm, eps, weight, bias)
-    return gated(product, kind), total
+    normed, total = add_rms_norm(residual, delta, norm, eps)
+    if kind == "silu" and normed.is_cuda and isinstance(kernel := kernel_of(normed, weight), Wide):
+        return wide(normed, weight, bias, kernel, gate=True), total
+    return gated(linear(normed, weight, bias), kind), total
 
 
 def norm_gated_linear_definition(

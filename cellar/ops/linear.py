@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.linear_choice import MAX_FLAT_TOKENS
 from cellar.ops.linear_cuda import linear_kernel
 from cellar.ops.registry import Case, Op
 
@@ -48,8 +47,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if weight.is_mkldnn:
         return _onednn(x, weight, bias)
     if weight.is_cuda:
-        few = x.shape[0] <= MAX_FLAT_TOKENS and weight.dtype != torch.float32
-        return linear_kernel(x, weight, bias) if few else functional.linear(x, weight, bias)
+        # Of float32 only the library knows ways that are exact and fast.
+        return functional.linear(x, weight, bias) if weight.dtype == torch.float32 else linear_kernel(x, weight, bias)
     if weight.dtype == torch.float32:
         return functional.linear(x, weight, bias)
     return _widened(x, weight, bias)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TypeAlias
 
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Table
 
 MAX_FLAT_TOKENS = 64
+
+# Of the wide product: blocks of a cluster, bytes of a block's shared memory (with some for barriers taken off).
+MAX_CLUSTER = 8
+MAX_SHARED = 231_424
 
 # The widest row that the GEMV with a norm inside holds in registers at once.
 MAX_FUSED_COLUMNS = 8192
@@ -72,20 +76,84 @@ class Fused:
         _check(self, ("rows", "warps"), least=1)
 
 
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Sizes of the wide product: tokens and rows of a tile, stages in flight, and what a cluster of blocks shares.
+
+    So many blocks share rows of the matrix, so many share tokens, so many are parts of one sum. Persistent: a block
+    goes on with the next tile while the last one is written.
+    """
+
+    tokens: int
+    rows: int
+    stages: int
+    sharing_rows: int = 1
+    sharing_tokens: int = 1
+    parts: int = 1
+    persistent: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, ("tokens",), least=64)
+        _check(self, ("sharing_rows", "sharing_tokens", "parts"), least=1)
+        if self.tokens > 128 or not 16 <= self.rows <= 256 or self.rows % (16 * self.sharing_rows):
+            raise ConfigError(
+                f"a wide product cannot have tiles of {self.tokens} tokens x {self.rows} rows; give 64 or 128 tokens, "
+                f"and up to 256 rows in multiples of {16 * self.sharing_rows}."
+            )
+        if self.cluster > MAX_CLUSTER:
+            raise ConfigError(f"a wide product cannot have clusters of {self.cluster}; {MAX_CLUSTER} is the most.")
+        if self.persistent and self.parts > 1:
+            raise ConfigError("a persistent wide product cannot split its sums; give one part.")
+        if self.stages < 1 or self.shared(gate=True) > MAX_SHARED:
+            raise ConfigError(
+                f"a wide product of {self.tokens} x {self.rows} cannot have {self.stages} stages; give 1 or more that "
+                f"fit {MAX_SHARED} bytes of shared memory."
+            )
+
+    def fitting(self, gate: bool) -> Wide:
+        """With as many of its stages as fit: without a gate a persistent block's result is twice as wide."""
+        sizes = self
+        while sizes.shared(gate) > MAX_SHARED:
+            sizes = replace(sizes, stages=sizes.stages - 1)
+        return sizes
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.sharing_rows * self.sharing_tokens * self.parts
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: four warps for 64 tokens, and one that loads."""
+        return 2 * self.tokens + 32
+
+    def columns(self, gate: bool) -> int:
+        """Columns of the result in a tile."""
+        return self.rows // 2 if gate else self.rows
+
+    def shared(self, gate: bool) -> int:
+        """Bytes of dynamic shared memory: the stages; and, beside or instead of them, the result to be written."""
+        stages = self.stages * (self.tokens + self.rows) * 128
+        result = self.tokens * (self.columns(gate) + 8) * (4 if self.parts > 1 else 2)
+        return 1024 + (stages + result if self.persistent else max(stages, result))
+
+
 # None is the library's product.
-Kernel: TypeAlias = Gemv | Flat | None
+Kernel: TypeAlias = Gemv | Flat | Wide | None
 
 
 @dataclass(frozen=True, slots=True)
 class LinearChoice:
     """Of one matrix: `kernels[i]` up to `tokens[i]` tokens (ascending), the library beyond the last.
 
-    `fused` serves one token that needs a norm before; None: the norm is a launch of its own.
+    `fused` serves one token that needs a norm before; None: the norm is a launch of its own. `wide`: (tokens, sizes),
+    ascending: up to so many tokens the wide product goes before all others where the device has it; None: it does not.
     """
 
     tokens: tuple[int, ...]
     kernels: tuple[Kernel, ...]
     fused: Fused | None = None
+    wide: tuple[tuple[int, Wide | None], ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.kernels) or any(
@@ -98,10 +166,16 @@ class LinearChoice:
             if isinstance(kernel, Flat) and m > MAX_FLAT_TOKENS:
                 raise ConfigError(f"a flat product multiplies at most {MAX_FLAT_TOKENS} tokens, not {m}.")
 
-    def at(self, m: int) -> Kernel:
-        """The kernel for `m` tokens."""
+    def at(self, m: int, wide: bool = False) -> Kernel:
+        """The kernel for `m` tokens, on a device that has the wide product or not."""
+        if wide and (sizes := self.wide_at(m)) is not None:
+            return sizes
         i = bisect_left(self.tokens, m)
         return self.kernels[i] if i < len(self.kernels) else None
+
+    def wide_at(self, m: int) -> Wide | None:
+        """The wide product's sizes for `m` tokens; None: it is not the fastest."""
+        return next((sizes for tokens, sizes in self.wide if m <= tokens), None)
 
 
 @functools.cache
@@ -152,6 +226,13 @@ SECONDS = ("gemv_seconds", "flat_seconds", "library_seconds")
 FUSED_TABLE = "linear.fused"
 FUSED_COLUMNS = ("n", "k", "gated", "rows", "warps", "fused_seconds", "apart_seconds")
 
+# Several tokens through the matrix (gated: and the gate) by the wide product, and by the best of the others.
+WIDE_TABLE = "linear.wide"
+WIDE_COLUMNS = (
+    *("n", "k", "m", "gated", "tokens", "rows", "stages", "sharing_rows", "sharing_tokens", "parts", "persistent"),
+    *("wide_seconds", "other_seconds"),
+)
+
 _GEMV, _FLAT, _LIBRARY = "gemv", "flat", "library"
 
 
@@ -192,17 +273,35 @@ class FusedTiming:
         return (n, k, int(self.gated), self.sizes.rows, self.sizes.warps, self.fused, self.apart)
 
 
+@dataclass(frozen=True, slots=True)
+class WideTiming:
+    """The best of the wide product's sizes at `m` tokens, and the seconds of both ways."""
+
+    m: int
+    gated: bool
+    sizes: Wide
+    wide: float
+    other: float
+
+    def row(self, n: int, k: int) -> tuple[float | int | str, ...]:
+        """As the table has it."""
+        sizes = (int(size) for size in astuple(self.sizes))
+        return (n, k, self.m, int(self.gated), *sizes, self.wide, self.other)
+
+
 Shape: TypeAlias = tuple[int, int]
 
 
 def linear_choices(tables: Mapping[str, Table]) -> dict[Shape, LinearChoice]:
     """From a profile's tables: [n, k] -> what was fastest. Raises ConfigError for rows that make no sense."""
     fused = {shape: t.sizes if t.fused < t.apart else None for shape, t in fused_timings(tables).items()}
+    wide = wide_timings(tables)
     found: dict[Shape, LinearChoice] = {}
     for (n, k), timings in timings_of(tables).items():
         # What has not been measured keeps its default.
         inside = fused[n, k] if (n, k) in fused else default_fused(k)
-        found[n, k] = LinearChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings), inside)
+        wides = tuple((t.m, t.sizes if t.wide < t.other else None) for t in wide.get((n, k), ()))
+        found[n, k] = LinearChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings), inside, wides)
     return found
 
 
@@ -231,16 +330,32 @@ def fused_timings(tables: Mapping[str, Table]) -> dict[Shape, FusedTiming]:
     }
 
 
+def wide_timings(tables: Mapping[str, Table]) -> dict[Shape, list[WideTiming]]:
+    """[n, k] -> its rows by ascending m. Raises ConfigError for sizes that make no sense."""
+    found: dict[Shape, list[WideTiming]] = {}
+    for row in _rows(tables, WIDE_TABLE, WIDE_COLUMNS):
+        n, k, m, gated, tokens, rows, stages, sharing_rows, sharing_tokens, parts, persistent, wide, other = row
+        made = Wide(
+            *(int(tokens), int(rows), int(stages)), int(sharing_rows), int(sharing_tokens), int(parts), bool(persistent)
+        )
+        found.setdefault((int(n), int(k)), []).append(WideTiming(int(m), bool(gated), made, float(wide), float(other)))
+    return {shape: sorted(timings, key=lambda t: t.m) for shape, timings in found.items()}
+
+
 def tables_with(
-    tables: Mapping[str, Table], measured: Mapping[Shape, Sequence[Timing]], fused: Mapping[Shape, FusedTiming]
+    tables: Mapping[str, Table],
+    measured: Mapping[Shape, Sequence[Timing]],
+    fused: Mapping[Shape, FusedTiming],
+    wide: Mapping[Shape, Sequence[WideTiming]],
 ) -> dict[str, Table]:
-    """A profile's two tables with shapes added; those measured before are replaced."""
+    """A profile's tables of linear layers with shapes added; those measured before are replaced."""
     plain = {**timings_of(tables), **measured}
     inside = {**fused_timings(tables), **fused}
-    rows = [t.row(*shape) for shape in sorted(plain) for t in plain[shape]]
+    wides = {**wide_timings(tables), **wide}
     return {
-        TABLE: Table((*COLUMNS, *SECONDS), tuple(rows)),
+        TABLE: Table((*COLUMNS, *SECONDS), tuple(t.row(*shape) for shape in sorted(plain) for t in plain[shape])),
         FUSED_TABLE: Table(FUSED_COLUMNS, tuple(inside[shape].row(*shape) for shape in sorted(inside))),
+        WIDE_TABLE: Table(WIDE_COLUMNS, tuple(t.row(*shape) for shape in sorted(wides) for t in wides[shape])),
     }
 
 

@@ -3,6 +3,7 @@
     ImplA   m = 1         GEMV on the CUDA cores: a program owns some rows of the matrix and reads all of them
     ImplB   m = 1 .. 64   flat product: the weights are the tall operand, the tokens are padded to 8, 16, 32 or 64
     ImplC   any m         the library's GEMM
+    wide    m = 1 .. 256  on Hopper: tiles as many as multiprocessors, clusters of blocks (`linear_wide.py`)
 
 Which of them runs a matrix, and in what sizes, is looked up in its `LinearChoice` (`linear_choice.py`).
 
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cellar.ops.linear_choice import LEAST_FLAT_ROWS, Flat, Fused, Gemv, Kernel, LinearChoice, default_choice
+from cellar.ops.linear_choice import LEAST_FLAT_ROWS, Flat, Fused, Gemv, Kernel, LinearChoice, Wide, default_choice
+from cellar.ops.linear_wide import wide, wide_takes
 from cellar.ops.triton_support import dependent_launch, interpreted, kernel
 
 if TYPE_CHECKING:
@@ -26,19 +28,29 @@ if TYPE_CHECKING:
 
 
 def linear_kernel(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear` for 1 to 64 tokens. x: [m, k], weight: [n, k], bias: [n] or None -> [m, n]; all of one dtype.
+    """`linear` for few tokens. x: [m, k], weight: [n, k], bias: [n] or None -> [m, n]; all of one dtype.
 
     By the kernel of the weight's choice (`prepare`), which may be the library's.
     """
-    return multiply(x, weight, bias, choice_of(weight).at(x.shape[0]) if x.shape[0] else None)
+    return multiply(x, weight, bias, kernel_of(x, weight))
+
+
+def kernel_of(x: Tensor, weight: Tensor) -> Kernel:
+    """The kernel that is fastest for these tokens and this matrix, of those that take them; None: the library's."""
+    if not x.shape[0]:
+        return None
+    choice = choice_of(weight)
+    return choice.at(x.shape[0], bool(choice.wide) and wide_takes(x, weight))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel) -> Tensor:
-    """x W^T + b by one kernel; a `Gemv` wants one token, a `Flat` at most 64."""
+    """x W^T + b by one kernel; a `Gemv` wants one token, a `Flat` at most 64, a `Wide` what `wide_takes`."""
     if isinstance(kernel, Gemv):
         return _gemv(x.contiguous(), weight, bias, kernel)
     if isinstance(kernel, Flat):
         return _flat(x.contiguous(), weight, bias, kernel)
+    if isinstance(kernel, Wide):
+        return wide(x.contiguous(), weight, bias, kernel)
     return torch.nn.functional.linear(x, weight, bias)
 
 

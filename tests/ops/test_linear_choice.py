@@ -14,17 +14,21 @@ from cellar.ops.linear import linear_definition
 from cellar.ops.linear_choice import (
     FUSED_TABLE,
     TABLE,
+    WIDE_TABLE,
     Flat,
     Fused,
     FusedTiming,
     Gemv,
     LinearChoice,
     Timing,
+    Wide,
+    WideTiming,
     default_choice,
     inflections,
     linear_choices,
     tables_with,
     timings_of,
+    wide_timings,
 )
 from cellar.ops.linear_cuda import choice_of, linear_kernel, multiply, prepare
 
@@ -38,6 +42,19 @@ TIMINGS = [
 ]
 
 
+WIDES = [
+    WideTiming(8, True, Wide(64, 224, 5), 9e-6, 8e-6),
+    WideTiming(128, True, Wide(128, 224, 3, 2, 2, persistent=True), 1.2e-5, 1.4e-5),
+]
+
+
+def test_the_wide_product_goes_first_where_the_device_has_it() -> None:
+    sizes = Wide(128, 224, 4)
+    choice = LinearChoice((1, 8, 64), (GEMV, FLAT, None), wide=((8, None), (128, sizes)))
+    assert [choice.at(m, wide=True) for m in (1, 8, 9, 64, 128, 129)] == [GEMV, FLAT, sizes, sizes, sizes, None]
+    assert [choice.at(m) for m in (1, 8, 9, 64, 128, 129)] == [GEMV, FLAT, None, None, None, None]
+
+
 def test_the_next_larger_number_of_tokens_decides_and_the_library_has_the_rest() -> None:
     choice = LinearChoice((1, 8, 64), (GEMV, FLAT, None))
     assert [choice.at(m) for m in (1, 2, 8, 9, 64, 65, 4096)] == [GEMV, FLAT, FLAT, None, None, None, None]
@@ -49,19 +66,24 @@ def test_tables_of_a_profile_give_back_what_was_put_in() -> None:
         (512, 256): FusedTiming(True, Fused(2, 4), 9e-6, 8e-6),
         (96, 64): FusedTiming(False, Fused(1, 8), 3e-6, 4e-6),
     }
-    tables = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}, fused)
+    tables = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}, fused, {(512, 256): WIDES})
     assert timings_of(tables) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}
     choices = linear_choices(tables)
     assert choices[512, 256].kernels == (GEMV, FLAT, None, Flat(64, 128, 4, 1), None)
     assert choices[512, 256].tokens == (1, 2, 8, 32, 64)
     assert choices[512, 256].fused is None, "apart was faster"
     assert choices[96, 64].fused == Fused(1, 8)
+    assert wide_timings(tables) == {(512, 256): WIDES}
+    assert choices[512, 256].wide == ((8, None), (128, WIDES[1].sizes)), "at 8 tokens another was faster"
+    assert choices[96, 64].wide == ()
     assert linear_choices({}) == {}
 
 
 def test_measuring_a_shape_again_replaces_it_and_keeps_the_others() -> None:
-    before = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS}, {})
-    after = tables_with(before, {(96, 64): TIMINGS[:2]}, {(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)})
+    before = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS}, {}, {(96, 64): WIDES, (512, 256): WIDES})
+    fused = {(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)}
+    after = tables_with(before, {(96, 64): TIMINGS[:2]}, fused, {(96, 64): WIDES[:1]})
+    assert wide_timings(after) == {(512, 256): WIDES, (96, 64): WIDES[:1]}
     assert timings_of(after) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:2]}
     assert linear_choices(after)[512, 256].fused == default_choice(512, 256).fused, "not measured: the default"
 
@@ -89,6 +111,16 @@ def test_inflection_points() -> None:
         lambda: LinearChoice((128,), (FLAT,)),
         lambda: linear_choices({TABLE: Table(("n", "k"), ((1, 2),))}),
         lambda: linear_choices({TABLE: Table(_columns(), ((8, 8, 1, "magic", 0, 0, 0, 0, 0, 0, 0.0, 0.0, 1.0),))}),
+        lambda: Wide(32, 128, 4),
+        lambda: Wide(256, 128, 4),
+        lambda: Wide(128, 264, 4),
+        lambda: Wide(128, 16, 4, sharing_rows=2),
+        lambda: Wide(128, 128, 4, sharing_tokens=3),
+        lambda: Wide(128, 128, 4, sharing_tokens=4, parts=4),
+        lambda: Wide(128, 128, 4, parts=2, persistent=True),
+        lambda: Wide(128, 256, 0),
+        lambda: Wide(128, 256, 5),
+        lambda: linear_choices({WIDE_TABLE: Table(("n", "k"), ((1, 2),))}),
         lambda: linear_choices({FUSED_TABLE: Table(("n",), ((1,),))}),
     ],
 )
@@ -98,7 +130,7 @@ def test_what_makes_no_sense_is_refused(make) -> None:  # type: ignore[no-untype
 
 
 def _columns() -> tuple[str, ...]:
-    return tables_with({}, {}, {})[TABLE].columns
+    return tables_with({}, {}, {}, {})[TABLE].columns
 
 
 @pytest.mark.parametrize(

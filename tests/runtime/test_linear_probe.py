@@ -24,6 +24,7 @@ from cellar.ops.linear_choice import (
     Kernel,
     LinearChoice,
     Timing,
+    Wide,
     fused_timings,
     linear_choices,
     tables_with,
@@ -34,7 +35,17 @@ from cellar.runtime import local
 from cellar.runtime.probes import linear as module
 from cellar.runtime.probes import registry
 from cellar.runtime.probes.context import ProbeContext
-from cellar.runtime.probes.linear import FLATS, FUSEDS, GEMVS, fused_timings_with, matrices_of, shapes_of, timings_with
+from cellar.runtime.probes.linear import (
+    FLATS,
+    FUSEDS,
+    GEMVS,
+    fused_timings_with,
+    matrices_of,
+    shapes_of,
+    timings_with,
+    wide_timings_with,
+)
+from cellar.runtime.probes.linear_wide import wides_for
 from cellar.runtime.probes.rotation import Rotation
 from tests.runtime.steps import tiny_model
 
@@ -66,8 +77,9 @@ def test_the_matrices_of_models_after_fusion() -> None:
 class FakeTimer:
     """The GEMV takes 1, the flat product 2 and `flat_slope` more per padded token, the library 4; one way is faster."""
 
-    def __init__(self, flat_slope: float, fused: float | None = 1.5) -> None:
+    def __init__(self, flat_slope: float, fused: float | None = 1.5, multiprocessors: int = 132) -> None:
         self.flat_slope = flat_slope
+        self._multiprocessors = multiprocessors
         self._fused = fused
 
     def product(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
@@ -82,6 +94,15 @@ class FakeTimer:
 
     def fused(self, sizes: Sequence[Fused], gated: bool) -> list[float | None]:
         return [self._fused if size == FUSEDS[1] else None for size in sizes]
+
+    def wide(self, m: int, sizes: Sequence[Wide], kernel: Kernel, gated: bool) -> list[float | None]:
+        assert (kernel == FLATS[5]) == (m < 64), "the best of the others, and beyond 64 tokens the library"
+        if m == 8:
+            return [1.0, *(None for _ in sizes)]
+        return [5.0, None, *(4.0 + (m > 64) + 0.1 * (size != sizes[2]) for size in sizes[1:])]
+
+    def multiprocessors(self) -> int:
+        return self._multiprocessors
 
     def apart(self, kernel: Kernel, gated: bool) -> float:
         return 2.0 if kernel == GEMVS[3] else 100.0
@@ -107,6 +128,33 @@ def test_the_fused_kernel_is_weighed_against_its_parts_with_the_best_kernel() ->
     found = fused_timings_with((512, 256), True, GEMVS[3], timer)
     assert found == {(512, 256): FusedTiming(True, FUSEDS[1], 1.5, 2.0)}
     assert fused_timings_with((512, 256), True, None, FakeTimer(0.0, fused=None)) == {}
+
+
+def test_the_wide_product_is_weighed_against_the_best_of_the_others() -> None:
+    shape, timer = (4096, 8192), FakeTimer(flat_slope=0.05)
+    timings = timings_with(shape, timer)
+    found = wide_timings_with(shape, False, timings, timer)
+    assert [(t.m, t.wide, t.other) for t in found] == [(m, 4.0 + (m > 64), 5.0) for m in (16, 32, 64, 128, 256)]
+    assert all(t.sizes == wides_for(t.m, shape, False, 132)[2] for t in found)
+    assert wide_timings_with(shape, False, timings, FakeTimer(0.05, multiprocessors=0)) == []
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (8192, 1024)])
+@pytest.mark.parametrize("m", [8, 64, 128, 256])
+def test_sizes_of_the_wide_product_that_are_tried(m: int, shape: tuple[int, int], gate: bool) -> None:
+    found = wides_for(m, shape, gate, 132)
+    assert 0 < len(found) <= 12
+    assert len(set(found)) == len(found)
+    for sizes in found:
+        assert sizes.tokens >= min(m, 128)
+        assert sizes.fitting(gate) == sizes
+        assert not (gate and sizes.parts > 1)
+        blocks = -(-shape[0] // sizes.rows) * sizes.parts * -(-m // sizes.tokens)
+        assert 66 < blocks <= 3 * 132
+    best = found[0]
+    if shape == (28672, 4096) and m in (64, 128):
+        assert -(-shape[0] // best.rows) == 128, "as many tiles as one round of the multiprocessors takes"
 
 
 @interpreter
@@ -159,7 +207,7 @@ def test_without_an_accelerator_or_a_model_nothing_is_measured(tmp_path: Path) -
 
 def profile_with(machine: str, **kernels: Kernel) -> Profile:
     timings = {(int(n[1:]), 8): [Timing(1, kernel, 1.0, None, 2.0)] for n, kernel in kernels.items()}
-    return Profile(machine, (), tables=tables_with({}, timings, {}))
+    return Profile(machine, (), tables=tables_with({}, timings, {}, {}))
 
 
 def test_which_profiles_speak_for_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,6 +320,6 @@ def test_a_shape_is_measured_on_the_device(tmp_path: Path) -> None:
     assert kept[-1] == found
     choices = linear_choices(found.tables)
     assert set(choices) == {(2048, 1024), (1024, 2048)}
-    for timings in (t for t in module.tables_with(found.tables, {}, {})["linear"].rows):
+    for timings in (t for t in module.tables_with(found.tables, {}, {}, {})["linear"].rows):
         assert all(s < 1e-3 for s in timings[-3:])
     assert isinstance(choices[2048, 1024].at(1), Gemv | Flat)

@@ -35,13 +35,18 @@ from cellar.ops.linear_choice import (
     LinearChoice,
     Shape,
     Timing,
+    Wide,
+    WideTiming,
     inflections,
     linear_choices,
     tables_with,
 )
 from cellar.ops.linear_cuda import multiply, norm_gemv, prepare
+from cellar.ops.linear_wide import wide, wide_takes
 from cellar.ops.norm import add_rms_norm
 from cellar.runtime.probes.context import ProbeContext, synchronize
+from cellar.runtime.probes.linear_wide import TOKENS as WIDE_TOKENS
+from cellar.runtime.probes.linear_wide import wides_for
 from cellar.runtime.probes.rotation import Call, Rotation
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
@@ -121,6 +126,12 @@ class LinearTimer(Protocol):
     def apart(self, kernel: Kernel, gated: bool) -> float:
         """The same one after another, the matrix by this kernel."""
 
+    def wide(self, m: int, sizes: Sequence[Wide], kernel: Kernel, gated: bool) -> list[float | None]:
+        """`m` tokens by matrix (and gate): first by this kernel, then by the wide product in each of these sizes."""
+
+    def multiprocessors(self) -> int:
+        """Of a device that has the wide product; 0 for others."""
+
 
 def probe(context: ProbeContext, profile: Profile) -> Profile:
     """Adds the tables `linear` and `linear.fused` with the shapes of the context's model; on an accelerator only."""
@@ -143,10 +154,11 @@ def with_shapes(
         timer.compile_all(gate)
         timings = timings_with(shape, timer, TOKENS)
         fused = {} if gate is None else fused_timings_with(shape, gate, timings[0].kernel, timer)
-        profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}, fused))
+        wide = wide_timings_with(shape, gate is True, timings, timer)
+        profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}, fused, {shape: wide}))
         keep(profile)
         del timer
-        report(f"{_line(shape, timings, fused)}; {time.perf_counter() - started:.1f} s")
+        report(f"{_line(shape, timings, fused, wide)}; {time.perf_counter() - started:.1f} s")
     return profile
 
 
@@ -193,6 +205,20 @@ def fused_timings_with(shape: Shape, gate: bool, kernel: Kernel, timer: LinearTi
     return {} if best is None else {shape: FusedTiming(gate, *best, timer.apart(kernel, gate))}
 
 
+def wide_timings_with(shape: Shape, gate: bool, timings: Sequence[Timing], timer: LinearTimer) -> list[WideTiming]:
+    """The wide product at each number of tokens against the best of the others; nothing where it cannot run."""
+    multiprocessors = timer.multiprocessors()
+    others = LinearChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings))
+    found = []
+    for m in WIDE_TOKENS if multiprocessors else ():
+        sizes = wides_for(m, shape, gate, multiprocessors)
+        other, *seconds = timer.wide(m, sizes, others.at(m), gate)
+        best = _best(sizes, seconds)
+        if best is not None and other is not None:
+            found.append(WideTiming(m, gate, *best, other))
+    return found
+
+
 def _best(kernels: Sequence[K], seconds: Sequence[float | None]) -> tuple[K, float] | None:
     ran = [(kernel, s) for kernel, s in zip(kernels, seconds, strict=True) if s is not None]
     return min(ran, key=lambda pair: pair[1], default=None)
@@ -204,7 +230,7 @@ class DeviceTimer:
     def __init__(self, n: int, k: int, device: torch.device) -> None:
         self._device = device
         self._rotation = Rotation(n, k, DTYPE, device, change=prepare)
-        self._x = torch.randn((max(TOKENS), k), device=device, dtype=DTYPE)
+        self._x = torch.randn((max(*TOKENS, *WIDE_TOKENS), k), device=device, dtype=DTYPE)
         self._norm = torch.randn(k, device=device, dtype=DTYPE)
         self._delta = torch.randn((1, k), device=device, dtype=DTYPE)
 
@@ -214,6 +240,9 @@ class DeviceTimer:
         calls = [self._product(1, gemv) for gemv in GEMVS]
         calls += [self._product(m, flat) for m in sizes for flat in FLATS]
         calls += [] if gate is None else [self._fused(fused, gate) for fused in FUSEDS]
+        self._compile(calls)
+
+    def _compile(self, calls: Sequence[Call]) -> None:
         # Not the prepared matrix: its counters serve one launch at a time.
         weight = self._rotation.weights[0].view_as(self._rotation.weights[0])
 
@@ -240,6 +269,19 @@ class DeviceTimer:
         """As `LinearTimer` says."""
         return self._rotation.seconds([self._apart(kernel, gated)])[0]
 
+    def wide(self, m: int, sizes: Sequence[Wide], kernel: Kernel, gated: bool) -> list[float | None]:
+        """As `LinearTimer` says."""
+        calls = [self._wide(m, size, gated) for size in sizes]
+        self._compile(calls)
+        wanted = self._gated(m, None, gated)
+        return [self._seconds(call, wanted) for call in (self._gated(m, kernel, gated), *calls)]
+
+    def multiprocessors(self) -> int:
+        """As `LinearTimer` says."""
+        if not wide_takes(self._x, self._rotation.weights[0]):
+            return 0
+        return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
+
     def _seconds(self, call: Call, wanted: Call) -> float | None:
         weight = self._rotation.weights[0]
         got = self._tried(call, weight)
@@ -264,6 +306,16 @@ class DeviceTimer:
         x = self._x[:m]
         return lambda weight: multiply(x, weight, None, kernel)
 
+    def _gated(self, m: int, kernel: Kernel, gate: bool) -> Call:
+        if not gate:
+            return self._product(m, kernel)
+        x = self._x[:m]
+        return lambda weight: gated(multiply(x, weight, None, kernel), "silu")
+
+    def _wide(self, m: int, sizes: Wide, gate: bool) -> Call:
+        x = self._x[:m]
+        return lambda weight: wide(x, weight, None, sizes, gate=gate)
+
     def _fused(self, sizes: Fused, gate: bool) -> Call:
         x = self._x[:1]
         return lambda weight: norm_gemv(x, self._delta, self._norm, EPS, weight, None, sizes, gate=gate)[0]
@@ -279,11 +331,15 @@ class DeviceTimer:
         return call
 
 
-def _line(shape: Shape, timings: Sequence[Timing], fused: Mapping[Shape, FusedTiming]) -> str:
+def _line(
+    shape: Shape, timings: Sequence[Timing], fused: Mapping[Shape, FusedTiming], wide: Sequence[WideTiming]
+) -> str:
     m1, m2 = inflections(timings)
     ratios = " ".join(f"{t.m}:{t.library / min(s for s in (t.gemv, t.flat, t.library) if s):.2f}" for t in timings)
     inside = "".join(f", fused {t.fused * 1e6:.1f} us, apart {t.apart * 1e6:.1f}" for t in fused.values())
-    return f"{shape[0]} x {shape[1]}: M1 {m1}, M2 {m2}, over the library {ratios}{inside}"
+    wides = " ".join(f"{t.m}:{t.other / t.wide:.2f}" for t in wide)
+    wides = wides and f", wide over the others {wides}"
+    return f"{shape[0]} x {shape[1]}: M1 {m1}, M2 {m2}, over the library {ratios}{inside}{wides}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,0 +1,148 @@
+"""Kernels of a cubin through CUDA's driver: load, describe tensors to the copy engine, launch in clusters.
+
+torch has made the context; every call here uses the one that is current.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from cellar.core.errors import DeviceError
+
+# From cuda.h.
+_MAX_DYNAMIC_SHARED = 8
+_CLUSTER_DIMENSION = 4
+_DEPENDENT_LAUNCH = 6
+_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_SWIZZLE_128 = 3
+_PROMOTE_256 = 3
+
+Argument: TypeAlias = ctypes.c_int | ctypes.c_void_p | ctypes.Structure
+
+
+class TensorMap(ctypes.Structure):
+    """What the copy engine knows of a tensor (CUtensorMap); made by `tensor_map`."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
+def driver_available() -> bool:
+    """True if CUDA's driver is there."""
+    return _driver() is not None
+
+
+def tensor_map(tensor: Tensor, rows: int) -> TensorMap:
+    """Of a contiguous matrix [n, k] of 16-bit floats: boxes of `rows` x 64, of which a row's 128 bytes are swizzled.
+
+    What lies outside of the matrix is read as zeros. The address and k's bytes must be multiples of 16.
+    """
+    n, k = tensor.shape
+    raw = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
+    # The driver wants it on a multiple of 64.
+    made = TensorMap.from_buffer(raw, -ctypes.addressof(raw) % 64)
+    _check(
+        _loaded().cuTensorMapEncodeTiled(
+            ctypes.byref(made),
+            _DTYPES[tensor.dtype],
+            2,
+            ctypes.c_void_p(tensor.data_ptr()),
+            (ctypes.c_uint64 * 2)(k, n),
+            (ctypes.c_uint64 * 1)(k * tensor.element_size()),
+            (ctypes.c_uint32 * 2)(64, rows),
+            (ctypes.c_uint32 * 2)(1, 1),
+            0,
+            _SWIZZLE_128,
+            _PROMOTE_256,
+            0,
+        )
+    )
+    return made
+
+
+class Function:
+    """A kernel of a cubin on the current device, with so much dynamic shared memory, in clusters of a size."""
+
+    def __init__(self, cubin: bytes, name: str, threads: int, shared: int, cluster: int) -> None:
+        self._threads, self._shared, self._cluster = threads, shared, cluster
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        driver = _loaded()
+        _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
+        _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
+
+    def clusters_at_once(self) -> int:
+        """How many clusters the device runs side by side."""
+        config, _attributes = self._config(self._cluster, 0, dependent=False, cluster=True)
+        count = ctypes.c_int()
+        _check(_loaded().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        return count.value
+
+    def launch(self, clusters: int, arguments: Sequence[Argument], stream: int, *, dependent: bool) -> None:
+        """Launch on a stream (its handle), if `dependent` before the kernel in front has ended: it waits by itself."""
+        config, _attributes = self._config(
+            clusters * self._cluster, stream, dependent=dependent, cluster=self._cluster > 1
+        )
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
+        _check(_loaded().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+
+    def _config(
+        self, blocks: int, stream: int, *, dependent: bool, cluster: bool
+    ) -> tuple[_Config, ctypes.Array[_Attribute]]:
+        """The launch, and the attributes to which it points: they must outlive it."""
+        attributes = (_Attribute * 2)()
+        count = 0
+        if cluster:
+            attributes[count].id = _CLUSTER_DIMENSION
+            attributes[count].value[0:3] = [self._cluster, 1, 1]
+            count += 1
+        if dependent:
+            attributes[count].id = _DEPENDENT_LAUNCH
+            attributes[count].value[0] = 1
+            count += 1
+        config = _Config(shared=self._shared, stream=stream, attributes=attributes, count=count)
+        config.grid[:] = [blocks, 1, 1]
+        config.block[:] = [self._threads, 1, 1]
+        return config, attributes
+
+
+def _check(code: int) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _loaded().cuGetErrorString(code, ctypes.byref(text))
+        raise DeviceError(f"CUDA's driver: {(text.value or b'unknown error').decode()} ({code}).")
+
+
+def _loaded() -> ctypes.CDLL:
+    driver = _driver()
+    if driver is None:
+        raise DeviceError("CUDA's driver cannot be loaded, but a kernel wants it; install it or run on the CPU.")
+    return driver
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL | None:
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None

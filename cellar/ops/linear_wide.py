@@ -1,0 +1,128 @@
+"""The wide product: 1 to 256 tokens by a matrix on Hopper, its weights read at memory's speed (FlashDecoding++ §4, §5).
+
+One wave of blocks covers the matrix: tiles of [64 or 128 tokens] x [16 to 256 rows], the width chosen so that there are
+as many tiles as multiprocessors, and sums split among the blocks of a cluster where the matrix has too few rows. The
+kernel is CUDA C++ (`linear_wide.cu`); docs/decisions/0016-hopper-products.md says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from importlib.resources import files
+
+import torch
+from torch import Tensor
+
+from cellar.ops.cuda_compiler import compile_cuda, compiler_available
+from cellar.ops.cuda_driver import Function, TensorMap, driver_available, tensor_map
+from cellar.ops.linear_choice import Wide
+
+DTYPES = (torch.bfloat16, torch.float16)
+_DEPTH = 64
+
+
+@functools.cache
+def wide_available(device: torch.device) -> bool:
+    """True on a Hopper GPU with NVRTC."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and driver_available() and compiler_available()
+
+
+def wide_takes(x: Tensor, weight: Tensor) -> bool:
+    """True if the kernel can multiply these: x [m, k], weight [n, k]; 16-bit floats, rows on 16 bytes."""
+    n, k = weight.shape
+    return (
+        weight.dtype in DTYPES
+        and n % 8 == 0
+        and k % 8 == 0
+        and x.data_ptr() % 16 == 0
+        and weight.data_ptr() % 16 == 0
+        and wide_available(weight.device)
+    )
+
+
+def wide(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Wide, *, gate: bool = False) -> Tensor:
+    """x W^T + b: x: [m, k], weight: [n, k], bias: [n] or None -> [m, n] in x's dtype; all contiguous.
+
+    With `gate` silu(x G^T) * (x U^T) -> [m, n / 2], where G is the upper half of the matrix and U the lower; the
+    products are not rounded in between.
+    """
+    m, k = x.shape
+    n = weight.shape[0] // (2 if gate else 1)
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    function, at_once = _function(sizes, gate, bias is not None, x.dtype, x.device)
+    down = -(-m // (sizes.tokens * sizes.sharing_rows))
+    clusters = down * -(-n // (sizes.columns(gate) * sizes.sharing_tokens))
+    function.launch(
+        min(clusters, at_once) if sizes.persistent else clusters,
+        (
+            tensor_map(x, sizes.tokens // sizes.sharing_tokens),
+            _weight_map(weight, sizes.columns(gate) // sizes.sharing_rows),
+            ctypes.c_void_p(0 if bias is None else bias.data_ptr()),
+            ctypes.c_void_p(out.data_ptr()),
+            ctypes.c_int(m),
+            ctypes.c_int(n),
+            ctypes.c_int(-(-k // _DEPTH)),
+            ctypes.c_int(down),
+            ctypes.c_int(clusters),
+        ),
+        torch.cuda.current_stream(x.device).cuda_stream,
+        dependent=True,
+    )
+    return out
+
+
+def wide_source(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+    """CUDA C++ of one variant, and the constants that it is compiled with."""
+    constants = {
+        "TM": sizes.tokens,
+        "BN": sizes.rows,
+        "STAGES": sizes.stages,
+        "CM": sizes.sharing_rows,
+        "CN": sizes.sharing_tokens,
+        "CK": sizes.parts,
+        "GATED": gate,
+        "HAS_BIAS": bias,
+        "PERSIST": sizes.persistent,
+        "BF16": dtype == torch.bfloat16,
+    }
+    text = files("cellar.ops").joinpath("linear_wide.cu").read_text()
+    return _multiply(sizes.rows, dtype) + text, {name: int(value) for name, value in constants.items()}
+
+
+@functools.cache
+def _function(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype, device: torch.device) -> tuple[Function, int]:
+    """The kernel, and how many of its clusters run at once (0 where nobody asks)."""
+    sizes = sizes.fitting(gate)
+    cubin = compile_cuda(*wide_source(sizes, gate, bias, dtype))
+    with torch.cuda.device(device):
+        function = Function(cubin, "product", sizes.threads, sizes.shared(gate), sizes.cluster)
+        return function, function.clusters_at_once() if sizes.persistent else 0
+
+
+def _weight_map(weight: Tensor, rows: int) -> TensorMap:
+    """The matrix's own, made once: weights stay where they are."""
+    maps: dict[tuple[int, int], TensorMap] = weight.__dict__.setdefault("tensor_maps", {})
+    key = (weight.data_ptr(), rows)
+    if key not in maps:
+        maps[key] = tensor_map(weight, rows)
+    return maps[key]
+
+
+def _multiply(columns: int, dtype: torch.dtype) -> str:
+    """`multiply`: 64 rows by so many columns, 16 deep; an instruction that names each of its registers."""
+    sums, kind = columns // 2, "bf16" if dtype == torch.bfloat16 else "f16"
+    places = ", ".join(f"%{i}" for i in range(sums))
+    operands = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
+    return f"""
+__device__ __forceinline__ void multiply(float (&sum)[{sums}], unsigned long long a, unsigned long long b, bool add) {{
+    asm volatile(
+        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        "{{{places}}}, %{sums}, %{sums + 1}, p, 1, 1, 0, 0;\\n}}"
+        : {operands}
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}}
+"""

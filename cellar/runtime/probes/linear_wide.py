@@ -1,0 +1,64 @@
+"""The wide product's sizes that are worth timing for a shape; `probes/linear.py` times them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from cellar.core.errors import ConfigError
+from cellar.ops.linear_choice import MAX_CLUSTER, MAX_SHARED, Shape, Wide
+
+# Numbers of tokens that are measured; those between run like the next larger one.
+TOKENS = (8, 16, 32, 64, 128, 256)
+MOST = 12
+_MOST_STAGES = 10
+
+
+def wides_for(m: int, shape: Shape, gate: bool, multiprocessors: int) -> list[Wide]:
+    """The most promising sizes for `m` tokens by a matrix [n, k], the best guess first.
+
+    What a block takes from the L2 cache decides, times how unevenly the last round of blocks fills the device.
+    """
+    costs = {sizes: _cost(sizes, m, shape, gate, multiprocessors) for sizes in _all(m, shape, gate, multiprocessors)}
+    return sorted(costs, key=lambda sizes: (costs[sizes], sizes.rows))[:MOST]
+
+
+def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wide]:
+    n, k = shape
+    tokens = 64 if m <= 64 else 128
+    down = -(-m // tokens)
+    sharing_rows = 2 if down > 1 else 1
+    for parts in (1,) if gate else (1, 2, 4, 8):
+        for rows in range(16 * sharing_rows, 257, 16 * sharing_rows):
+            blocks = -(-n // rows) * parts * down
+            if not multiprocessors // 2 < blocks <= 3 * multiprocessors or k < 64 * parts:
+                continue
+            for sharing_tokens in (1, 2, 4):
+                if sharing_rows * sharing_tokens * parts > MAX_CLUSTER:
+                    continue
+                persistent = blocks > multiprocessors and parts == 1
+                one_stage = Wide(tokens, rows, 1, sharing_rows, sharing_tokens, parts, persistent)
+                if (fitting := _fitting(one_stage, gate)) is not None:
+                    yield fitting
+
+
+def _fitting(sizes: Wide, gate: bool) -> Wide | None:
+    """With as many stages as fit, of three or more."""
+    for stages in range(min(_MOST_STAGES, MAX_SHARED // ((sizes.tokens + sizes.rows) * 128)), 2, -1):
+        with suppress(ConfigError):
+            more = replace(sizes, stages=stages)
+            if more.shared(gate) <= MAX_SHARED:
+                return more
+    return None
+
+
+def _cost(sizes: Wide, m: int, shape: Shape, gate: bool, multiprocessors: int) -> float:
+    """Bytes that the busiest multiprocessor takes in, and a little for the sums of parts."""
+    n, k = shape
+    down = -(-m // sizes.tokens)
+    blocks = -(-n // sizes.rows) * sizes.parts * down
+    rounds = -(-blocks // multiprocessors)
+    loaded = (sizes.tokens / sizes.sharing_tokens + sizes.rows / sizes.sharing_rows) * 2 * k / sizes.parts
+    added = sizes.tokens * sizes.rows * 4 if sizes.parts > 1 else 0
+    return rounds * (loaded + added)

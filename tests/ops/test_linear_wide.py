@@ -1,0 +1,196 @@
+"""The wide product of Hopper: what it takes, that it compiles, and on a GPU that it is right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from cellar.core.errors import DeviceError
+from cellar.ops import cuda_compiler
+from cellar.ops.cuda_compiler import compile_cuda, compiler_available
+from cellar.ops.fused import norm_gated_linear, norm_gated_linear_definition
+from cellar.ops.linear import linear, linear_definition
+from cellar.ops.linear_choice import LinearChoice, Wide
+from cellar.ops.linear_cuda import kernel_of, multiply, prepare
+from cellar.ops.linear_wide import wide, wide_available, wide_source, wide_takes
+
+# Of every kind one: clusters that share rows, tokens, sums, and all of them; persistent; with less than 64 tokens.
+SIZES = (
+    Wide(128, 224, 5),
+    Wide(128, 224, 4, sharing_tokens=2),
+    Wide(128, 224, 4, sharing_tokens=4),
+    Wide(128, 256, 4, parts=8),
+    Wide(128, 128, 6, sharing_tokens=2, parts=4),
+    Wide(128, 192, 5, parts=4),
+    Wide(128, 96, 8, sharing_tokens=4, parts=2),
+    Wide(128, 224, 4, sharing_rows=2, persistent=True),
+    Wide(128, 192, 3, sharing_rows=2, sharing_tokens=2, persistent=True),
+    Wide(128, 128, 6, sharing_rows=2, sharing_tokens=2, parts=2),
+    Wide(64, 224, 6, sharing_tokens=2),
+    Wide(64, 16, 10),
+    Wide(64, 112, 9, sharing_tokens=4, persistent=True),
+    Wide(64, 128, 8, sharing_tokens=2, parts=4),
+)
+# (m, n, k): even and ragged in each direction, one row, more tiles than a device runs at once.
+SHAPES = (
+    (128, 448, 4096),
+    (1, 224, 1024),
+    (100, 6144, 4096),
+    (7, 328, 1032),
+    (65, 48, 1000),
+    (200, 1008, 1096),
+    (256, 4096, 1024),
+    (300, 16384, 512),
+)
+hopper = pytest.mark.skipif(
+    not wide_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    reason="gpu: this machine has no Hopper GPU",
+)
+
+
+def test_no_other_device_and_no_other_form_is_taken() -> None:
+    x, weight = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(24, 16, dtype=torch.bfloat16)
+    assert not wide_available(torch.device("cpu"))
+    assert not wide_takes(x, weight)
+    choice = LinearChoice((), (), wide=((128, Wide(128, 224, 4)),))
+    assert kernel_of(x, prepare(weight, choice)) is None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gate", "expected"),
+    [
+        (Wide(128, 224, 4), False, 1024 + 4 * 352 * 128),
+        (Wide(128, 256, 1), False, 1024 + 128 * 264 * 2),
+        (Wide(128, 256, 2, parts=8), False, 1024 + 128 * 264 * 4),
+        (Wide(128, 224, 4, persistent=True), True, 1024 + 4 * 352 * 128 + 128 * 120 * 2),
+        (Wide(64, 128, 3, persistent=True), False, 1024 + 3 * 192 * 128 + 64 * 136 * 2),
+    ],
+)
+def test_shared_memory(sizes: Wide, gate: bool, expected: int) -> None:
+    assert sizes.shared(gate) == expected
+
+
+def test_without_a_gate_fewer_stages_may_fit() -> None:
+    sizes = Wide(128, 224, 4, persistent=True)
+    assert sizes.fitting(gate=True) == sizes
+    assert sizes.fitting(gate=False) == Wide(128, 224, 3, persistent=True)
+
+
+def test_the_instruction_names_all_of_its_registers() -> None:
+    text, constants = wide_source(Wide(128, 48, 4, sharing_tokens=2), True, False, torch.float16)
+    assert "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16" in text
+    assert '"{%0, %1, %2' in text
+    assert '"+f"(sum[23])' in text
+    assert '"+f"(sum[24])' not in text
+    assert (constants["BN"], constants["CN"], constants["GATED"], constants["BF16"]) == (48, 2, 1, 0)
+
+
+@pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
+@pytest.mark.parametrize(
+    ("sizes", "gate"), [(sizes, gate) for sizes in SIZES for gate in (False, True) if not gate or sizes.parts == 1]
+)
+def test_it_compiles(sizes: Wide, gate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    cubin = compile_cuda(*wide_source(sizes.fitting(gate), gate, True, torch.bfloat16))
+    assert cubin.startswith(b"\x7fELF")
+    (kept,) = (tmp_path / ".cache" / "cellar" / "kernels").iterdir()
+    assert kept.read_bytes() == cubin
+
+
+@pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
+def test_what_the_compiler_refuses_is_told() -> None:
+    with pytest.raises(DeviceError, match="identifier"):
+        compile_cuda("__global__ void f() { nonsense; }", {})
+
+
+def test_without_the_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_compiler, "_library", lambda: None)
+    with pytest.raises(DeviceError, match="CUDA build of torch"):
+        compile_cuda("", {})
+
+
+def _operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device="cuda").manual_seed(m + n + k)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    return random(m, k).to(dtype), (random(n, k) / k**0.5).to(dtype), random(n).to(dtype)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_it_multiplies(sizes: Wide, dtype: torch.dtype) -> None:
+    for m, n, k in SHAPES:
+        x, weight, bias = _operands(m, n, k, dtype)
+        for b in (None, bias):
+            got = wide(x, weight, b, sizes)
+            wanted = linear_definition(x, weight, b)
+            torch.testing.assert_close(
+                got, wanted, rtol=1e-2, atol=1e-2, msg=lambda text, at=(m, n, k): f"{at}: {text}"
+            )
+            assert torch.equal(wide(x, weight, b, sizes), got), "the same bits every time"
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("sizes", [sizes for sizes in SIZES if sizes.parts == 1], ids=str)
+def test_it_gates(sizes: Wide) -> None:
+    for m, n, k in SHAPES:
+        x, weight, bias = _operands(m, 2 * n, k, torch.bfloat16)
+        for b in (None, bias):
+            product = x.float() @ weight.float().t() + (0 if b is None else b.float())
+            wanted = functional.silu(product[:, :n]) * product[:, n:]
+            got = wide(x, weight, b, sizes, gate=True)
+            torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_chain_of_dependent_launches_in_a_graph_is_right() -> None:
+    """Each product begins before the one in front of it has ended: its weights early, its tokens not."""
+    sizes = [Wide(128, 128, 6, parts=4), Wide(128, 64, 8, sharing_tokens=2, parts=2), Wide(128, 32, 8, 1, 4)]
+    x, *_ = _operands(96, 8, 4096, torch.bfloat16)
+    weights = [_operands(1, 4096, 4096, torch.bfloat16)[1].roll(i, 0) for i in range(9)]
+
+    def chain(multiplied) -> torch.Tensor:  # type: ignore[no-untyped-def]
+        y = x
+        for number, weight in enumerate(weights):
+            y = multiplied(y, weight, None, sizes[number % 3])
+            y = functional.layer_norm(y, (4096,)) if number % 2 else y
+        return y
+
+    chain(multiply)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(multiply)
+    first = None
+    for _ in range(20):
+        graph.replay()
+        torch.cuda.synchronize()
+        first = got.clone() if first is None else first
+        assert torch.equal(got, first)
+    wanted = chain(lambda y, weight, bias, _: linear_definition(y, weight, bias))
+    torch.testing.assert_close(first, wanted, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_prepared_matrix_uses_it_for_the_tokens_that_its_choice_says() -> None:
+    x, weight, _ = _operands(128, 1024, 512, torch.bfloat16)
+    sizes = Wide(128, 128, 6, sharing_tokens=2)
+    choice = LinearChoice((), (), wide=((64, None), (128, sizes)))
+    prepared = prepare(weight, choice)
+    assert kernel_of(x, prepared) == sizes
+    assert kernel_of(x[:64], prepared) is None
+    torch.testing.assert_close(linear(x, prepared), linear_definition(x, weight), rtol=1e-2, atol=1e-2)
+    parts = (x, None, torch.ones(512, device="cuda", dtype=x.dtype), 1e-5, prepared, None, "silu")
+    got, _ = norm_gated_linear(*parts)
+    wanted, _ = norm_gated_linear_definition(*parts)
+    torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
