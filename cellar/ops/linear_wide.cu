@@ -49,8 +49,14 @@ __device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
     return there;
 }
 
+// All blocks of the cluster are there; what they wrote before is seen only if PUBLISH: that waits for all stores.
+template <bool PUBLISH>
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    if constexpr (PUBLISH) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    }
 }
 
 __device__ __forceinline__ void sync_threads(int barrier, int threads) {
@@ -65,8 +71,9 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// Of this block's scope, for what it tells is that the tensor cores have read a stage; nothing written is passed on.
 __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank)) : "memory");
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, rank)) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -74,7 +81,7 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     do {
         asm volatile(
             "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
             "selp.u32 %0, 1, 0, p;\n}"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
@@ -177,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS * 32 + 32, 1)
         asm volatile("prefetch.tensormap [%0];" ::"l"(&ws) : "memory");
     }
     if constexpr (CLUSTER > 1) {
-        cluster_sync();
+        cluster_sync<false>();
     } else {
         __syncthreads();
     }
@@ -300,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS * 32 + 32, 1)
     }
 
     if constexpr (CK > 1) {
-        cluster_sync();  // all parts of the sum lie in shared memory
+        cluster_sync<true>();  // all parts of the sum lie in shared memory
         const Tile tile = tile_of(blockIdx.x / CLUSTER, down, rm, rn);
         constexpr int ROWS = TM / CK, CHUNKS = BN / 8;
         for (int i = threadIdx.x; i < ROWS * CHUNKS; i += MULTIPLIERS * 32 + 32) {
@@ -328,5 +335,5 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS * 32 + 32, 1)
                          : "memory");
         }
     }
-    if constexpr (CLUSTER > 1) cluster_sync();  // nobody leaves while others may still reach its memory
+    if constexpr (CLUSTER > 1) cluster_sync<false>();  // nobody leaves while others may still reach its memory
 }
