@@ -265,6 +265,8 @@ def test_shapes_are_measured_one_by_one_and_kept(monkeypatch: pytest.MonkeyPatch
     assert kept[-1] == found
     assert found.to_json() == Profile.from_json(found.to_json()).to_json()
     assert [line.split(":")[0] for line in lines] == ["48 x 64", "40 x 72"]
+    monkeypatch.setattr(module, "timings_with", None)
+    assert module.with_shapes(found, matrices, torch.device("cpu"), missing=True) == found, "nothing is missing"
     timings = timings_of(found.tables)
     for measured in timings.values():
         assert [t.m for t in measured] == [1, 8]

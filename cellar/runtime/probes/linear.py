@@ -40,6 +40,7 @@ from cellar.ops.linear_choice import (
     inflections,
     linear_choices,
     tables_with,
+    timings_of,
 )
 from cellar.ops.linear_cuda import multiply, norm_gemv, prepare
 from cellar.ops.linear_wide import wide, wide_takes
@@ -146,14 +147,22 @@ def with_shapes(
     device: torch.device,
     report: Callable[[str], None] = lambda line: None,
     keep: Callable[[Profile], None] = lambda profile: None,
+    *,
+    missing: bool = False,
 ) -> Profile:
-    """The profile with all these shapes measured; `keep` gets it after each, so that a cut-off run has something."""
+    """The profile with all these shapes measured; `keep` gets it after each, so that a cut-off run has something.
+
+    `missing`: of shapes that the profile has, only the wide product is measured, against what it says of the others.
+    """
+    known = timings_of(profile.tables) if missing else {}
     for shape, gate in shapes_of(matrices).items():
         started = time.perf_counter()
         timer = DeviceTimer(*shape, device)
-        timer.compile_all(gate)
-        timings = timings_with(shape, timer, TOKENS)
-        fused = {} if gate is None else fused_timings_with(shape, gate, timings[0].kernel, timer)
+        timings, fused = known.get(shape, []), dict[Shape, FusedTiming]()
+        if not timings:
+            timer.compile_all(gate)
+            timings = timings_with(shape, timer, TOKENS)
+            fused = {} if gate is None else fused_timings_with(shape, gate, timings[0].kernel, timer)
         wide = wide_timings_with(shape, gate is True, timings, timer)
         profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}, fused, {shape: wide}))
         keep(profile)
@@ -353,6 +362,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--base", required=True, help="profile to add to: a file, or the name of a shipped one")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--missing", action="store_true", help="measure only what the base lacks of its shapes")
     options = parser.parse_args(arguments)
     device = resolve_device(options.device)
     if device.type == "cpu":
@@ -372,6 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             device,
             report=lambda line: print(line, flush=True),
             keep=lambda found: found.save(options.output),
+            missing=options.missing,
         )
 
 
