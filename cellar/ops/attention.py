@@ -21,6 +21,7 @@ from torch import Tensor
 from cellar.core.errors import ConfigError
 from cellar.core.specs import RopeSpec
 from cellar.ops.attention_cpu import attention_cpu, decode_attention_cpu
+from cellar.ops.attention_hopper import hopper_decode, hopper_takes
 from cellar.ops.attention_plan import (
     NARROW_TILE,
     AttentionBuffers,
@@ -185,7 +186,12 @@ def decode_attention_kernel(
     work: AttentionWork,
     scale: float,
 ) -> Tensor:
-    """`decode_attention` in Triton: one launch. Raises ConfigError if the group does not fit the narrow tile."""
+    """`decode_attention` in one launch: on Hopper by a kernel of its own for the shapes that it takes, else in Triton.
+
+    Raises ConfigError if the group does not fit the narrow tile.
+    """
+    if hopper_takes(q, k_cache, v_cache, work.shape):
+        return hopper_decode(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
     if work.shape.group > NARROW_TILE:
         raise ConfigError(f"decode_attention takes up to {NARROW_TILE} heads per KV head, not {work.shape.group}.")
     return _launched(q, k_cache, v_cache, table, work, scale, None, decoded=(k, v, cos_sin))

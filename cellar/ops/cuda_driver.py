@@ -12,15 +12,15 @@ from contextlib import suppress
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from cellar.core.errors import DeviceError
+from cellar.ops.cuda_compiler import compiler_available
 
 # From cuda.h.
 _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
 _DEPENDENT_LAUNCH = 6
-_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
+_DTYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLE_128 = 3
 _PROMOTE_256 = 3
 
@@ -48,30 +48,37 @@ class _Config(ctypes.Structure):
     )
 
 
-def driver_available() -> bool:
-    """True if CUDA's driver is there."""
-    return _driver() is not None
+@functools.cache
+def hopper_available(device: torch.device) -> bool:
+    """True on a Hopper GPU (sm_90) whose driver and NVRTC can be loaded."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0) and _driver() is not None and compiler_available()
 
 
-def tensor_map(tensor: Tensor, rows: int) -> TensorMap:
-    """Of a contiguous matrix [n, k] of 16-bit floats: boxes of `rows` x 64, of which a row's 128 bytes are swizzled.
+@functools.lru_cache(maxsize=4096)
+def tensor_map(
+    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorMap:
+    """Of 16-bit floats at an address: sizes and box from the innermost dimension on, strides (elements) from the next.
 
-    What lies outside of the matrix is read as zeros. The address and k's bytes must be multiples of 16.
+    A box is 64 wide, 128 bytes, which are swizzled. What lies outside of the tensor is read as zeros. The address and
+    the strides' bytes must be multiples of 16. Who uses it keeps the memory; the same arguments give the same map.
     """
-    n, k = tensor.shape
+    rank = len(sizes)
     raw = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
     # The driver wants it on a multiple of 64.
     made = TensorMap.from_buffer(raw, -ctypes.addressof(raw) % 64)
     _check(
         _loaded().cuTensorMapEncodeTiled(
             ctypes.byref(made),
-            _DTYPES[tensor.dtype],
-            2,
-            ctypes.c_void_p(tensor.data_ptr()),
-            (ctypes.c_uint64 * 2)(k, n),
-            (ctypes.c_uint64 * 1)(k * tensor.element_size()),
-            (ctypes.c_uint32 * 2)(64, rows),
-            (ctypes.c_uint32 * 2)(1, 1),
+            _DTYPES[dtype],
+            rank,
+            ctypes.c_void_p(address),
+            (ctypes.c_uint64 * rank)(*sizes),
+            (ctypes.c_uint64 * (rank - 1))(*(stride * dtype.itemsize for stride in strides)),
+            (ctypes.c_uint32 * rank)(*box),
+            (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
             _SWIZZLE_128,
             _PROMOTE_256,

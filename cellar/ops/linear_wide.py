@@ -14,20 +14,12 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from cellar.ops.cuda_compiler import compile_cuda, compiler_available
-from cellar.ops.cuda_driver import Function, TensorMap, driver_available, tensor_map
+from cellar.ops.cuda_compiler import compile_cuda
+from cellar.ops.cuda_driver import Function, TensorMap, hopper_available, tensor_map
 from cellar.ops.linear_choice import Wide
 
 DTYPES = (torch.bfloat16, torch.float16)
 _DEPTH = 64
-
-
-@functools.cache
-def wide_available(device: torch.device) -> bool:
-    """True on a Hopper GPU with NVRTC."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and driver_available() and compiler_available()
 
 
 def wide_takes(x: Tensor, weight: Tensor) -> bool:
@@ -39,7 +31,7 @@ def wide_takes(x: Tensor, weight: Tensor) -> bool:
         and k % 8 == 0
         and x.data_ptr() % 16 == 0
         and weight.data_ptr() % 16 == 0
-        and wide_available(weight.device)
+        and hopper_available(weight.device)
     )
 
 
@@ -58,8 +50,8 @@ def wide(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Wide, *, gate: b
     function.launch(
         min(clusters, at_once) if sizes.persistent else clusters,
         (
-            tensor_map(x, sizes.tokens // sizes.sharing_tokens),
-            _weight_map(weight, sizes.columns(gate) // sizes.sharing_rows),
+            _map(x, sizes.tokens // sizes.sharing_tokens),
+            _map(weight, sizes.columns(gate) // sizes.sharing_rows),
             ctypes.c_void_p(0 if bias is None else bias.data_ptr()),
             ctypes.c_void_p(out.data_ptr()),
             ctypes.c_int(m),
@@ -102,13 +94,10 @@ def _function(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype, device: t
         return function, function.clusters_at_once() if sizes.persistent else 0
 
 
-def _weight_map(weight: Tensor, rows: int) -> TensorMap:
-    """The matrix's own, made once: weights stay where they are."""
-    maps: dict[tuple[int, int], TensorMap] = weight.__dict__.setdefault("tensor_maps", {})
-    key = (weight.data_ptr(), rows)
-    if key not in maps:
-        maps[key] = tensor_map(weight, rows)
-    return maps[key]
+def _map(matrix: Tensor, rows: int) -> TensorMap:
+    """Of [n, k]: boxes of so many rows, 64 columns wide."""
+    n, k = matrix.shape
+    return tensor_map(matrix.data_ptr(), matrix.dtype, (k, n), (k,), (_DEPTH, rows))
 
 
 def _multiply(columns: int, dtype: torch.dtype) -> str:

@@ -11,11 +11,12 @@ from torch.nn import functional
 from cellar.core.errors import DeviceError
 from cellar.ops import cuda_compiler
 from cellar.ops.cuda_compiler import compile_cuda, compiler_available
+from cellar.ops.cuda_driver import hopper_available
 from cellar.ops.fused import norm_gated_linear, norm_gated_linear_definition
 from cellar.ops.linear import linear, linear_definition
 from cellar.ops.linear_choice import LinearChoice, Wide
 from cellar.ops.linear_cuda import kernel_of, multiply, prepare
-from cellar.ops.linear_wide import wide, wide_available, wide_source, wide_takes
+from cellar.ops.linear_wide import wide, wide_source, wide_takes
 
 # Of every kind one: clusters that share rows, tokens, sums, and all of them; persistent; with less than 64 tokens.
 SIZES = (
@@ -46,14 +47,14 @@ SHAPES = (
     (300, 16384, 512),
 )
 hopper = pytest.mark.skipif(
-    not wide_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+    not hopper_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="gpu: this machine has no Hopper GPU",
 )
 
 
 def test_no_other_device_and_no_other_form_is_taken() -> None:
     x, weight = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(24, 16, dtype=torch.bfloat16)
-    assert not wide_available(torch.device("cpu"))
+    assert not hopper_available(torch.device("cpu"))
     assert not wide_takes(x, weight)
     choice = LinearChoice((), (), wide=((128, Wide(128, 224, 4)),))
     assert kernel_of(x, prepare(weight, choice)) is None
