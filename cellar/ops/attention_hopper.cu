@@ -9,14 +9,6 @@
 // Set by the compiler's options: DIM (multiples of 64), CHUNK (16, 32, 64), KV_HEADS, GROUP (up to 8), WARPS (multiples
 // of 4), STAGES, BF16 (else float16).
 
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-struct alignas(64) TensorMap {
-    u64 opaque[16];
-};
-
 constexpr int TURN = 64;                         // tokens of a stage: 16 for each of a team's four warps
 constexpr int HALVES = DIM / 64;                 // of a row, 128 bytes each: what the copy engine swizzles
 constexpr int PER_TURN = TURN / CHUNK;
@@ -33,6 +25,8 @@ constexpr float FAR = 8.0f, LOWEST = -1.0e30f;
 
 static_assert(DIM % 64 == 0 && TURN % CHUNK == 0 && WARPS % 4 == 0 && GROUP <= 8);
 static_assert(PER_TURN * 2 * HALVES <= 32);
+// A stage is one team's: who skipped a round of it would take the round before for the one it waits for.
+static_assert(STAGES % TEAMS == 0);
 
 struct Shared {  // beside the stages
     float sums[WARPS][GROUP][SUM_PITCH];
@@ -83,108 +77,10 @@ __device__ __forceinline__ int index_of(int round) {
     return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
-
-__device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
-}
-
-// One half of the rows of one head's chunk.
-__device__ __forceinline__ void load_half(const TensorMap* map, u32 to, u32 barrier, int half, int head, int slot) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %3, %5, %6}], [%2];"
-        ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(half), "r"(head), "r"(slot)
-        : "memory");
-}
-
-__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-__device__ __forceinline__ void load_matrices_turned(u32 (&a)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-                 : "r"(from)
-                 : "memory");
-}
-
-__device__ __forceinline__ u32 turned(u32 pair) {
-    u32 other;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
-    return other;
-}
-
-#if BF16
-#define KIND "bf16"
-#else
-#define KIND "f16"
-#endif
-
-__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND
-                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 two(float low, float high) {
-    u32 both;
-    asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-__device__ __forceinline__ u16 narrow(float value) { return static_cast<u16>(two(value, 0.0f)); }
-
-__device__ __forceinline__ float one(u16 bits) {
-#if BF16
-    return __uint_as_float(static_cast<u32>(bits) << 16);
-#else
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-#endif
-}
-
-__device__ __forceinline__ float power_of_2(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
+__device__ __forceinline__ void sync_computing() { sync_threads(1, THREADS); }
 
 __device__ __forceinline__ float over_rows(float x) {  // the largest of the lanes that hold the same query
     for (int distance = 4; distance < 32; distance *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, distance));
-    return x;
-}
-
-__device__ __forceinline__ float from_others(const float* at) {  // written by another block: not from this one's cache
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at));
     return x;
 }
 
@@ -226,11 +122,11 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
             const int slot = __shfl_sync(~0u, known, (ahead + which) % 32);
             if (which < here) {
                 const u32 to = stages + s * STAGE_BYTES + of_values * KEY_BYTES + which * CHUNK_BYTES + half * HALF_BYTES;
-                load_half(of_values ? values : keys, to, full + 8 * s, half, head, slot);
+                load_box(of_values ? values : keys, to, full + 8 * s, 0, half, 0, head, slot);
             }
         }
     }
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    let_next_kernel_start();
 }
 
 // -- the warps that compute ------------------------------------------------------------------------------------------
@@ -328,12 +224,10 @@ __device__ __forceinline__ void add_tokens(Sums& sums, const u32 (&q)[DIM / 16][
 __device__ __forceinline__ void clear_values(u32 values, int from, int lane) {
     for (int i = lane; i < (16 - from) * HALVES * 8; i += 32) {
         const int row = from + i / (HALVES * 8), half = i / 8 % HALVES;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(values + half * HALF_BYTES + row * 128 + i % 8 * 16),
-                     "r"(0)
-                     : "memory");
+        clear_shared(values + half * HALF_BYTES + row * 128 + i % 8 * 16);
     }
     // The copy engine writes there next.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    stores_before_copies();
     __syncwarp();
 }
 
@@ -412,7 +306,7 @@ __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shar
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
     const u32 inside = tile * 16 / CHUNK * CHUNK_BYTES + tile * 16 % CHUNK * 128;  // of a stage: this warp's tokens
     for (int i = thread; i < 8 * Q_PITCH; i += THREADS) shared.queries[i / Q_PITCH][i % Q_PITCH] = 0;
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_kernel_in_front();
     const int count = a.meta[0] * KV_HEADS;
     u32 at = 0;
     Item next = item_at(a.meta, blockIdx.x < count ? blockIdx.x / KV_HEADS : 0);
@@ -458,7 +352,7 @@ __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shar
 extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
     decode_attention(const __grid_constant__ TensorMap keys, const __grid_constant__ TensorMap values,
                      const __grid_constant__ Arguments arguments) {
-    extern __shared__ unsigned char memory[];
+    unsigned char* memory = shared_memory();
     const u32 stages = (shared_address(memory) + 1023) & ~1023u;
     Shared& shared = *reinterpret_cast<Shared*>(memory + (stages - shared_address(memory)) + STAGES * STAGE_BYTES);
     if (threadIdx.x == 0) {
@@ -466,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
             barrier_init(shared_address(&shared.full[s]), 1);
             barrier_init(shared_address(&shared.empty[s]), 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        barriers_made();
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {

@@ -9,24 +9,28 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
 from cellar.ops.attention_plan import AttentionShape, AttentionWork
-from cellar.ops.cuda_compiler import compile_cuda
+from cellar.ops.cuda_compiler import compile_cuda, hopper_source
 from cellar.ops.cuda_driver import Function, TensorMap, hopper_available, tensor_map
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_GROUP = 8
 LOG2E = 1.4426950408889634
+# Bytes of shared memory for a block, by how many share a multiprocessor.
+MAX_SHARED = {1: 231_424, 2: 114_688}
 _TURN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Warps that compute (a multiple of 4), stages of 64 tokens in flight, and blocks a multiprocessor runs at once."""
+    """Warps that compute, stages of 64 tokens in flight, and blocks a multiprocessor runs at once.
+
+    Four warps are a team, each with stages of its own: there are as many for each.
+    """
 
     warps: int
     stages: int
@@ -41,8 +45,9 @@ class Sizes:
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
-    """Two blocks a multiprocessor, of as many stages as fit."""
-    return next(s for n in (4, 3, 2, 1) if (s := Sizes(4, n, 2)).shared(shape) <= 114_688 or n == 1)
+    """Two blocks a multiprocessor if three stages fit each of them, else one."""
+    candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
+    return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
 
 
 class _Arguments(ctypes.Structure):
@@ -99,12 +104,34 @@ def hopper_decode(
 ) -> Tensor:
     """`decode_attention`; arguments as there."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    buffers, shape = work.resident, work.shape
+    shape = work.shape
     sizes = sizes or default_sizes(shape)
-    launches = work.launches
-    if not launches:
-        return out
-    ((_, _, programs),) = launches
+    arguments = arguments_of(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
+    programs = sum(count for _, _, count in work.launches)
+    if programs:
+        _function(shape, sizes, q.dtype, q.device).launch(
+            min(programs, sizes.at_once * _multiprocessors(q.device)),
+            (_map(k_cache), _map(v_cache), arguments),
+            torch.cuda.current_stream(q.device).cuda_stream,
+            dependent=True,
+        )
+    return out
+
+
+def arguments_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+) -> _Arguments:
+    """As the kernel takes them; the tensors must outlive the launch."""
+    buffers = work.resident
     pointers = (
         *(q, k, v, cos_sin, k_cache, v_cache, table),
         *(out, buffers.meta, buffers.partial, buffers.extents, buffers.counters),
@@ -115,16 +142,7 @@ def hopper_decode(
     )
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     addresses = (0 if x is None else x.data_ptr() for x in pointers)
-    arguments = _Arguments(*addresses, *strides, scale * LOG2E, rotary_dim)
-    function = _function(shape, sizes, q.dtype, q.device)
-    blocks = min(programs, sizes.at_once * _multiprocessors(q.device))
-    function.launch(
-        blocks,
-        (_map(k_cache), _map(v_cache), arguments),
-        torch.cuda.current_stream(q.device).cuda_stream,
-        dependent=True,
-    )
-    return out
+    return _Arguments(*addresses, *strides, scale * LOG2E, rotary_dim)
 
 
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
@@ -138,7 +156,7 @@ def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tu
         "STAGES": sizes.stages,
         "BF16": int(dtype == torch.bfloat16),
     }
-    return files("cellar.ops").joinpath("attention_hopper.cu").read_text(), constants
+    return hopper_source("attention_hopper.cu"), constants
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import TypeAlias
 
 from cellar.core.errors import ConfigError
@@ -19,7 +19,7 @@ from cellar.core.hardware import Table
 
 MAX_FLAT_TOKENS = 64
 
-# Of the wide product: blocks of a cluster, bytes of a block's shared memory (with some for barriers taken off).
+# Of the wide product: blocks of a cluster, bytes of a block's shared memory.
 MAX_CLUSTER = 8
 MAX_SHARED = 231_424
 
@@ -104,18 +104,11 @@ class Wide:
             raise ConfigError(f"a wide product cannot have clusters of {self.cluster}; {MAX_CLUSTER} is the most.")
         if self.persistent and self.parts > 1:
             raise ConfigError("a persistent wide product cannot split its sums; give one part.")
-        if self.stages < 1 or self.shared(gate=True) > MAX_SHARED:
+        if self.stages < 1 or self.shared(gate=False) > MAX_SHARED:
             raise ConfigError(
                 f"a wide product of {self.tokens} x {self.rows} cannot have {self.stages} stages; give 1 or more that "
                 f"fit {MAX_SHARED} bytes of shared memory."
             )
-
-    def fitting(self, gate: bool) -> Wide:
-        """With as many of its stages as fit: without a gate a persistent block's result is twice as wide."""
-        sizes = self
-        while sizes.shared(gate) > MAX_SHARED:
-            sizes = replace(sizes, stages=sizes.stages - 1)
-        return sizes
 
     @property
     def cluster(self) -> int:
@@ -132,10 +125,11 @@ class Wide:
         return self.rows // 2 if gate else self.rows
 
     def shared(self, gate: bool) -> int:
-        """Bytes of dynamic shared memory: the stages; and, beside or instead of them, the result to be written."""
-        stages = self.stages * (self.tokens + self.rows) * 128
-        result = self.tokens * (self.columns(gate) + 8) * (4 if self.parts > 1 else 2)
-        return 1024 + (stages + result if self.persistent else max(stages, result))
+        """Bytes of dynamic shared memory: the stages; and, instead or beside them, the result on its way out."""
+        stages = self.stages * ((self.tokens + self.rows) * 128 + 16)
+        if self.persistent:
+            return 1024 + stages + self.tokens * (min(self.columns(gate), 64) + 8) * 2
+        return 1024 + max(stages, self.tokens * (self.columns(gate) + 8) * (4 if self.parts > 1 else 2))
 
 
 # None is the library's product.

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from importlib.resources import files
 
 import torch
 from torch import Tensor
 
-from cellar.ops.cuda_compiler import compile_cuda
+from cellar.ops.cuda_compiler import compile_cuda, hopper_source
 from cellar.ops.cuda_driver import Function, TensorMap, hopper_available, tensor_map
 from cellar.ops.linear_choice import Wide
 
@@ -80,14 +79,13 @@ def wide_source(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype) -> tupl
         "PERSIST": sizes.persistent,
         "BF16": dtype == torch.bfloat16,
     }
-    text = files("cellar.ops").joinpath("linear_wide.cu").read_text()
-    return _multiply(sizes.rows, dtype) + text, {name: int(value) for name, value in constants.items()}
+    source = hopper_source("linear_wide.cu", _multiply_wide(sizes.rows, dtype))
+    return source, {name: int(value) for name, value in constants.items()}
 
 
 @functools.cache
 def _function(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype, device: torch.device) -> tuple[Function, int]:
     """The kernel, and how many of its clusters run at once (0 where nobody asks)."""
-    sizes = sizes.fitting(gate)
     cubin = compile_cuda(*wide_source(sizes, gate, bias, dtype))
     with torch.cuda.device(device):
         function = Function(cubin, "product", sizes.threads, sizes.shared(gate), sizes.cluster)
@@ -100,13 +98,13 @@ def _map(matrix: Tensor, rows: int) -> TensorMap:
     return tensor_map(matrix.data_ptr(), matrix.dtype, (k, n), (k,), (_DEPTH, rows))
 
 
-def _multiply(columns: int, dtype: torch.dtype) -> str:
-    """`multiply`: 64 rows by so many columns, 16 deep; an instruction that names each of its registers."""
+def _multiply_wide(columns: int, dtype: torch.dtype) -> str:
+    """`multiply_wide`: 64 rows by so many columns, 16 deep; an instruction that names each of its registers."""
     sums, kind = columns // 2, "bf16" if dtype == torch.bfloat16 else "f16"
     places = ", ".join(f"%{i}" for i in range(sums))
     operands = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
     return f"""
-__device__ __forceinline__ void multiply(float (&sum)[{sums}], unsigned long long a, unsigned long long b, bool add) {{
+__device__ __forceinline__ void multiply_wide(float (&sum)[{sums}], u64 a, u64 b, bool add) {{
     asm volatile(
         "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
         "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "

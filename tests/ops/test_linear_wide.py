@@ -1,7 +1,9 @@
-"""The wide product of Hopper: what it takes, that it compiles, and on a GPU that it is right."""
+"""The wide product of Hopper: what it takes, that it compiles, and that it is right: in an emulator, and on a GPU."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from cellar.ops.linear import linear, linear_definition
 from cellar.ops.linear_choice import LinearChoice, Wide
 from cellar.ops.linear_cuda import kernel_of, multiply, prepare
 from cellar.ops.linear_wide import wide, wide_source, wide_takes
+from tests.ops import emulated
 
 # Of every kind one: clusters that share rows, tokens, sums, and all of them; persistent; with less than 64 tokens.
 SIZES = (
@@ -46,6 +49,7 @@ SHAPES = (
     (256, 4096, 1024),
     (300, 16384, 512),
 )
+compiled = pytest.mark.skipif(emulated.compiler() is None, reason="this machine has no C++ compiler (g++)")
 hopper = pytest.mark.skipif(
     not hopper_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="gpu: this machine has no Hopper GPU",
@@ -63,21 +67,15 @@ def test_no_other_device_and_no_other_form_is_taken() -> None:
 @pytest.mark.parametrize(
     ("sizes", "gate", "expected"),
     [
-        (Wide(128, 224, 4), False, 1024 + 4 * 352 * 128),
+        (Wide(128, 224, 4), False, 1024 + 4 * (352 * 128 + 16)),
         (Wide(128, 256, 1), False, 1024 + 128 * 264 * 2),
         (Wide(128, 256, 2, parts=8), False, 1024 + 128 * 264 * 4),
-        (Wide(128, 224, 4, persistent=True), True, 1024 + 4 * 352 * 128 + 128 * 120 * 2),
-        (Wide(64, 128, 3, persistent=True), False, 1024 + 3 * 192 * 128 + 64 * 136 * 2),
+        (Wide(128, 224, 4, persistent=True), True, 1024 + 4 * (352 * 128 + 16) + 128 * 72 * 2),
+        (Wide(64, 48, 3, persistent=True), False, 1024 + 3 * (112 * 128 + 16) + 64 * 56 * 2),
     ],
 )
 def test_shared_memory(sizes: Wide, gate: bool, expected: int) -> None:
     assert sizes.shared(gate) == expected
-
-
-def test_without_a_gate_fewer_stages_may_fit() -> None:
-    sizes = Wide(128, 224, 4, persistent=True)
-    assert sizes.fitting(gate=True) == sizes
-    assert sizes.fitting(gate=False) == Wide(128, 224, 3, persistent=True)
 
 
 def test_the_instruction_names_all_of_its_registers() -> None:
@@ -95,7 +93,7 @@ def test_the_instruction_names_all_of_its_registers() -> None:
 )
 def test_it_compiles(sizes: Wide, gate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
-    cubin = compile_cuda(*wide_source(sizes.fitting(gate), gate, True, torch.bfloat16))
+    cubin = compile_cuda(*wide_source(sizes, gate, True, torch.bfloat16))
     assert cubin.startswith(b"\x7fELF")
     (kept,) = (tmp_path / ".cache" / "cellar" / "kernels").iterdir()
     assert kept.read_bytes() == cubin
@@ -113,13 +111,109 @@ def test_without_the_compiler_the_error_says_what_to_install(monkeypatch: pytest
         compile_cuda("", {})
 
 
-def _operands(m: int, n: int, k: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator(device="cuda").manual_seed(m + n + k)
+def _operands(
+    m: int, n: int, k: int, dtype: torch.dtype, device: str = "cuda"
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator(device=device).manual_seed(m + n + k)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", generator=generator)
+        return torch.randn(shape, device=device, generator=generator)
 
     return random(m, k).to(dtype), (random(n, k) / k**0.5).to(dtype), random(n).to(dtype)
+
+
+def _wanted(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate: bool) -> torch.Tensor:
+    product = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    if not gate:
+        return product
+    first, second = product.chunk(2, dim=1)
+    return functional.silu(first) * second
+
+
+def _emulated(
+    sizes: Wide,
+    shape: tuple[int, int, int],
+    *,
+    gate: bool = False,
+    with_bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    seeds: int = 1,
+    edits: Sequence[tuple[str, str]] = (),
+) -> None:
+    """Run the kernel in the emulator, with two persistent clusters, and compare."""
+    m, n, k = shape
+    x, weight, bias = _operands(m, 2 * n if gate else n, k, dtype, "cpu")
+    given = bias if with_bias else None
+    _, constants = wide_source(sizes, gate, with_bias, dtype)
+    maps = [("const TensorMap&*", "xs"), ("const TensorMap&*", "ws"), ("const u16*", "bias"), ("u16*", "out")]
+    counts = [("int", name) for name in ("m", "n", "steps", "down", "clusters")]
+    library = emulated.build("linear_wide.cu", constants, "product", [*maps, *counts], edits)
+    out = torch.empty((m, n), dtype=dtype)
+    down = -(-m // (sizes.tokens * sizes.sharing_rows))
+    clusters = down * -(-n // (sizes.columns(gate) * sizes.sharing_tokens))
+    boxes = (sizes.tokens // sizes.sharing_tokens, sizes.columns(gate) // sizes.sharing_rows)
+    arguments = (
+        emulated.tensor_map(x, (k, m), (k,), (64, boxes[0])),
+        emulated.tensor_map(weight, (k, weight.shape[0]), (k,), (64, boxes[1])),
+        emulated.pointer(given),
+        emulated.pointer(out),
+        *(ctypes.c_int(count) for count in (m, n, -(-k // 64), down, clusters)),
+    )
+    blocks = (min(clusters, 2) if sizes.persistent else clusters) * sizes.cluster
+    for seed in range(seeds):
+        out.fill_(torch.nan)
+        emulated.launch(library, blocks, sizes.cluster, sizes.threads, sizes.shared(gate), arguments, seed)
+        torch.testing.assert_close(out.float(), _wanted(x, weight, given, gate), rtol=1e-2, atol=1e-2)
+
+
+# Small relatives of SIZES, with fewer stages than steps.
+SMALL = (
+    (Wide(64, 32, 3), (5, 48, 200)),
+    (Wide(64, 64, 4, sharing_tokens=2), (64, 120, 520)),
+    (Wide(128, 64, 4, sharing_tokens=4), (100, 120, 520)),
+    (Wide(128, 32, 3, parts=8), (128, 64, 1024)),
+    (Wide(128, 64, 3, sharing_tokens=2, parts=4), (100, 136, 1000)),
+    (Wide(128, 64, 3, sharing_rows=2, sharing_tokens=2, parts=2), (200, 136, 520)),
+    (Wide(128, 32, 2, sharing_rows=2, sharing_tokens=2, persistent=True), (300, 200, 456)),
+    (Wide(64, 48, 2, persistent=True), (70, 200, 456)),
+    (Wide(128, 160, 2, sharing_rows=2, persistent=True), (130, 328, 200)),
+)
+
+
+@compiled
+@pytest.mark.parametrize(("sizes", "shape"), SMALL, ids=str)
+def test_emulated(sizes: Wide, shape: tuple[int, int, int]) -> None:
+    _emulated(sizes, shape, seeds=3)
+    if sizes.persistent or sizes.parts > 1:
+        _emulated(sizes, shape, with_bias=True, dtype=torch.float16, gate=sizes.parts == 1)
+
+
+# What is wrong, the text, what stands there instead, and with which of SMALL it shows.
+PLANTED = (
+    ("a stage is loaded before it was read", "(at / STAGES - 1) & 1", "at / STAGES & 1", 1),
+    ("a stage is given back before it was read", "                products_done<1>();\n", "", 1),
+    (
+        "one stage of a tile is never given back",
+        "        products_used(sum);\n        if (tells)",
+        "        if (false)",
+        6,
+    ),
+    ("arrivals are counted of too many", "(CM + CN - 1) * MULTIPLIERS", "CM * CN * MULTIPLIERS", 5),
+    ("arrivals are told to the wrong blocks", "(lane - CN >= task.rm)", "0", 5),
+    ("a part of x is for this block alone", "load_box<CN>(task.xs", "load_box<1>(task.xs", 1),
+    ("all blocks load the same rows of w", "task.n + tile.column + task.rm * W_ROWS", "task.n + tile.column", 5),
+    ("parts are added before they are there", "cluster_sync<true>();", "", 3),
+    ("parts are added to oneself", "rank_of(task.rm, task.rn, part)", "rank_of(task.rm, task.rn, task.rk)", 3),
+    ("the tile before is overwritten", "if (PERSIST || piece) sync_threads(2 + group, 128);", "", 8),
+)
+
+
+@compiled
+@pytest.mark.parametrize(("what", "old", "new", "at"), PLANTED, ids=[planted[0] for planted in PLANTED])
+def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, at: int) -> None:
+    sizes, shape = SMALL[at]
+    with pytest.raises(AssertionError):
+        _emulated(sizes, shape, seeds=5, edits=((old, new),))
 
 
 @pytest.mark.gpu
@@ -131,10 +225,7 @@ def test_it_multiplies(sizes: Wide, dtype: torch.dtype) -> None:
         x, weight, bias = _operands(m, n, k, dtype)
         for b in (None, bias):
             got = wide(x, weight, b, sizes)
-            wanted = linear_definition(x, weight, b)
-            torch.testing.assert_close(
-                got, wanted, rtol=1e-2, atol=1e-2, msg=lambda text, at=(m, n, k): f"{at}: {text}"
-            )
+            torch.testing.assert_close(got.float(), _wanted(x, weight, b, False), rtol=1e-2, atol=1e-2)
             assert torch.equal(wide(x, weight, b, sizes), got), "the same bits every time"
 
 
@@ -145,10 +236,8 @@ def test_it_gates(sizes: Wide) -> None:
     for m, n, k in SHAPES:
         x, weight, bias = _operands(m, 2 * n, k, torch.bfloat16)
         for b in (None, bias):
-            product = x.float() @ weight.float().t() + (0 if b is None else b.float())
-            wanted = functional.silu(product[:, :n]) * product[:, n:]
             got = wide(x, weight, b, sizes, gate=True)
-            torch.testing.assert_close(got.float(), wanted, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(got.float(), _wanted(x, weight, b, True), rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.gpu

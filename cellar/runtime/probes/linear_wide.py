@@ -39,17 +39,15 @@ def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wid
                     continue
                 persistent = blocks > multiprocessors and parts == 1
                 one_stage = Wide(tokens, rows, 1, sharing_rows, sharing_tokens, parts, persistent)
-                if (fitting := _fitting(one_stage, gate)) is not None:
+                if (fitting := _fitting(one_stage)) is not None:
                     yield fitting
 
 
-def _fitting(sizes: Wide, gate: bool) -> Wide | None:
+def _fitting(sizes: Wide) -> Wide | None:
     """With as many stages as fit, of three or more."""
     for stages in range(min(_MOST_STAGES, MAX_SHARED // ((sizes.tokens + sizes.rows) * 128)), 2, -1):
         with suppress(ConfigError):
-            more = replace(sizes, stages=stages)
-            if more.shared(gate) <= MAX_SHARED:
-                return more
+            return replace(sizes, stages=stages)
     return None
 
 

@@ -1,0 +1,243 @@
+// What kernels of Hopper are written with: its instructions as functions. BF16 (or float16) is set by the compiler's
+// options. tests/ops/hopper_emulated.h has the same functions for a machine without a GPU.
+
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#if BF16
+#define KIND "bf16"
+#else
+#define KIND "f16"
+#endif
+
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+// How long the L2 cache keeps what is loaded.
+constexpr u64 ONCE = 0x12F0000000000000ull, AGAIN = 0x14F0000000000000ull;
+
+__device__ __forceinline__ unsigned char* shared_memory() {
+    extern __shared__ unsigned char memory[];
+    return memory;
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// -- blocks, clusters, grids -----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 rank_in_cluster() {
+    u32 rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// The address of another block's shared memory that corresponds to one of this block's.
+__device__ __forceinline__ u32 in_block(u32 address, u32 rank) {
+    u32 there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// All blocks of the cluster are there; what they wrote before is seen only if PUBLISH: that waits for all stores.
+template <bool PUBLISH>
+__device__ __forceinline__ void cluster_sync() {
+    if constexpr (PUBLISH) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    } else {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    }
+}
+
+__device__ __forceinline__ void sync_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The kernel in front has ended, and what it wrote is there.
+__device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// The next kernel's blocks may start where there is room.
+__device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// -- barriers that count arrivals and bytes --------------------------------------------------------------------------
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// What this thread has made of barriers is seen by the cluster and by the copy engine.
+__device__ __forceinline__ void barriers_made() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// At a barrier of any block of the cluster. Of this block's scope: what it tells is that a stage has been read.
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+// -- the copy engine -------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// A box of a matrix, for the blocks of the cluster in `mask` if it has SHARERS, else for this one.
+template <int SHARERS>
+__device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barrier, int column, int row, u32 mask, u64 keep) {
+    if constexpr (SHARERS > 1) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+            " [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(to),
+            "l"(map), "r"(barrier), "r"(column), "r"(row), "h"(static_cast<u16>(mask)), "l"(keep)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            " [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to),
+            "l"(map), "r"(barrier), "r"(column), "r"(row), "l"(keep)
+            : "memory");
+    }
+}
+
+// A box of five dimensions, the innermost first.
+__device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        ::"r"(to), "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+        : "memory");
+}
+
+// What this thread stored in shared memory comes before what the copy engine and the tensor cores do there next.
+__device__ __forceinline__ void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// -- memory ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void store_shared(u32 to, u32 a) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(a) : "memory");
+}
+
+__device__ __forceinline__ void store_shared(u32 to, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void clear_shared(u32 to) {  // 16 bytes
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(u32 from, u32 (&x)[4]) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
+}
+
+__device__ __forceinline__ void load_cluster(u32 from, float (&x)[4]) {  // of any block of the cluster
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+                 : "r"(from));
+}
+
+__device__ __forceinline__ void store_global(void* to, const u32 (&x)[4]) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
+
+__device__ __forceinline__ float from_others(const float* at) {  // written by another block: not from this one's cache
+    float x;
+    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at));
+    return x;
+}
+
+// -- products of a warpgroup (`multiply_wide`, of which Python writes the instruction, asks for them) ------------------
+
+// A tile of rows of 128 bytes, swizzled: groups of eight rows lie 1,024 bytes apart.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ void products_asked() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// All but the last PENDING groups of products are done.
+template <int PENDING>
+__device__ __forceinline__ void products_done() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// From here on the compiler may use the sums.
+template <int COUNT>
+__device__ __forceinline__ void products_used(float (&sum)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(sum[i])::"memory");
+}
+
+// -- products of a warp ----------------------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void load_matrices(u32 (&a)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_turned(u32 (&a)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(from)
+                 : "memory");
+}
+
+// An 8 x 8 matrix, two elements a lane, rows for columns.
+__device__ __forceinline__ u32 turned(u32 pair) {
+    u32 other;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
+    return other;
+}
+
+// sum += a b with a [16, 16] and b [16, 8].
+__device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// -- numbers ---------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 two(float low, float high) {
+    u32 both;
+    asm("cvt.rn." KIND "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ u16 narrow(float value) { return static_cast<u16>(two(value, 0.0f)); }
+
+__device__ __forceinline__ float one(u16 bits) {
+#if BF16
+    return __uint_as_float(static_cast<u32>(bits) << 16);
+#else
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+#endif
+}
+
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
