@@ -21,7 +21,7 @@ from torch import Tensor
 from cellar.core.errors import ConfigError
 from cellar.core.specs import RopeSpec
 from cellar.ops.attention_cpu import attention_cpu, decode_attention_cpu
-from cellar.ops.attention_hopper import hopper_decode, hopper_takes
+from cellar.ops.attention_hopper import hopper_decode, hopper_prompts, hopper_takes_decodes, hopper_takes_prompts
 from cellar.ops.attention_plan import (
     NARROW_TILE,
     AttentionBuffers,
@@ -190,7 +190,7 @@ def decode_attention_kernel(
 
     Raises ConfigError if the group does not fit the narrow tile.
     """
-    if hopper_takes(q, k_cache, v_cache, work.shape):
+    if hopper_takes_decodes(q, k_cache, v_cache, work.shape):
         return hopper_decode(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
     if work.shape.group > NARROW_TILE:
         raise ConfigError(f"decode_attention takes up to {NARROW_TILE} heads per KV head, not {work.shape.group}.")
@@ -215,6 +215,9 @@ def _launched(
     # A captured launch has programs to spare.
     many = (4 if work.captured is not None else 3) * work.programs // 2
     for is_wide, tile, programs in work.launches:
+        if is_wide and hopper_takes_prompts(q, k_cache, v_cache, shape):
+            hopper_prompts(q, k_cache, v_cache, table, work, scale, out, tile, programs)
+            continue
         settings = launch_settings(tile, shape.head_dim, q.element_size(), programs > many)
         rows = None
         if fresh is not None and is_wide and shape.reads_new and work.captured is None and settings["SKIP_TESTS"]:

@@ -1,7 +1,8 @@
-"""Attention of decodes on Hopper: few blocks that stay, whose loads run ahead of what they compute.
+"""Attention on Hopper by two kernels in CUDA C++; docs/decisions/0016-hopper-kernels.md says why.
 
-The kernel (`attention_hopper.cu`) takes the same work list as the Triton kernel (`attention_plan`). What it gains is
-that no multiprocessor stops loading between two items; docs/decisions/0016-hopper-kernels.md says why it is CUDA C++.
+`attention_decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute.
+`attention_prompt.cu`: a block for each tile, whose tensor cores work while the weights of the next turn are computed.
+Both take the same work list and scratch as the Triton kernel (`attention_plan`).
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import torch
 from torch import Tensor
 
 from cellar.ops.attention_plan import AttentionShape, AttentionWork
-from cellar.ops.cuda_compiler import compile_cuda, hopper_source
-from cellar.ops.cuda_driver import Function, TensorMap, hopper_available, tensor_map
+from cellar.ops.cuda_compiler import compile_cuda
+from cellar.ops.cuda_driver import Function, TensorMap, tensor_map
+from cellar.ops.hopper import (
+    DTYPES,
+    MAX_SHARED,
+    hopper_available,
+    hopper_source,
+    multiply_turned,
+    multiply_wide,
+    multiprocessors,
+)
 
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_GROUP = 8
 LOG2E = 1.4426950408889634
-# Bytes of shared memory for a block, by how many share a multiprocessor.
-MAX_SHARED = {1: 231_424, 2: 114_688}
-_TURN = 64
+MAX_GROUP = 8
+_DECODE_TURN, _PROMPT_TURN = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Warps that compute, stages of 64 tokens in flight, and blocks a multiprocessor runs at once.
+    """Of decodes: warps that compute, stages of 64 tokens in flight, and blocks a multiprocessor runs at once.
 
     Four warps are a team, each with stages of its own: there are as many for each.
     """
@@ -41,7 +48,7 @@ class Sizes:
         sums = 4 * self.warps * shape.group * (shape.head_dim + 6)
         newest = 4 * (2 * shape.head_dim + shape.group)
         queries = 2 * 8 * (shape.head_dim + 8)
-        return 1024 + self.stages * 4 * _TURN * shape.head_dim + sums + newest + queries + 16 * self.stages + 64
+        return 1024 + self.stages * 4 * _DECODE_TURN * shape.head_dim + sums + newest + queries + 16 * self.stages + 64
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
@@ -50,42 +57,47 @@ def default_sizes(shape: AttentionShape) -> Sizes:
     return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
 
 
-class _Arguments(ctypes.Structure):
-    _pointers = (
-        "q",
-        "k",
-        "v",
-        "cos_sin",
-        "k_cache",
-        "v_cache",
-        "table",
-        "out",
-        "meta",
-        "partial",
-        "extents",
-        "counters",
-    )
-    _strides = (
-        *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
-        *("k_slot", "v_slot", "cache_head", "table_row", "out_token", "out_head"),
-    )
+class DecodeArguments(ctypes.Structure):
+    """As the kernel declares them."""
+
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _pointers),
-        *((name, ctypes.c_longlong) for name in _strides),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos_sin", "k_cache", "v_cache", "table")),
+        *((name, ctypes.c_void_p) for name in ("out", "meta", "partial", "extents", "counters")),
+        *((name, ctypes.c_longlong) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_longlong) for name in ("k_slot", "v_slot", "cache_head", "table_row")),
+        *((name, ctypes.c_longlong) for name in ("out_token", "out_head")),
         ("scale", ctypes.c_float),
         ("rotary_dim", ctypes.c_int),
     )
 
 
-def hopper_takes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
-    """True if the kernel can compute decodes of this shape: 16-bit floats, heads of 64, 128 or 256, groups up to 8."""
+class PromptArguments(ctypes.Structure):
+    """As the kernel declares them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "out", "meta", "partial", "extents", "counters")),
+        *((name, ctypes.c_longlong) for name in ("table_row", "out_token", "out_head")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
+    """16-bit floats, heads of 64, 128 or 256, groups up to 8."""
+    return shape.head_dim in (64, 128, 256) and shape.group <= MAX_GROUP and _takes(q, k_cache, v_cache)
+
+
+def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
+    """16-bit floats, heads of 64 or 128, groups that divide 64, no window; tokens and heads of q on 16 bytes."""
+    aligned = q.data_ptr() % 16 == 0 and all(s * q.element_size() % 16 == 0 for s in q.stride()[:2])
+    return shape.suits_hopper and aligned and q.stride(2) == 1 and _takes(q, k_cache, v_cache)
+
+
+def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     size = k_cache.element_size()
     return (
         hopper_available(q.device)
         and q.dtype in DTYPES
         and k_cache.dtype == v_cache.dtype == q.dtype
-        and shape.head_dim in (64, 128, 256)
-        and shape.group <= MAX_GROUP
         and all(c.data_ptr() % 16 == 0 and c.stride(0) * size % 16 == 0 for c in (k_cache, v_cache))
     )
 
@@ -106,19 +118,19 @@ def hopper_decode(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     shape = work.shape
     sizes = sizes or default_sizes(shape)
-    arguments = arguments_of(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
+    arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
     programs = sum(count for _, _, count in work.launches)
     if programs:
-        _function(shape, sizes, q.dtype, q.device).launch(
-            min(programs, sizes.at_once * _multiprocessors(q.device)),
-            (_map(k_cache), _map(v_cache), arguments),
+        _decode_function(shape, sizes, q.dtype, q.device).launch(
+            min(programs, sizes.at_once * multiprocessors(q.device)),
+            (_cache_map(k_cache), _cache_map(v_cache), arguments),
             torch.cuda.current_stream(q.device).cuda_stream,
             dependent=True,
         )
     return out
 
 
-def arguments_of(
+def decode_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -129,8 +141,8 @@ def arguments_of(
     work: AttentionWork,
     scale: float,
     out: Tensor,
-) -> _Arguments:
-    """As the kernel takes them; the tensors must outlive the launch."""
+) -> DecodeArguments:
+    """Of one launch; the tensors must outlive it."""
     buffers = work.resident
     pointers = (
         *(q, k, v, cos_sin, k_cache, v_cache, table),
@@ -142,36 +154,98 @@ def arguments_of(
     )
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     addresses = (0 if x is None else x.data_ptr() for x in pointers)
-    return _Arguments(*addresses, *strides, scale * LOG2E, rotary_dim)
+    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim)
+
+
+def hopper_prompts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+    tile: int,
+    programs: int,
+) -> None:
+    """`attention` of the wide items alone, tiles of so many rows (64 or 128), in so many blocks."""
+    _prompt_function(work.shape, tile, q.dtype, q.device).launch(
+        programs,
+        (
+            query_map(q, work.shape, tile),
+            _cache_map(k_cache),
+            _cache_map(v_cache),
+            prompt_arguments(table, work, scale, out),
+        ),
+        torch.cuda.current_stream(q.device).cuda_stream,
+        dependent=True,
+    )
+
+
+def prompt_arguments(table: Tensor, work: AttentionWork, scale: float, out: Tensor) -> PromptArguments:
+    """Of one launch; the tensors must outlive it."""
+    buffers = work.resident
+    pointers = (table, out, buffers.meta, buffers.partial, buffers.extents, buffers.counters)
+    strides = (table.stride(0), out.stride(0), out.stride(1))
+    return PromptArguments(*(x.data_ptr() for x in pointers), *strides, scale * LOG2E)
 
 
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     """CUDA C++, and the constants that it is compiled with."""
-    constants = {
+    constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages}
+    return hopper_source("attention_decode.cu"), constants
+
+
+def prompt_source(shape: AttentionShape, tile: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+    """CUDA C++, and the constants that it is compiled with."""
+    products = (multiply_wide(_PROMPT_TURN, dtype), multiply_turned(shape.head_dim, dtype))
+    constants = {**_constants(shape, dtype), "TILE": tile, "STAGES": prompt_stages(shape, tile)}
+    return hopper_source("attention_prompt.cu", *products), constants
+
+
+def prompt_stages(shape: AttentionShape, tile: int) -> int:
+    """As many stages of 128 tokens as fit, up to four."""
+    return next(n for n in (4, 3, 2) if prompt_shared(shape, tile, n) <= MAX_SHARED[1])
+
+
+def prompt_shared(shape: AttentionShape, tile: int, stages: int) -> int:
+    """Bytes of dynamic shared memory: the queries, the stages, and barriers."""
+    return 1024 + 2 * tile * shape.head_dim + stages * (4 * _PROMPT_TURN * shape.head_dim + 32) + 16
+
+
+def _constants(shape: AttentionShape, dtype: torch.dtype) -> dict[str, int]:
+    return {
         "DIM": shape.head_dim,
         "CHUNK": shape.chunk_size,
         "KV_HEADS": shape.kv_heads,
         "GROUP": shape.group,
-        "WARPS": sizes.warps,
-        "STAGES": sizes.stages,
         "BF16": int(dtype == torch.bfloat16),
     }
-    return hopper_source("attention_hopper.cu"), constants
 
 
 @functools.cache
-def _function(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Function:
+def _decode_function(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Function:
     cubin = compile_cuda(*decode_source(shape, sizes, dtype))
     with torch.cuda.device(device):
         return Function(cubin, "decode_attention", 32 * sizes.warps + 32, sizes.shared(shape), 1)
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _prompt_function(shape: AttentionShape, tile: int, dtype: torch.dtype, device: torch.device) -> Function:
+    cubin = compile_cuda(*prompt_source(shape, tile, dtype))
+    shared = prompt_shared(shape, tile, prompt_stages(shape, tile))
+    with torch.cuda.device(device):
+        return Function(cubin, "prompt_attention", 2 * tile + 128, shared, 1)
 
 
-def _map(cache: Tensor) -> TensorMap:
+def query_map(q: Tensor, shape: AttentionShape, tile: int) -> TensorMap:
+    """Of [tokens, heads, head_dim]: boxes of a group of heads for the tokens of a tile, 64 dimensions wide."""
+    tokens, heads, dim = q.shape
+    box = (64, shape.group, tile // shape.group)
+    return tensor_map(q.data_ptr(), q.dtype, (dim, heads, tokens), (q.stride(1), q.stride(0)), box)
+
+
+def _cache_map(cache: Tensor) -> TensorMap:
     """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide."""
     slots, heads, chunk, dim = cache.shape
     sizes, strides = (64, dim // 64, chunk, heads, slots), (64, dim, cache.stride(1), cache.stride(0))

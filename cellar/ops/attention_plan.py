@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
+from cellar.ops.hopper import hopper_available
 
 IntArray = NDArray[np.int32]
 
@@ -62,6 +63,11 @@ class AttentionShape:
         powers of 2.
         """
         return self.window is None and self.head_dim >= 16 and self.head_dim & (self.head_dim - 1) == 0
+
+    @property
+    def suits_hopper(self) -> bool:
+        """Whether prompts of this shape run on Hopper by a kernel of its own (`attention_hopper`)."""
+        return self.head_dim in (64, 128) and 64 % self.group == 0 and self.window is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +248,11 @@ class AttentionWork:
 
     @property
     def reads_new(self) -> bool:
-        """Whether `attention` wants the step's own K and V, too: on a GPU, in steps too long to be captured."""
-        return self.captured is None and self.device.type == "cuda" and self.shape.reads_new
+        """Whether `attention` wants the step's own K and V, too: on a GPU, in steps too long to be captured, where it
+        does not read the cache by the copy engine.
+        """
+        by_slots = self.shape.suits_hopper and hopper_available(self.device)
+        return self.captured is None and self.device.type == "cuda" and self.shape.reads_new and not by_slots
 
     @cached_property
     def with_maximum(self) -> AttentionWork:

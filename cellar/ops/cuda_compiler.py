@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 
 import torch
@@ -24,12 +23,6 @@ from cellar.core.errors import DeviceError
 def compiler_available() -> bool:
     """True if NVRTC can be loaded."""
     return _library() is not None
-
-
-def hopper_source(name: str, instructions: str = "") -> str:
-    """A kernel of this folder behind Hopper's instructions, and some more of them."""
-    folder = files("cellar.ops")
-    return folder.joinpath("hopper.cuh").read_text() + instructions + folder.joinpath(name).read_text()
 
 
 def compile_cuda(source: str, constants: Mapping[str, int], architecture: str = "sm_90a") -> bytes:

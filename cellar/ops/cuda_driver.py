@@ -14,7 +14,6 @@ from typing import TypeAlias
 import torch
 
 from cellar.core.errors import DeviceError
-from cellar.ops.cuda_compiler import compiler_available
 
 # From cuda.h.
 _MAX_DYNAMIC_SHARED = 8
@@ -48,12 +47,9 @@ class _Config(ctypes.Structure):
     )
 
 
-@functools.cache
-def hopper_available(device: torch.device) -> bool:
-    """True on a Hopper GPU (sm_90) whose driver and NVRTC can be loaded."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and _driver() is not None and compiler_available()
+def driver_available() -> bool:
+    """True if CUDA's driver is there."""
+    return _driver() is not None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -60,6 +60,17 @@ __device__ __forceinline__ void wait_for_kernel_in_front() { asm volatile("gridd
 // The next kernel's blocks may start where there is room.
 __device__ __forceinline__ void let_next_kernel_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+// All threads of a warpgroup at once.
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
 // -- barriers that count arrivals and bytes --------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
@@ -160,11 +171,16 @@ __device__ __forceinline__ float from_others(const float* at) {  // written by a
     return x;
 }
 
-// -- products of a warpgroup (`multiply_wide`, of which Python writes the instruction, asks for them) ------------------
+// -- products of a warpgroup (`multiply_wide` and `multiply_turned` ask for them: Python writes these) ------------------
 
 // A tile of rows of 128 bytes, swizzled: groups of eight rows lie 1,024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address) {
     return static_cast<u64>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
+}
+
+// The same with rows and columns exchanged: rows of 128 bytes are 64 columns, the next 64 lie `apart` bytes away.
+__device__ __forceinline__ u64 descriptor_turned(u32 address, u32 apart) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(apart >> 4) << 16 | (64ull << 32) | (1ull << 62);
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

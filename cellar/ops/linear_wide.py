@@ -13,11 +13,11 @@ import functools
 import torch
 from torch import Tensor
 
-from cellar.ops.cuda_compiler import compile_cuda, hopper_source
-from cellar.ops.cuda_driver import Function, TensorMap, hopper_available, tensor_map
+from cellar.ops.cuda_compiler import compile_cuda
+from cellar.ops.cuda_driver import Function, TensorMap, tensor_map
+from cellar.ops.hopper import DTYPES, hopper_available, hopper_source, multiply_wide
 from cellar.ops.linear_choice import Wide
 
-DTYPES = (torch.bfloat16, torch.float16)
 _DEPTH = 64
 
 
@@ -79,7 +79,7 @@ def wide_source(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype) -> tupl
         "PERSIST": sizes.persistent,
         "BF16": dtype == torch.bfloat16,
     }
-    source = hopper_source("linear_wide.cu", _multiply_wide(sizes.rows, dtype))
+    source = hopper_source("linear_wide.cu", multiply_wide(sizes.rows, dtype))
     return source, {name: int(value) for name, value in constants.items()}
 
 
@@ -96,20 +96,3 @@ def _map(matrix: Tensor, rows: int) -> TensorMap:
     """Of [n, k]: boxes of so many rows, 64 columns wide."""
     n, k = matrix.shape
     return tensor_map(matrix.data_ptr(), matrix.dtype, (k, n), (k,), (_DEPTH, rows))
-
-
-def _multiply_wide(columns: int, dtype: torch.dtype) -> str:
-    """`multiply_wide`: 64 rows by so many columns, 16 deep; an instruction that names each of its registers."""
-    sums, kind = columns // 2, "bf16" if dtype == torch.bfloat16 else "f16"
-    places = ", ".join(f"%{i}" for i in range(sums))
-    operands = ", ".join(f'"+f"(sum[{i}])' for i in range(sums))
-    return f"""
-__device__ __forceinline__ void multiply_wide(float (&sum)[{sums}], u64 a, u64 b, bool add) {{
-    asm volatile(
-        "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{sums + 2}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-        "{{{places}}}, %{sums}, %{sums + 1}, p, 1, 1, 0, 0;\\n}}"
-        : {operands}
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}}
-"""

@@ -59,6 +59,7 @@ struct Products {
     bool add;
     int columns;
     std::vector<void*> sums;
+    std::vector<const u32*> rows;  // a thread's part of the first operand, if that is in registers
 };
 
 struct Group {  // of four warps
@@ -271,8 +272,9 @@ inline void copy_later(const TensorMap* map, u32 to, u32 barrier, const std::vec
 inline float element(u64 tile, int row, int column) {  // of a swizzled tile, as a descriptor names it
     const u32 base = current->block->rank * SPAN + static_cast<u32>(tile & 0x3FFF) * 16;
     if ((tile >> 32 & 0x3FFF) != 64 || tile >> 62 != 1) fail("an odd descriptor");
+    const u32 apart = static_cast<u32>(tile >> 16 & 0x3FFF) * 16;
     u16 bits;
-    std::memcpy(&bits, bytes_at(swizzled(base + row / 8 * 1024 + row % 8 * 128 + column * 2), 2), 2);
+    std::memcpy(&bits, bytes_at(swizzled(base + column / 64 * apart + row / 8 * 1024 + row % 8 * 128 + column % 64 * 2), 2), 2);
     return number(bits);
 }
 
@@ -349,6 +351,10 @@ inline void __syncthreads() {
 
 inline void wait_for_kernel_in_front() {}
 inline void let_next_kernel_start() {}
+template <int>
+inline void fewer_registers() {}
+template <int>
+inline void more_registers() {}
 
 inline void barrier_init(u32 barrier, u32 count) {
     auto& one = emulated::current->block->barriers[barrier % SPAN];
@@ -430,7 +436,28 @@ inline void products_begin() {}
 template <int N>
 inline void multiply_wide(float (&sum)[N], u64 a, u64 b, bool add) {
     auto& group = emulated::current->block->groups[threadIdx.x / 128];
-    emulated::in_four_warps("multiply_wide", sum, [&](std::vector<void*>& sums) { group.open.push_back({a, b, add, 2 * N, sums}); });
+    emulated::in_four_warps("multiply_wide", sum, [&](std::vector<void*>& sums) { group.open.push_back({a, b, add, 2 * N, sums, {}}); });
+}
+
+template <int N>
+inline void multiply_turned(float (&sum)[N], const u32 (&a)[4], u64 b, bool add) {
+    struct Mine {
+        float* sum;
+        const u32* a;
+    } mine{sum, a};
+    auto& group = emulated::current->block->groups[threadIdx.x / 128];
+    emulated::in_four_warps("multiply_turned", &mine, [&](std::vector<void*>& all) {
+        emulated::Products one{0, b, add, 2 * N, {}, {}};
+        for (void* thread : all) {
+            one.sums.push_back(static_cast<Mine*>(thread)->sum);
+            one.rows.push_back(static_cast<Mine*>(thread)->a);
+        }
+        group.open.push_back(one);
+    });
+}
+
+inline u64 descriptor_turned(u32 address, u32 apart) {
+    return static_cast<u64>((address & 0x3FFFF) >> 4) | static_cast<u64>(apart >> 4) << 16 | (64ull << 32) | (1ull << 62);
 }
 
 inline void products_asked() {
@@ -449,8 +476,19 @@ inline void products_done() {
             for (const auto& one : group.asked.front()) {
                 float a[64][16], b[256][16];
                 for (int k = 0; k < 16; ++k) {
-                    for (int i = 0; i < 64; ++i) a[i][k] = emulated::element(one.a, i, k);
-                    for (int j = 0; j < one.columns; ++j) b[j][k] = emulated::element(one.b, j, k);
+                    const bool turned = !one.rows.empty();
+                    for (int i = 0; i < 64 && !turned; ++i) a[i][k] = emulated::element(one.a, i, k);
+                    for (int j = 0; j < one.columns; ++j) {
+                        b[j][k] = turned ? emulated::element(one.b, k, j) : emulated::element(one.b, j, k);
+                    }
+                    for (int thread = 0; thread < 128 && turned; ++thread) {
+                        if (k / 2 % 4 != thread % 4) continue;
+                        for (int half = 0; half < 2; ++half) {
+                            const u32 pair = one.rows[thread][k / 8 * 2 + half];
+                            a[thread / 32 * 16 + thread % 32 / 4 + half * 8][k] =
+                                emulated::number(static_cast<u16>(pair >> (k % 2 * 16)));
+                        }
+                    }
                 }
                 for (int thread = 0; thread < 128; ++thread) {
                     float* sum = static_cast<float*>(one.sums[thread]);

@@ -1,4 +1,4 @@
-"""Attention of decodes on Hopper: what it takes, that it compiles, that it is right: in an emulator, and on a GPU."""
+"""Attention on Hopper: what its kernels take, that they compile, that they are right: in an emulator, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import pytest
 import torch
 
 from cellar.ops import attention as module
-from cellar.ops.attention import OPS, decode_attention_definition, decode_attention_kernel
+from cellar.ops.attention import OPS, attention_definition, decode_attention_definition, decode_attention_kernel
 from cellar.ops.attention_hopper import (
-    MAX_SHARED,
     Sizes,
-    arguments_of,
+    decode_arguments,
     decode_source,
     default_sizes,
     hopper_decode,
-    hopper_takes,
+    hopper_prompts,
+    hopper_takes_decodes,
+    hopper_takes_prompts,
+    prompt_arguments,
+    prompt_shared,
+    prompt_source,
 )
-from cellar.ops.attention_plan import AttentionShape
+from cellar.ops.attention_plan import AttentionShape, AttentionWork, work_items
 from cellar.ops.cuda_compiler import compile_cuda, compiler_available
-from cellar.ops.cuda_driver import hopper_available
+from cellar.ops.hopper import MAX_SHARED, hopper_available
 from cellar.ops.registry import Case
 from tests.ops import emulated
 
@@ -72,7 +76,7 @@ def test_sizes_fit_the_shared_memory(heads: tuple[int, int, int], expected: Size
 def test_no_other_device_is_taken() -> None:
     q = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     cache = torch.zeros(4, 2, 32, 128, dtype=torch.bfloat16)
-    assert not hopper_takes(q, cache, cache, AttentionShape(8, 2, 128, 32))
+    assert not hopper_takes_decodes(q, cache, cache, AttentionShape(8, 2, 128, 32))
 
 
 @pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
@@ -84,6 +88,9 @@ def test_it_compiles(
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     shape = AttentionShape(*heads, 32)
     assert compile_cuda(*decode_source(shape, default_sizes(shape), dtype)).startswith(b"\x7fELF")
+    for tile in (64, 128):
+        if shape.head_dim <= 128 and 64 % shape.group == 0:
+            assert compile_cuda(*prompt_source(shape, tile, dtype)).startswith(b"\x7fELF")
 
 
 def _emulated(
@@ -100,10 +107,10 @@ def _emulated(
         work, table = given["work"], given["table"]
         _, constants = decode_source(work.shape, sizes, dtype)
         takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-        library = emulated.build("attention_hopper.cu", constants, "decode_attention", takes, edits)
+        library = emulated.build("attention_decode.cu", constants, "decode_attention", takes, edits)
         q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
         out = torch.full(q.shape, torch.nan, dtype=dtype)
-        arguments = arguments_of(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
+        arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
         maps = []
         for cache in (k_cache, v_cache):
             slots, heads, chunk, dim = cache.shape
@@ -181,7 +188,7 @@ def test_on_the_device(dtype: torch.dtype, sizes: Sizes | None) -> None:
     wide = module._decode_case("wide heads", (900, 20), 256, heads=(8, 2, 256), programs=264)
     for case in [case for case in [*_cases(264), *CASES, long] if _takes(case)] + ([wide] if sizes is None else []):
         given, wanted = (case.make(device, dtype) for _ in range(2))
-        assert hopper_takes(given["q"], given["k_cache"], given["v_cache"], given["work"].shape)
+        assert hopper_takes_decodes(given["q"], given["k_cache"], given["v_cache"], given["work"].shape)
         for _ in range(2):
             out = hopper_decode(**given, sizes=sizes)
         _compare(out, given, wanted, dtype)
@@ -190,8 +197,141 @@ def test_on_the_device(dtype: torch.dtype, sizes: Sizes | None) -> None:
 @pytest.mark.gpu
 @hopper
 def test_shapes_that_it_does_not_take_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "hopper_takes", lambda *_: False)
+    monkeypatch.setattr(module, "hopper_takes_decodes", lambda *_: False)
     device = torch.device("cuda", torch.cuda.current_device())
     for case in CASES:
         given, wanted = (case.make(device, torch.bfloat16) for _ in range(2))
         _compare(decode_attention_kernel(**given), given, wanted, torch.bfloat16)
+
+
+# -- prompts ----------------------------------------------------------------------------------------------------------
+
+PROMPTS = (
+    ("one prompt", ((0, 0, 70),), 8),
+    ("behind others", ((0, 130, 290),), 8),
+    ("three", ((0, 0, 200), (1, 64, 150), (2, 0, 7)), 8),
+    ("in parts", ((0, 0, 300), (1, 500, 620)), 64),
+)
+
+
+def _prompt(number: int, heads: tuple[int, int, int], chunk: int) -> Case:
+    name, spans, programs = PROMPTS[number]
+    return module._case(name, spans, heads=heads, chunk=chunk, programs=programs)
+
+
+def _in_tiles(work: AttentionWork, tile: int, device: torch.device) -> AttentionWork:
+    """The same plan with wide tiles of so many rows, its list on the device."""
+    shape, programs = work.shape, work.programs
+    items = work_items(shape, work.row, work.start, work.stop, work.offset, programs, work.split, tile)
+    found = AttentionWork(shape, work.row, work.start, work.stop, work.offset, device, programs, work.split)
+    found.__dict__["items"] = items
+    return found
+
+
+def _wide_tokens(work: AttentionWork) -> torch.Tensor:
+    spans = [s for s in range(len(work.row)) if (work.stop[s] - work.start[s]) * work.shape.group > 16]
+    return torch.cat([torch.arange(int(work.offset[s]), int(work.offset[s + 1])) for s in spans])
+
+
+def _emulated_prompt(
+    case: Case, dtype: torch.dtype, tile: int, seeds: int = 1, edits: Sequence[tuple[str, str]] = ()
+) -> None:
+    cpu = torch.device("cpu")
+    for seed in range(seeds):
+        given = case.make(cpu, dtype)
+        del given["new"]
+        q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "table"))
+        work = _in_tiles(given["work"], tile, cpu)
+        shape, wide = work.shape, len(work.items.table) - work.items.narrow
+        _, constants = prompt_source(shape, tile, dtype)
+        takes = [("const TensorMap&*", name) for name in ("queries", "keys", "values")]
+        takes.append(("const Arguments&*", "arguments"))
+        constants["STAGES"] = 2
+        library = emulated.build("attention_prompt.cu", constants, "prompt_attention", takes, edits)
+        out = torch.full(q.shape, torch.nan, dtype=dtype)
+        arguments = prompt_arguments(table, work, given["scale"], out)
+        tokens, heads, dim = q.shape
+        box = (64, shape.group, tile // shape.group)
+        maps = [emulated.tensor_map(q, (dim, heads, tokens), (q.stride(1), q.stride(0)), box)]
+        for cache in (k_cache, v_cache):
+            slots, kv_heads, chunk, _ = cache.shape
+            strides = (64, dim, cache.stride(1), cache.stride(0))
+            maps.append(
+                emulated.tensor_map(cache, (64, dim // 64, chunk, kv_heads, slots), strides, (64, 1, chunk, 1, 1))
+            )
+        shared = prompt_shared(shape, tile, 2)
+        blocks = (wide + 1) * shape.kv_heads  # a captured launch has some to spare
+        emulated.launch(library, blocks, 1, 2 * tile + 128, shared, (*maps, ctypes.byref(arguments)), seed)
+        _compare_prompt(out, given, work, dtype)
+
+
+def _compare_prompt(out: torch.Tensor, given: dict, work: AttentionWork, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
+    mine = _wide_tokens(work).to(out.device)
+    expected = attention_definition(**given)[mine]
+    torch.testing.assert_close(out[mine].float(), expected.float(), rtol=0, atol=TOLERANCE[dtype])
+    assert not work.resident.counters.any(), "counters are zero between launches"
+
+
+@compiled
+@pytest.mark.parametrize("number", range(len(PROMPTS)), ids=[name for name, *_ in PROMPTS])
+def test_prompts_emulated(number: int) -> None:
+    heads = ((8, 2, 128), (2, 2, 64), (8, 1, 64), (4, 4, 128))[number]
+    case = _prompt(number, heads, (32, 16, 64)[number % 3])
+    _emulated_prompt(case, (torch.bfloat16, torch.float16)[number % 2], 128, seeds=2)
+    _emulated_prompt(case, torch.bfloat16, 64)
+
+
+# What is wrong, the text, what stands there instead.
+PLANTED_IN_PROMPTS = (
+    ("keys are loaded before they were read", "keys_read[s]), (turn / STAGES - 1)", "keys_read[s]), (turn / STAGES)"),
+    ("values that nobody wrote are multiplied", "if (from < TURN) clear_values", "if (false) clear_values"),
+    ("sums keep their old reference", "if (rows.moved) shrink(sum, rows);", ""),
+    (
+        "weights change while they are multiplied",
+        "products_done<1>();",
+        "products_done<1>(), weights[3][0] ^= 1 << 14;",
+    ),
+    ("later tokens are seen", "n > rows.position[row]", "false"),
+    ("turns that are seen in part are taken for whole", "at + TURN > seen, false", "false, false"),
+    ("parts keep their old reference", "sum = sum * less + its_sum * grow;", "sum = sum + its_sum * grow;"),
+)
+
+
+@compiled
+@pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_PROMPTS, ids=[planted[0] for planted in PLANTED_IN_PROMPTS])
+def test_the_emulator_finds_planted_defects_in_prompts(what: str, old: str, new: str) -> None:
+    plain = module._case("planted", ((0, 0, 600),), heads=(2, 1, 64), chunk=32, programs=40 if "parts" in what else 1)
+
+    def make(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+        found = plain.make(device, dtype)
+        found["k_cache"] *= 4
+        found["scale"] = 1.0
+        return found
+
+    _emulated_prompt(Case("without", make), torch.bfloat16, 128)
+    with pytest.raises(AssertionError):
+        _emulated_prompt(Case("planted", make), torch.bfloat16, 128, seeds=6, edits=((old, new),))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("tile", [64, 128])
+def test_prompts_on_the_device(tile: int, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    spans = ((0, 0, 3000), (1, 5000, 5620), (2, 31, 900), (3, 0, 64))
+    for heads in ((32, 8, 128), (8, 2, 128), (2, 2, 64), (8, 1, 64), (4, 4, 128)):
+        for chunk in (16, 32, 64):
+            cases = [_prompt(number, heads, chunk) for number in range(len(PROMPTS))]
+            cases.append(module._case("long", spans, heads=heads, chunk=chunk, programs=264))
+            for case in cases:
+                given = case.make(device, dtype)
+                del given["new"]
+                q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
+                work = _in_tiles(given["work"], tile, device)
+                assert hopper_takes_prompts(q, k_cache, v_cache, work.shape)
+                out = torch.full(q.shape, torch.nan, dtype=dtype, device=device)
+                blocks = (len(work.items.table) - work.items.narrow) * work.shape.kv_heads
+                for _ in range(2):
+                    hopper_prompts(q, k_cache, v_cache, given["table"], work, given["scale"], out, tile, blocks)
+                _compare_prompt(out, given, work, dtype)

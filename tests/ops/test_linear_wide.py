@@ -13,8 +13,8 @@ from torch.nn import functional
 from cellar.core.errors import DeviceError
 from cellar.ops import cuda_compiler
 from cellar.ops.cuda_compiler import compile_cuda, compiler_available
-from cellar.ops.cuda_driver import hopper_available
 from cellar.ops.fused import norm_gated_linear, norm_gated_linear_definition
+from cellar.ops.hopper import hopper_available
 from cellar.ops.linear import linear, linear_definition
 from cellar.ops.linear_choice import LinearChoice, Wide
 from cellar.ops.linear_cuda import kernel_of, multiply, prepare
