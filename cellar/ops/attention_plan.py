@@ -38,8 +38,8 @@ NARROW_TILE = 16
 MAX_PARTS = 64
 PIECE = 128
 
-# Rows of the wide tiles in captured steps, which are too short for larger ones.
-GRAPH_TILE = 64
+# Rows of the wide tiles in captured steps, which are too short for larger ones, and on Hopper.
+GRAPH_TILE, HOPPER_TILE = 64, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +159,11 @@ class AttentionBuffers:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """How many items of each class a graph computes at most. The wide ones are tiles of GRAPH_TILE rows."""
+    """How many items of each class a graph computes at most. The wide ones are tiles of `tile` rows."""
 
     narrow: int
     wide: int = 0
+    tile: int = GRAPH_TILE
 
     @classmethod
     def decodes(cls, rows: int, shape: AttentionShape, programs: int) -> Captured:
@@ -170,10 +171,10 @@ class Captured:
         return cls(rows + _cuts(shape, programs))
 
     @classmethod
-    def prompts(cls, tokens: int, rows: int, shape: AttentionShape, programs: int) -> Captured:
+    def prompts(cls, tokens: int, rows: int, shape: AttentionShape, programs: int, tile: int = GRAPH_TILE) -> Captured:
         """Enough for every plan by load of `tokens` in at most `rows` spans."""
         spans, cuts = min(tokens, rows), _cuts(shape, programs)
-        return cls(spans + cuts, -(-tokens * shape.group // GRAPH_TILE) + spans + cuts)
+        return cls(spans + cuts, -(-tokens * shape.group // tile) + spans + cuts, tile)
 
     def holds(self, items: Items) -> bool:
         """Whether the graph computes all of the list."""
@@ -230,7 +231,7 @@ class AttentionWork:
         end. A captured launch has as many as its steps may need.
         """
         if self.captured is not None:
-            counts, wide_tile = (self.captured.narrow, self.captured.wide), GRAPH_TILE
+            counts, wide_tile = (self.captured.narrow, self.captured.wide), self.captured.tile
         else:
             counts = (self.items.narrow, len(self.items.table) - self.items.narrow)
             wide_tile = self.items.wide_tile
@@ -251,8 +252,8 @@ class AttentionWork:
         """Whether `attention` wants the step's own K and V, too: on a GPU, in steps too long to be captured, where it
         does not read the cache by the copy engine.
         """
-        by_slots = self.shape.suits_hopper and hopper_available(self.device)
-        return self.captured is None and self.device.type == "cuda" and self.shape.reads_new and not by_slots
+        eager = self.captured is None and self.device.type == "cuda"
+        return eager and self.shape.reads_new and not on_hopper(self.shape, self.device)
 
     @cached_property
     def with_maximum(self) -> AttentionWork:
@@ -269,7 +270,8 @@ class AttentionWork:
     @cached_property
     def items(self) -> Items:
         """The work list on the host."""
-        return work_items(self.shape, self.row, self.start, self.stop, self.offset, self.programs, self.split)
+        tile = HOPPER_TILE if on_hopper(self.shape, self.device) else None
+        return work_items(self.shape, self.row, self.start, self.stop, self.offset, self.programs, self.split, tile)
 
     @cached_property
     def resident(self) -> AttentionBuffers:
@@ -330,6 +332,11 @@ def plan_attention(
     if device.type == "cuda":
         work.resident  # noqa: B018  the copy starts now, not in the first layer
     return work
+
+
+def on_hopper(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether 16-bit prompts run by the kernel for Hopper: it takes tiles of HOPPER_TILE rows, and reads the cache."""
+    return shape.suits_hopper and hopper_available(device)
 
 
 def default_programs(device: torch.device) -> int:

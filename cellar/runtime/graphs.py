@@ -25,13 +25,16 @@ from cellar.models.model import Hidden
 from cellar.ops.attention_plan import (
     GRAPH_TILE,
     HEADER,
+    HOPPER_TILE,
     ITEM_FIELDS,
     NARROW_TILE,
     AttentionBuffers,
+    AttentionShape,
     AttentionWork,
     Captured,
     Items,
     default_programs,
+    on_hopper,
     work_items,
 )
 from cellar.ops.sampling import Sampled, sample
@@ -171,9 +174,14 @@ class StepGraphs:
         offset = np.zeros(len(inputs.start) + 1, np.int32)
         np.cumsum(inputs.stop - inputs.start, out=offset[1:])
         return [
-            work_items(shape, inputs.row, inputs.start, inputs.stop, offset, self._programs, wide_tile=GRAPH_TILE)
+            work_items(
+                shape, inputs.row, inputs.start, inputs.stop, offset, self._programs, wide_tile=self._tile(shape)
+            )
             for shape in self._forward.shapes
         ]
+
+    def _tile(self, shape: AttentionShape) -> int:
+        return HOPPER_TILE if on_hopper(shape, self._device) else GRAPH_TILE
 
     def _send(self, inputs: StepInputs, size: int, lists: Sequence[Items]) -> None:
         words = self._stage.open()
@@ -215,7 +223,7 @@ class StepGraphs:
     def _capture_prompts(self, size: int, pool: Any) -> _Captured:
         self._clear(size)
         shapes, programs = self._forward.shapes, self._programs
-        limits = [Captured.prompts(size, self._most_rows, shape, programs) for shape in shapes]
+        limits = [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
         self._layers(size, limits, given_too=True)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()

@@ -31,6 +31,7 @@ from cellar.ops.attention_plan import (
     COUNTER,
     FIRST,
     GRAPH_TILE,
+    HOPPER_TILE,
     KV_FIRST,
     KV_LAST,
     LAST,
@@ -361,13 +362,20 @@ def test_a_graph_of_decodes_holds_every_plan(starts: list[int], kind: tuple[int,
 
 
 @settings(max_examples=100, deadline=None)
-@given(span_lists(rows=7, longest=4000), st.sampled_from([(32, 8), (6, 2), (8, 1)]), st.sampled_from([8, 264]))
-def test_a_graph_with_prompts_holds_every_plan(spans: list[Span], kind: tuple[int, int], programs: int) -> None:
+@given(
+    span_lists(rows=7, longest=4000),
+    st.sampled_from([(32, 8), (6, 2), (8, 1)]),
+    st.sampled_from([8, 264]),
+    st.sampled_from([GRAPH_TILE, HOPPER_TILE]),
+)
+def test_a_graph_with_prompts_holds_every_plan(
+    spans: list[Span], kind: tuple[int, int], programs: int, tile: int
+) -> None:
     row, start, stop = zip(*spans, strict=True)
     work = plan_attention(row, start, stop, *kind, 128, 32, programs=programs)
-    items = work_items(work.shape, work.row, work.start, work.stop, work.offset, programs, wide_tile=GRAPH_TILE)
-    assert items.wide_tile == GRAPH_TILE
-    assert Captured.prompts(work.num_tokens, len(spans), work.shape, programs).holds(items)
+    items = work_items(work.shape, work.row, work.start, work.stop, work.offset, programs, wide_tile=tile)
+    assert items.wide_tile == tile
+    assert Captured.prompts(work.num_tokens, len(spans), work.shape, programs, tile).holds(items)
     assert not Captured(items.narrow, len(items.table) - items.narrow - 1).holds(items)
 
 
