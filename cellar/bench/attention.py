@@ -5,10 +5,11 @@
     python -m cellar.bench.attention --comparison unified [--json FILE]
 
 Every shape is first compared with the definition in float32, then timed over caches that rotate, so that none stays in
-the processor's cache. On an accelerator the launches of all caches are captured in one graph: its time per launch is
-the kernel's, and the time of eager launches stands beside it. `share` is the part of the limit that was reached:
-bytes of K and V over the measured read rate, or products over the measured rate of dense ones, whichever takes longer.
-The last line is JSON. The comparisons stand in `attention_scattered.py` and `attention_unified.py`.
+the processor's cache; decodes as models run them, with rotary embedding and the write of the new K and V inside. On an
+accelerator the launches of all caches are captured in one graph: its time per launch is the kernel's, and the time of
+eager launches stands beside it. `share` is the part of the limit that was reached: bytes of K and V over the measured
+read rate, or products over the measured rate of dense ones, whichever takes longer. The last line is JSON. The
+comparisons stand in `attention_scattered.py` and `attention_unified.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cellar.ops.attention import AttentionWork, attention, attention_definition, plan_attention
+from cellar.core.specs import RopeSpec
+from cellar.ops.attention import (
+    AttentionWork,
+    attention,
+    attention_definition,
+    decode_attention,
+    decode_attention_definition,
+    plan_attention,
+)
+from cellar.ops.rotary import rope_table
 
 CHUNK = 32
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -168,22 +178,28 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype, rates: Rates
     copies = len(caches)
     q = torch.randn(shape.batch * shape.queries, shape.heads, shape.dim, device=device).to(dtype)
     scale = shape.dim**-0.5
+    decode = Decode(shape, table, device, dtype) if shape.queries == 1 else None
 
     def plan() -> AttentionWork:
         return work_of(shape, np.full(shape.batch, shape.context - shape.queries), device)
 
+    def layer(cache: Tensor, work: AttentionWork) -> Tensor:
+        return attention(q, cache[0], cache[1], table, work, scale) if decode is None else decode(cache, work)
+
     work = plan()
 
     def layers() -> None:
-        for k, v in caches:
-            attention(q, k, v, table, work, scale)
+        for cache in caches:
+            layer(cache, work)
 
-    error = difference(shape, q, caches[0], table, work, scale)
+    if decode is None:
+        error = difference(shape, q, caches[0], table, work, scale)
+    else:
+        error = decode_difference(shape, decode, caches[0], table, work)
     eager = typical_seconds(layers, device, seconds) / copies
     alone = eager if device.type == "cpu" else typical_seconds(captured(layers, device), device, seconds) / copies
-    k, v = caches[0]
     if device.type == "cpu":
-        planning = typical_seconds(lambda: attention(q, k, v, table, plan(), scale), device, seconds) - eager
+        planning = typical_seconds(lambda: layer(caches[0], plan()), device, seconds) - eager
     else:
         planning = typical_seconds(plan, torch.device("cpu"), seconds / 2)
     limit = max(shape.nbytes(dtype.itemsize) / rates.read, shape.flops() / rates.products)
@@ -218,13 +234,45 @@ def work_of(shape: Shape, start: np.ndarray, device: torch.device, queries: int 
 
 def difference(shape: Shape, q: Tensor, cache: Tensor, table: Tensor, work: AttentionWork, scale: float) -> float:
     """Largest difference to the definition, over the last 16 queries of each of the first 8 rows."""
-    got = attention(q, cache[0], cache[1], table, work, scale).view(shape.batch, shape.queries, shape.heads, shape.dim)
+    got = attention(q, cache[0], cache[1], table, work, scale)
     rows, queries = min(shape.batch, 8), min(shape.queries, 16)
     start = np.full(rows, shape.context - queries)
-    part = q.view(shape.batch, shape.queries, shape.heads, shape.dim)[:rows, -queries:].flatten(0, 1).float()
+    mine, part = (_last(x, shape, rows, queries) for x in (got, q))
     work = work_of(shape, start, torch.device("cpu"), queries)
     wanted = attention_definition(part, cache[0], cache[1], table, work, scale)
-    return float((got[:rows, -queries:].flatten(0, 1).float() - wanted).abs().max())
+    return float((mine - wanted).abs().max())
+
+
+def decode_difference(shape: Shape, decode: Decode, cache: Tensor, table: Tensor, work: AttentionWork) -> float:
+    """The same for the newest token of the first 8 rows."""
+    rows = min(shape.batch, 8)
+    mine, q, k, v = (_last(x, shape, rows, 1) for x in (decode(cache, work), decode.q, decode.k, decode.v))
+    work = work_of(shape, np.full(rows, shape.context - 1), torch.device("cpu"), 1)
+    scale = shape.dim**-0.5
+    wanted = decode_attention_definition(q, k, v, decode.cos_sin, cache[0], cache[1], table, work, scale)
+    return float((mine - wanted).abs().max())
+
+
+def _last(x: Tensor, shape: Shape, rows: int, queries: int) -> Tensor:
+    each = x.reshape(shape.batch, shape.queries, *x.shape[1:])
+    return each[:rows, -queries:].flatten(0, 1).float()
+
+
+class Decode:
+    """One layer of decodes as models run it: rotary embedding, the write of the new K and V, and attention at once."""
+
+    def __init__(self, shape: Shape, table: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        heads, kv_heads = shape.heads, shape.kv_heads
+        qkv = torch.randn(shape.batch, heads + 2 * kv_heads, shape.dim, device=device).to(dtype)
+        self.q, self.k, self.v = qkv[:, :heads], qkv[:, heads:-kv_heads], qkv[:, -kv_heads:]
+        self.cos_sin = rope_table(RopeSpec(shape.dim, shape.dim, 10_000.0, max_position=shape.context), device)
+        self._table, self._scale = table, shape.dim**-0.5
+
+    def __call__(self, cache: Tensor, work: AttentionWork) -> Tensor:
+        """cache: K and V, [2, slots, kv_heads, CHUNK, dim]."""
+        return decode_attention(
+            self.q, self.k, self.v, self.cos_sin, cache[0], cache[1], self._table, work, self._scale
+        )
 
 
 def captured(call: Callable[[], None], device: torch.device) -> Callable[[], None]:

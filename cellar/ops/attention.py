@@ -76,7 +76,8 @@ def attention(
     1e-6), for the cut of KV into pieces follows the load unless the plan fixed `split`.
     """
     if q.is_cuda:
-        return attention_kernel(q, k_cache, v_cache, table, work, scale, out, new)
+        prompts_apart = hopper_takes_prompts(q, k_cache, v_cache, work.shape)
+        return _launched(q, k_cache, v_cache, table, work, scale, out, fresh=new, prompts_apart=prompts_apart)
     return attention_cpu(q, k_cache, v_cache, table, work, scale, out)
 
 
@@ -149,7 +150,9 @@ def decode_attention(
     rotary_dim], or None to turn nothing. The group must fit the narrow tile (16). -> [tokens, heads, head_dim].
     """
     if q.is_cuda:
-        return decode_attention_kernel(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
+        on_hopper = hopper_takes_decodes(q, k_cache, v_cache, work.shape)
+        decode = hopper_decode if on_hopper else decode_attention_kernel
+        return decode(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
     return decode_attention_cpu(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
 
 
@@ -186,12 +189,7 @@ def decode_attention_kernel(
     work: AttentionWork,
     scale: float,
 ) -> Tensor:
-    """`decode_attention` in one launch: on Hopper by a kernel of its own for the shapes that it takes, else in Triton.
-
-    Raises ConfigError if the group does not fit the narrow tile.
-    """
-    if hopper_takes_decodes(q, k_cache, v_cache, work.shape):
-        return hopper_decode(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
+    """`decode_attention` in Triton: one launch. Raises ConfigError if the group does not fit the narrow tile."""
     if work.shape.group > NARROW_TILE:
         raise ConfigError(f"decode_attention takes up to {NARROW_TILE} heads per KV head, not {work.shape.group}.")
     return _launched(q, k_cache, v_cache, table, work, scale, None, decoded=(k, v, cos_sin))
@@ -208,14 +206,16 @@ def _launched(
     *,
     decoded: tuple[Tensor, Tensor, Tensor | None] | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
+    prompts_apart: bool = False,
 ) -> Tensor:
+    """The launches of a plan in Triton; `prompts_apart`: wide tiles by the kernel for Hopper."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     buffers, shape = work.resident, work.shape
     k, v, cos_sin = (q, q, None) if decoded is None else decoded
     # A captured launch has programs to spare.
     many = (4 if work.captured is not None else 3) * work.programs // 2
     for is_wide, tile, programs in work.launches:
-        if is_wide and hopper_takes_prompts(q, k_cache, v_cache, shape):
+        if is_wide and prompts_apart:
             hopper_prompts(q, k_cache, v_cache, table, work, scale, out, tile, programs)
             continue
         settings = launch_settings(tile, shape.head_dim, q.element_size(), programs > many)

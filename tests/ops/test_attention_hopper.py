@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cellar.ops import attention as module
-from cellar.ops.attention import OPS, attention_definition, decode_attention_definition, decode_attention_kernel
+from cellar.ops.attention import OPS, attention_definition, decode_attention, decode_attention_definition
 from cellar.ops.attention_hopper import (
     Sizes,
     decode_arguments,
@@ -196,12 +196,11 @@ def test_on_the_device(dtype: torch.dtype, sizes: Sizes | None) -> None:
 
 @pytest.mark.gpu
 @hopper
-def test_shapes_that_it_does_not_take_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "hopper_takes_decodes", lambda *_: False)
+def test_shapes_that_it_does_not_take_go_to_triton() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     for case in CASES:
         given, wanted = (case.make(device, torch.bfloat16) for _ in range(2))
-        _compare(decode_attention_kernel(**given), given, wanted, torch.bfloat16)
+        _compare(decode_attention(**given), given, wanted, torch.bfloat16)
 
 
 # -- prompts ----------------------------------------------------------------------------------------------------------
