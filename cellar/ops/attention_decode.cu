@@ -1,5 +1,5 @@
-// Attention of decodes on Hopper: one block per multiprocessor works through the list (attention_plan), one warp loads K
-// and V by the copy engine without a pause between items, the others compute. Rotary embedding and the write of the new
+// Attention of decodes on Hopper: few blocks work through the list (attention_plan), each taking the next item when it has
+// loaded one. One warp loads K and V by the copy engine without a pause between items, the others compute. Rotary embedding and the write of the new
 // K and V are inside, as in `decode_attention`.
 //
 // Tokens are the tall operand: S^T = K Q^T and O^T = V^T P^T, so that a group of up to eight heads fills an instruction.
@@ -21,6 +21,7 @@ constexpr int THREADS = WARPS * 32;              // that compute
 constexpr int SUM_PITCH = DIM + 4;               // floats: lanes of different queries write to different banks
 constexpr int Q_PITCH = DIM + 8;                 // 16-bit: eight queries are read from different banks
 constexpr int TILE = 16;                         // rows of a part in the scratch
+constexpr int FIELDS = 16;                       // of an item in the list, and of the list's header
 constexpr float FAR = 8.0f, LOWEST = -1.0e30f;
 
 static_assert(DIM % 64 == 0 && TURN % CHUNK == 0 && WARPS % 4 == 0 && GROUP <= 8);
@@ -32,12 +33,14 @@ struct Shared {  // beside the stages
     float sums[WARPS][GROUP][SUM_PITCH];
     float tops[WARPS][GROUP];
     float totals[WARPS][GROUP];
-    float new_key[DIM];
-    float new_value[DIM];
+    alignas(16) float new_key[DIM];
+    alignas(16) float new_value[DIM];
     float new_score[GROUP];
     alignas(16) u16 queries[8][Q_PITCH];
     u64 full[STAGES];
     u64 empty[STAGES];
+    u64 told[2], heard[2];
+    int items[2][FIELDS];  // that are loaded: the list's fields, and in the last one the KV head, or -1 for the end
     int arrived;
 };
 
@@ -54,28 +57,17 @@ struct Arguments {
     float* partial;
     float* extents;
     int* counters;
+    int* claimed;
     long long q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot, cache_head, table_row, out_token, out_head;
     float scale;
     int rotary_dim;
+    int early;  // whether the next kernel's blocks may start where there is room
 };
 
 struct Item {
-    int row, token, start, first, last, partial, part, parts, counter, stop;
+    int row, token, start, first, last, partial, part, parts, counter, head;
+    int stop;  // of what lies in the cache
 };
-
-__device__ __forceinline__ Item item_at(const int* meta, int number) {
-    const int* at = meta + 16 + number * 16;
-    Item item;
-    item.row = at[0], item.token = at[1], item.start = at[4], item.first = at[5], item.last = at[6];
-    item.partial = at[7], item.part = at[8], item.parts = at[9], item.counter = at[10];
-    item.stop = item.last < item.start ? item.last : item.start;  // of what lies in the cache
-    return item;
-}
-
-// There and back, so that nobody gets the longest of every round.
-__device__ __forceinline__ int index_of(int round) {
-    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-}
 
 __device__ __forceinline__ void sync_computing() { sync_threads(1, THREADS); }
 
@@ -96,19 +88,41 @@ __device__ __forceinline__ float rotated(const u16* x, const float* cos_sin, int
 
 // -- the warp that loads ---------------------------------------------------------------------------------------------
 
+// The first items are the blocks' own; then each takes one that nobody has. Who is the last to be told that there are no
+// more puts the count back for the next launch.
+__device__ __forceinline__ int claim(const Arguments& a, int count) {
+    const int before = atomicAdd(a.claimed, 1);
+    if (before == count - 1) {
+        atomicExch(a.claimed, 0);
+        __threadfence();
+    }
+    return before + gridDim.x;
+}
+
 __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap* values, const Arguments& a, u32 stages,
                                          Shared& shared, int lane) {
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+    const u32 told = shared_address(shared.told), heard = shared_address(shared.heard);
+    // There are no more blocks than the list has room for, so that the first one is read before it is known to count.
+    int mine = a.meta[(blockIdx.x / KV_HEADS + 1) * FIELDS + lane % FIELDS];
     const int count = a.meta[0] * KV_HEADS;
-    u32 at = 0;
-    for (int round = 0; round * static_cast<int>(gridDim.x) < count; ++round) {
-        const int index = index_of(round);
-        if (index >= count) continue;
-        const Item item = item_at(a.meta, index / KV_HEADS);
-        if (item.stop <= item.first) continue;
-        const int head = index % KV_HEADS;
-        const int begin = item.first / CHUNK, end = (item.stop - 1) / CHUNK + 1;
-        const int* slots = a.table + item.row * a.table_row;
+    u32 at = 0, items = 0;
+    for (int index = blockIdx.x;; ++items) {
+        const bool end_of_list = index >= count;
+        const int head = end_of_list ? -1 : index % KV_HEADS;
+        if (items > 0 && !end_of_list) mine = a.meta[(index / KV_HEADS + 1) * FIELDS + lane % FIELDS];
+        if (end_of_list || lane == FIELDS - 1) mine = head;
+        if (items >= 2) barrier_wait(heard + 8 * (items % 2), (items / 2 - 1) & 1);
+        if (lane < FIELDS) shared.items[items % 2][lane] = mine;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(told + 8 * (items % 2));
+        if (end_of_list) break;
+        int next = 0;
+        if (lane == 0) next = claim(a, count);  // comes while this item is loaded
+        const int row = __shfl_sync(~0u, mine, 0), start = __shfl_sync(~0u, mine, 4), first = __shfl_sync(~0u, mine, 5);
+        const int last = __shfl_sync(~0u, mine, 6), stop = last < start ? last : start;
+        const int begin = first / CHUNK, end = stop > first ? (stop - 1) / CHUNK + 1 : begin;
+        const int* slots = a.table + row * a.table_row;
         int known = 0;  // slots of 32 chunks, one a lane
         for (int chunk = begin; chunk < end; chunk += PER_TURN, ++at) {
             const int ahead = (chunk - begin) % 32;
@@ -125,8 +139,9 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
                 load_box(of_values ? values : keys, to, full + 8 * s, 0, half, 0, head, slot);
             }
         }
+        index = __shfl_sync(~0u, next, 0);
     }
-    let_next_kernel_start();
+    if (a.early) let_next_kernel_start();
 }
 
 // -- the warps that compute ------------------------------------------------------------------------------------------
@@ -138,7 +153,8 @@ struct Sums {
 };
 
 // The queries with their embedding, and K and V of the newest position, which are written to the cache, too.
-__device__ __forceinline__ void prepare(const Arguments& a, const Item& item, int head, Shared& shared, int thread) {
+__device__ __forceinline__ void prepare(const Arguments& a, const Item& item, Shared& shared, int thread) {
+    const int head = item.head;
     const u16* q = a.q + item.token * a.q_token;
     for (int i = thread; i < GROUP * DIM; i += THREADS) {
         const int g = i / DIM, d = i % DIM;
@@ -250,74 +266,66 @@ __device__ __forceinline__ void put(Sums& sums, Shared& shared, int warp, int la
 
 // The warps' sums and the newest position as one, into the result, or for an item of several parts into the scratch,
 // where who comes last adds up all.
-__device__ __forceinline__ void finish(const Arguments& a, const Item& item, int head, Shared& shared, int thread) {
+__device__ __forceinline__ void finish(const Arguments& a, const Item& item, Shared& shared, int thread) {
     const bool newest = item.last > item.start, whole = item.parts == 1;
-    u16* out = a.out + item.token * a.out_token + head * GROUP * a.out_head;
-    for (int i = thread; i < GROUP * DIM; i += THREADS) {
-        const int g = i / DIM, d = i % DIM;
-        float top = newest ? shared.new_score[g] : LOWEST;
+    u16* out = a.out + item.token * a.out_token + item.head * GROUP * a.out_head;
+    for (int i = thread; i < GROUP * DIM / 4; i += THREADS) {
+        const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
+        Part all = {LOWEST};
+        if (newest) {
+            all.top = shared.new_score[g], all.total = 1.0f;
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) top = fmaxf(top, shared.tops[w][g]);
-        float total = newest ? power_of_2(shared.new_score[g] - top) : 0.0f;
-        float sum = newest ? total * shared.new_value[d] : 0.0f;
+            for (int j = 0; j < 4; ++j) all.sum[j] = shared.new_value[d + j];
+        }
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            const float grow = power_of_2(shared.tops[w][g] - top);
-            total += shared.totals[w][g] * grow;
-            sum += shared.sums[w][g][d] * grow;
+            Part one = {shared.tops[w][g], shared.totals[w][g]};
+            load_shared(shared_address(&shared.sums[w][g][d]), one.sum);
+            all.add(one);
         }
         if (whole) {
-            out[g * a.out_head + d] = narrow(sum / (total > 0.0f ? total : 1.0f));
+            all.write(out + g * a.out_head + d);
         } else {
-            const long long row = static_cast<long long>(item.partial + item.part * TILE + g) * KV_HEADS + head;
-            a.partial[row * DIM + d] = sum;
-            if (d == 0) a.extents[row * 2] = top, a.extents[row * 2 + 1] = total;
+            const long long row = static_cast<long long>(item.partial + item.part * TILE + g) * KV_HEADS + item.head;
+            store_global(a.partial + row * DIM + d, all.sum);
+            if (d == 0) a.extents[row * 2] = all.top, a.extents[row * 2 + 1] = all.total;
         }
     }
     if (whole) return;
     __threadfence();
     sync_computing();
-    int* counter = a.counters + item.counter * KV_HEADS + head;
+    int* counter = a.counters + item.counter * KV_HEADS + item.head;
     if (thread == 0) shared.arrived = atomicAdd(counter, 1) + 1;
     sync_computing();
     if (shared.arrived != item.parts) return;
     __threadfence();
     if (thread == 0) *counter = 0;
-    for (int i = thread; i < GROUP * DIM; i += THREADS) {
-        const int g = i / DIM, d = i % DIM;
-        const long long first = static_cast<long long>(item.partial + g) * KV_HEADS + head;
-        float top = LOWEST, total = 0.0f, sum = 0.0f;
-#pragma unroll 4
-        for (int part = 0; part < item.parts; ++part) {
-            const long long row = first + static_cast<long long>(part) * TILE * KV_HEADS;
-            const float its_top = from_others(a.extents + row * 2), its_total = from_others(a.extents + row * 2 + 1);
-            const float its_sum = from_others(a.partial + row * DIM + d);
-            const float higher = fmaxf(top, its_top), shrink = power_of_2(top - higher), grow = power_of_2(its_top - higher);
-            total = total * shrink + its_total * grow;
-            sum = sum * shrink + its_sum * grow;
-            top = higher;
-        }
-        out[g * a.out_head + d] = narrow(sum / (total > 0.0f ? total : 1.0f));
+    for (int i = thread; i < GROUP * DIM / 4; i += THREADS) {
+        const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
+        const long long first = static_cast<long long>(item.partial + g) * KV_HEADS + item.head;
+        const Part all = parts_at(a.partial, a.extents, first, TILE * KV_HEADS, item.parts, d);
+        all.write(out + g * a.out_head + d);
     }
 }
 
 __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shared& shared, int thread) {
     const int warp = thread / 32, lane = thread % 32, team = warp / 4, tile = warp % 4;
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
+    const u32 told = shared_address(shared.told), heard = shared_address(shared.heard);
     const u32 inside = tile * 16 / CHUNK * CHUNK_BYTES + tile * 16 % CHUNK * 128;  // of a stage: this warp's tokens
     for (int i = thread; i < 8 * Q_PITCH; i += THREADS) shared.queries[i / Q_PITCH][i % Q_PITCH] = 0;
     wait_for_kernel_in_front();
-    const int count = a.meta[0] * KV_HEADS;
     u32 at = 0;
-    Item next = item_at(a.meta, blockIdx.x < count ? blockIdx.x / KV_HEADS : 0);
-    for (int round = 0; round * static_cast<int>(gridDim.x) < count; ++round) {
-        const int index = index_of(round), following = index_of(round + 1);
-        if (index >= count) continue;
-        const Item item = next;
-        const int head = index % KV_HEADS;
-        if (following < count) next = item_at(a.meta, following / KV_HEADS);  // on its way while this one is computed
+    for (u32 items = 0;; ++items) {
+        barrier_wait(told + 8 * (items % 2), items / 2 & 1);
+        const int* f = shared.items[items % 2];
+        Item item = {f[0], f[1], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[FIELDS - 1]};
+        item.stop = item.last < item.start ? item.last : item.start;
+        __syncwarp();
+        if (lane == 0) barrier_arrive(heard + 8 * (items % 2));
+        if (item.head < 0) break;
         sync_computing();  // of the item before nobody needs anything any more
-        prepare(a, item, head, shared, thread);
+        prepare(a, item, shared, thread);
         sync_computing();
         if (item.last > item.start) score_newest(a, shared, warp, lane);
         u32 q[DIM / 16][2];
@@ -345,7 +353,7 @@ __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shar
         }
         put(sums, shared, warp, lane);
         sync_computing();
-        finish(a, item, head, shared, thread);
+        finish(a, item, shared, thread);
     }
 }
 
@@ -360,7 +368,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, 1)
             barrier_init(shared_address(&shared.full[s]), 1);
             barrier_init(shared_address(&shared.empty[s]), 4);
         }
+        for (int i = 0; i < 2; ++i) {
+            barrier_init(shared_address(&shared.told[i]), 1);
+            barrier_init(shared_address(&shared.heard[i]), WARPS);
+        }
         barriers_made();
+        prefetch(&keys);
+        prefetch(&values);
     }
     __syncthreads();
     if (threadIdx.x >= THREADS) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,10 +27,12 @@ from cellar.ops.hopper import (
     multiply_wide,
     multiprocessors,
 )
+from cellar.ops.linear_choice import MAX_FLAT_TOKENS
 
 LOG2E = 1.4426950408889634
 MAX_GROUP = 8
 _DECODE_TURN, _PROMPT_TURN = 64, 128
+_PARTS = "attention_parts.cuh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,8 @@ class Sizes:
         sums = 4 * self.warps * shape.group * (shape.head_dim + 6)
         newest = 4 * (2 * shape.head_dim + shape.group)
         queries = 2 * 8 * (shape.head_dim + 8)
-        return 1024 + self.stages * 4 * _DECODE_TURN * shape.head_dim + sums + newest + queries + 16 * self.stages + 64
+        stages = self.stages * (4 * _DECODE_TURN * shape.head_dim + 16)
+        return 1024 + stages + sums + newest + queries + 224  # the last: two items and their barriers, and alignment
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
@@ -62,12 +66,13 @@ class DecodeArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos_sin", "k_cache", "v_cache", "table")),
-        *((name, ctypes.c_void_p) for name in ("out", "meta", "partial", "extents", "counters")),
+        *((name, ctypes.c_void_p) for name in ("out", "meta", "partial", "extents", "counters", "claimed")),
         *((name, ctypes.c_longlong) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
         *((name, ctypes.c_longlong) for name in ("k_slot", "v_slot", "cache_head", "table_row")),
         *((name, ctypes.c_longlong) for name in ("out_token", "out_head")),
         ("scale", ctypes.c_float),
         ("rotary_dim", ctypes.c_int),
+        ("early", ctypes.c_int),
     )
 
 
@@ -123,7 +128,7 @@ def hopper_decode(
     if programs:
         _decode_function(shape, sizes, q.dtype, q.device).launch(
             min(programs, sizes.at_once * multiprocessors(q.device)),
-            (_cache_map(k_cache), _cache_map(v_cache), arguments),
+            (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
             torch.cuda.current_stream(q.device).cuda_stream,
             dependent=True,
         )
@@ -146,7 +151,7 @@ def decode_arguments(
     buffers = work.resident
     pointers = (
         *(q, k, v, cos_sin, k_cache, v_cache, table),
-        *(out, buffers.meta, buffers.partial, buffers.extents, buffers.counters),
+        *(out, buffers.meta, buffers.partial, buffers.extents, buffers.counters, buffers.claimed),
     )
     strides = (
         *(x.stride(i) for x in (q, k, v) for i in (0, 1)),
@@ -154,7 +159,10 @@ def decode_arguments(
     )
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     addresses = (0 if x is None else x.data_ptr() for x in pointers)
-    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim)
+    # Of so many tokens the next product is a wide one, a block a multiprocessor, or the library's, which waits. Smaller
+    # blocks would gather on the multiprocessors that are free first.
+    early = len(q) > MAX_FLAT_TOKENS
+    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early)
 
 
 def hopper_prompts(
@@ -172,9 +180,9 @@ def hopper_prompts(
     _prompt_function(work.shape, tile, q.dtype, q.device).launch(
         programs,
         (
-            query_map(q, work.shape, tile),
-            _cache_map(k_cache),
-            _cache_map(v_cache),
+            _mapped(q, query_map(q, work.shape, tile)),
+            _mapped(k_cache, cache_map(k_cache)),
+            _mapped(v_cache, cache_map(v_cache)),
             prompt_arguments(table, work, scale, out),
         ),
         torch.cuda.current_stream(q.device).cuda_stream,
@@ -193,14 +201,14 @@ def prompt_arguments(table: Tensor, work: AttentionWork, scale: float, out: Tens
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     """CUDA C++, and the constants that it is compiled with."""
     constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages}
-    return hopper_source("attention_decode.cu"), constants
+    return hopper_source(_PARTS, "attention_decode.cu"), constants
 
 
 def prompt_source(shape: AttentionShape, tile: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     """CUDA C++, and the constants that it is compiled with."""
     products = (multiply_wide(_PROMPT_TURN, dtype), multiply_turned(shape.head_dim, dtype))
     constants = {**_constants(shape, dtype), "TILE": tile, "STAGES": prompt_stages(shape, tile)}
-    return hopper_source("attention_prompt.cu", *products), constants
+    return hopper_source(_PARTS, "attention_prompt.cu", instructions=products), constants
 
 
 def prompt_stages(shape: AttentionShape, tile: int) -> int:
@@ -238,15 +246,24 @@ def _prompt_function(shape: AttentionShape, tile: int, dtype: torch.dtype, devic
         return Function(cubin, "prompt_attention", 2 * tile + 128, shared, 1)
 
 
-def query_map(q: Tensor, shape: AttentionShape, tile: int) -> TensorMap:
+# What `tensor_map` wants to know of a tensor: sizes, strides and the box, the innermost dimension first. There are five
+# of each, for the copy engine's instruction and the tensor must agree in that.
+Map: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def query_map(q: Tensor, shape: AttentionShape, tile: int) -> Map:
     """Of [tokens, heads, head_dim]: boxes of a group of heads for the tokens of a tile, 64 dimensions wide."""
     tokens, heads, dim = q.shape
-    box = (64, shape.group, tile // shape.group)
-    return tensor_map(q.data_ptr(), q.dtype, (dim, heads, tokens), (q.stride(1), q.stride(0)), box)
+    strides = (q.stride(1), q.stride(0), q.stride(0), q.stride(0))
+    return (dim, heads, tokens, 1, 1), strides, (64, shape.group, tile // shape.group, 1, 1)
 
 
-def _cache_map(cache: Tensor) -> TensorMap:
+def cache_map(cache: Tensor) -> Map:
     """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide."""
     slots, heads, chunk, dim = cache.shape
     sizes, strides = (64, dim // 64, chunk, heads, slots), (64, dim, cache.stride(1), cache.stride(0))
-    return tensor_map(cache.data_ptr(), cache.dtype, sizes, strides, (64, 1, chunk, 1, 1))
+    return sizes, strides, (64, 1, chunk, 1, 1)
+
+
+def _mapped(tensor: Tensor, of: Map) -> TensorMap:
+    return tensor_map(tensor.data_ptr(), tensor.dtype, *of)

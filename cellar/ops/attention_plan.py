@@ -99,7 +99,8 @@ class AttentionBuffers:
 
     `meta` is filled by one copy from pinned memory; a ring of `depth` host buffers lets as many steps be in flight.
     `partial` float32 [rows, kv_heads, head_dim]: sums of P V. `extents` float32 [rows, kv_heads, 2]: their maximum
-    score and sum of P. `counters` int32 [counters * kv_heads]: all zero between launches.
+    score and sum of P. `counters` int32 [counters * kv_heads] and `claimed` int32 [1], items that programs have taken:
+    all zero between launches.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class AttentionBuffers:
         self.partial = torch.empty((*scratch, shape.head_dim), dtype=torch.float32, device=device)
         self.extents = torch.empty((*scratch, 2), dtype=torch.float32, device=device)
         self.counters = torch.zeros(max(counters, 1) * shape.kv_heads, dtype=torch.int32, device=device)
+        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
         self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(depth)]
         event: Any = torch.cuda.Event
@@ -358,8 +360,9 @@ def work_items(
 ) -> Items:
     """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class.
 
-    `wide_tile`: rows of wide tiles, 64 or 128; None: by load.
+    `wide_tile`: rows of wide tiles, 64 or, for Hopper's kernel, HOPPER_TILE; None: by load.
     """
+    programs_of_wide = -(-programs // 2) if wide_tile == HOPPER_TILE else programs
     rows = (stop - start) * shape.group
     narrow = rows <= NARROW_TILE
     wide_rows = int(rows[~narrow].sum())
@@ -381,7 +384,7 @@ def work_items(
     if shape.window is not None:
         kv_first = np.maximum(start + first // shape.group - shape.window + 1, 0)
 
-    piece = _pieces(kv_last - kv_first, narrow, shape.kv_heads, programs, split)
+    piece = _pieces(kv_last - kv_first, narrow, shape.kv_heads, programs, programs_of_wide, split)
     parts = -(-(kv_last - kv_first) // piece)
     tile = np.where(narrow, NARROW_TILE, wide_tile)
     is_split = parts > 1
@@ -415,16 +418,20 @@ def work_items(
     return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()))
 
 
-def _pieces(length: IntArray, narrow: NDArray[np.bool_], kv_heads: int, programs: int, split: int | None) -> IntArray:
+def _pieces(
+    length: IntArray, narrow: NDArray[np.bool_], kv_heads: int, programs: int, programs_of_wide: int, split: int | None
+) -> IntArray:
     """KV positions per item: `split`, or even parts of about what is each program's equal share.
 
-    A part has at least about PIECE positions, a tile at most MAX_PARTS parts.
+    A part has at least about PIECE positions, a tile at most MAX_PARTS parts. Wide tiles that have a multiprocessor for
+    themselves have parts four times as long: to add two of them up takes as long as to compute one.
     """
     if split is not None:
         return np.full(len(length), split, np.int32)
     share = np.empty(len(length), np.int32)
-    for of_class in (narrow, ~narrow):
-        share[of_class] = max(PIECE, int(length[of_class].sum()) * kv_heads // programs)
+    least_of_wide = PIECE if programs_of_wide == programs else 4 * PIECE
+    for of_class, number, least in ((narrow, programs, PIECE), (~narrow, programs_of_wide, least_of_wide)):
+        share[of_class] = max(least, int(length[of_class].sum()) * kv_heads // number)
     # Rounded, not up: a tile little longer than its share is left whole, for two halves would take two turns.
     parts = np.clip((length + share // 2) // share, 1, MAX_PARTS)
     even: IntArray = -(-length // (16 * parts)) * 16

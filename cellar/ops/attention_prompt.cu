@@ -219,23 +219,12 @@ __device__ __forceinline__ void leave(const Arguments& a, const Item& item, int 
     }
 }
 
-// Of all parts of a tile, in their order.
 __device__ __forceinline__ void add_parts(const Arguments& a, const Item& item, int head, int thread) {
-    for (int i = thread; i < (item.last - item.first) * DIM; i += THREADS) {
-        const int row = i / DIM, d = i % DIM, packed = item.first + row;
-        float top = LOWEST, total = 0.0f, sum = 0.0f;
-#pragma unroll 4
-        for (int part = 0; part < item.parts; ++part) {
-            const long long from = static_cast<long long>(item.partial + part * TILE + row) * KV_HEADS + head;
-            const float its_top = from_others(a.extents + 2 * from), its_total = from_others(a.extents + 2 * from + 1);
-            const float its_sum = from_others(a.partial + from * DIM + d);
-            const float higher = fmaxf(top, its_top), less = power_of_2(top - higher), grow = power_of_2(its_top - higher);
-            total = total * less + its_total * grow;
-            sum = sum * less + its_sum * grow;
-            top = higher;
-        }
-        u16* to = a.out + (item.token + packed / GROUP) * a.out_token + (head * GROUP + packed % GROUP) * a.out_head;
-        to[d] = narrow(sum / (total > 0.0f ? total : 1.0f));
+    for (int i = thread; i < (item.last - item.first) * (DIM / 4); i += THREADS) {
+        const int row = i / (DIM / 4), d = i % (DIM / 4) * 4, packed = item.first + row;
+        const long long first = static_cast<long long>(item.partial + row) * KV_HEADS + head;
+        const Part all = parts_at(a.partial, a.extents, first, TILE * KV_HEADS, item.parts, d);
+        all.write(a.out + (item.token + packed / GROUP) * a.out_token + (head * GROUP + packed % GROUP) * a.out_head + d);
     }
 }
 
@@ -345,5 +334,4 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1)
         more_registers<REGISTERS>();
         compute_all(arguments, item, head, memory, barriers, threadIdx.x);
     }
-    let_next_kernel_start();
 }

@@ -143,10 +143,6 @@ __device__ __forceinline__ void store_shared(u32 to, u32 a) {
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(to), "r"(a) : "memory");
 }
 
-__device__ __forceinline__ void store_shared(u32 to, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(a), "f"(b) : "memory");
-}
-
 __device__ __forceinline__ void clear_shared(u32 to) {  // 16 bytes
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(to), "r"(0) : "memory");
 }
@@ -155,20 +151,34 @@ __device__ __forceinline__ void load_shared(u32 from, u32 (&x)[4]) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(from));
 }
 
-__device__ __forceinline__ void load_cluster(u32 from, float (&x)[4]) {  // of any block of the cluster
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                 : "r"(from));
+__device__ __forceinline__ void load_shared(u32 from, float (&x)[4]) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(from));
+}
+
+__device__ __forceinline__ void store_cluster(u32 to, const float* x) {  // four, in any block of the cluster
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
 }
 
 __device__ __forceinline__ void store_global(void* to, const u32 (&x)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-__device__ __forceinline__ float from_others(const float* at) {  // written by another block: not from this one's cache
-    float x;
-    asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at));
-    return x;
+__device__ __forceinline__ void store_global(void* to, const u32 (&x)[2]) {
+    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(x[0]), "r"(x[1]) : "memory");
+}
+
+__device__ __forceinline__ void store_global(void* to, const float (&x)[4]) {
+    asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
+
+// Written by another block: not from this one's cache.
+__device__ __forceinline__ void from_others(const float* at, float& x, float& y) {
+    asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "l"(at));
+}
+
+__device__ __forceinline__ void from_others(const float* at, float (&x)[4]) {
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(at));
 }
 
 // -- products of a warpgroup (`multiply_wide` and `multiply_turned` ask for them: Python writes these) ------------------
@@ -250,6 +260,12 @@ __device__ __forceinline__ float one(u16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
 #endif
+}
+
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 __device__ __forceinline__ float power_of_2(float x) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from importlib.resources import files
 
 import torch
@@ -30,10 +31,11 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def hopper_source(name: str, *instructions: str) -> str:
-    """A kernel of this folder behind Hopper's instructions, and some more of them."""
+def hopper_source(*names: str, instructions: Sequence[str] = ()) -> str:
+    """A kernel of this folder, and what it includes, behind Hopper's instructions and some more of them."""
     folder = files("cellar.ops")
-    return "\n".join((folder.joinpath("hopper.cuh").read_text(), *instructions, folder.joinpath(name).read_text()))
+    included = (folder.joinpath(name).read_text() for name in names)
+    return "\n".join((folder.joinpath("hopper.cuh").read_text(), *instructions, *included))
 
 
 def multiply_wide(columns: int, dtype: torch.dtype) -> str:

@@ -19,6 +19,14 @@ from cellar.core.hardware import Table
 
 MAX_FLAT_TOKENS = 64
 
+# Fewer tokens than these are not for the wide product: alone it is as fast as others, but in a model what comes behind
+# it is slower, for its blocks gather on the multiprocessors where wide ones end first (docs/log/linear-kernels.md).
+WIDE_FROM = 33
+
+# Seconds over another kernel's up to which the wide product is chosen: it begins before the kernel in front has ended,
+# which gains more behind long kernels than behind the short one with which it is measured.
+DRAW = 1.025
+
 # Of the wide product: blocks of a cluster, bytes of a block's shared memory.
 MAX_CLUSTER = 8
 MAX_SHARED = 231_424
@@ -102,8 +110,11 @@ class Wide:
             )
         if self.cluster > MAX_CLUSTER:
             raise ConfigError(f"a wide product cannot have clusters of {self.cluster}; {MAX_CLUSTER} is the most.")
-        if self.persistent and self.parts > 1:
-            raise ConfigError("a persistent wide product cannot split its sums; give one part.")
+        if self.parts > 1 and (self.persistent or self.tokens // 16 % self.parts):
+            raise ConfigError(
+                f"a wide product of {self.tokens} tokens cannot have {self.parts} parts; give one part, or without "
+                f"persisting a divisor of {self.tokens // 16}."
+            )
         if self.stages < 1 or self.shared(gate=False) > MAX_SHARED:
             raise ConfigError(
                 f"a wide product of {self.tokens} x {self.rows} cannot have {self.stages} stages; give 1 or more that "
@@ -125,11 +136,13 @@ class Wide:
         return self.rows // 2 if gate else self.rows
 
     def shared(self, gate: bool) -> int:
-        """Bytes of dynamic shared memory: the stages; and, instead or beside them, the result on its way out."""
+        """Bytes of dynamic shared memory: the stages; instead or beside them the result on its way out, other parts."""
         stages = self.stages * ((self.tokens + self.rows) * 128 + 16)
+        if self.parts > 1:
+            return 1024 + stages + self.tokens * self.rows * 4 * (self.parts - 1) // self.parts
         if self.persistent:
             return 1024 + stages + self.tokens * (min(self.columns(gate), 64) + 8) * 2
-        return 1024 + max(stages, self.tokens * (self.columns(gate) + 8) * (4 if self.parts > 1 else 2))
+        return 1024 + max(stages, self.tokens * (self.columns(gate) + 8) * 2)
 
 
 # None is the library's product.
@@ -141,7 +154,8 @@ class LinearChoice:
     """Of one matrix: `kernels[i]` up to `tokens[i]` tokens (ascending), the library beyond the last.
 
     `fused` serves one token that needs a norm before; None: the norm is a launch of its own. `wide`: (tokens, sizes),
-    ascending: up to so many tokens the wide product goes before all others where the device has it; None: it does not.
+    ascending: from WIDE_FROM up to so many tokens the wide product goes before all others where the device has it, but
+    not if it has None.
     """
 
     tokens: tuple[int, ...]
@@ -169,7 +183,7 @@ class LinearChoice:
 
     def wide_at(self, m: int) -> Wide | None:
         """The wide product's sizes for `m` tokens; None: it is not the fastest."""
-        return next((sizes for tokens, sizes in self.wide if m <= tokens), None)
+        return next((sizes for tokens, sizes in self.wide if WIDE_FROM <= m <= tokens), None)
 
 
 @functools.cache
@@ -294,7 +308,7 @@ def linear_choices(tables: Mapping[str, Table]) -> dict[Shape, LinearChoice]:
     for (n, k), timings in timings_of(tables).items():
         # What has not been measured keeps its default.
         inside = fused[n, k] if (n, k) in fused else default_fused(k)
-        wides = tuple((t.m, t.sizes if t.wide < t.other else None) for t in wide.get((n, k), ()))
+        wides = tuple((t.m, t.sizes if t.wide < DRAW * t.other else None) for t in wide.get((n, k), ()))
         found[n, k] = LinearChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings), inside, wides)
     return found
 

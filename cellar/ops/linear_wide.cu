@@ -2,9 +2,9 @@
 // halves of w.
 //
 // One warp asks the copy engine for tiles, the others multiply them and write. A cluster of CM x CN x CK blocks shares
-// what it loads: blocks of the same rows of x share x, blocks of the same rows of w share w, and the CK parts of one sum
-// are added through each other's shared memory. Widths (BN) need not be powers of two, so that tiles can be as many as
-// there are multiprocessors.
+// what it loads: blocks of the same rows of x share x, blocks of the same rows of w share w. Of the CK parts of one sum
+// each block adds up some rows, which the others send to its shared memory. Widths (BN) need not be powers of two, so
+// that tiles can be as many as there are multiprocessors.
 //
 // Set by the compiler's options: TM rows of x (64, 128), BN rows of w, STAGES in flight, CM, CN, CK, GATED, HAS_BIAS,
 // PERSIST (a block goes on with the next tile while the last one is written), BF16 (else float16).
@@ -22,11 +22,13 @@ constexpr int W_ROWS = BN / HALVES / CM;               // of one load of w
 constexpr int COLUMNS = BN / HALVES;                   // of a tile of the result
 constexpr int PIECE = PERSIST && COLUMNS > 64 ? 64 : COLUMNS;  // of those, written at a time
 constexpr int PITCH = PIECE + 8;                       // of a row in shared memory: no two rows on the same banks
+constexpr int OWNED = MULTIPLIERS / CK;                // warps whose rows a block adds up
+constexpr u32 PART_BYTES = 16 * BN * 4;                // a warp's rows of another part
 
 static_assert(TM == 64 || TM == 128);
 static_assert(BN % (8 * HALVES * CM) == 0 && BN <= 256 && X_ROWS % 8 == 0);
 static_assert(CK == 1 || (!PERSIST && !GATED));
-static_assert(TM % CK == 0);
+static_assert(MULTIPLIERS % CK == 0);
 
 struct Task {
     const TensorMap* xs;
@@ -37,6 +39,7 @@ struct Task {
     int down, clusters;               // clusters below one another, and in all
     int rm, rn, rk;                   // this block's place in its cluster
     int first_step, steps;            // its part of the sum
+    bool early;                       // whether the next kernel's blocks may start where there is room
     u32 full, empty, stages, staged;  // barriers, stages, and where results wait to be written
 };
 
@@ -101,12 +104,12 @@ __device__ __forceinline__ void load_all(const Task& task, int first, int stride
             load_x(task, tile, step, s, with.x);
         }
     }
-    let_next_kernel_start();
+    if (task.early) let_next_kernel_start();
 }
 
 // -- the warps that multiply -----------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float gated(float gate, float up) { return gate / (1.0f + __expf(-gate)) * up; }
+__device__ __forceinline__ float gated(float gate, float up) { return gate * up * reciprocal(1.0f + __expf(-gate)); }
 
 // Two neighbours of the result, of which `sum` has the products: with bias, and gated if there is a gate.
 __device__ __forceinline__ u32 result(const Task& task, const float (&sum)[BN / 2], int at, int column) {
@@ -124,13 +127,19 @@ __device__ __forceinline__ u32 result(const Task& task, const float (&sum)[BN / 
     return two(v[0], v[1]);
 }
 
-// 64 rows of a tile through shared memory, where they get into order, 16 bytes a thread.
-__device__ __forceinline__ void write(const Task& task, Tile tile, const float (&sum)[BN / 2], int group, int thread) {
-    const u32 staged = task.staged + group * 64 * PITCH * 2;
-    const int row = thread / 4 % 8 + thread / 32 * 16, pair = thread % 4 * 2;
+__device__ __forceinline__ void write_chunk(const Task& task, Tile tile, int row, int column, u32 from) {
+    if (column >= COLUMNS || tile.row + row >= task.m || tile.column + column >= task.n) return;
+    u32 x[4];
+    load_shared(from, x);
+    store_global(task.out + static_cast<u64>(tile.row + row) * task.n + tile.column + column, x);
+}
+
+// A warp's 16 rows of a tile, through shared memory of its own, where they get into order: 16 bytes a lane.
+__device__ __forceinline__ void write(const Task& task, Tile tile, const float (&sum)[BN / 2], int warp, u32 staged, int lane) {
+    const int row = lane / 4, pair = lane % 4 * 2;
 #pragma unroll
     for (int piece = 0; piece < COLUMNS; piece += PIECE) {
-        if (PERSIST || piece) sync_threads(2 + group, 128);  // what was here before has been written
+        if (PERSIST || piece) __syncwarp();  // what was here before has been read
 #pragma unroll
         for (int j = 0; j < PIECE / 8; ++j) {
             const int column = piece + 8 * j;
@@ -139,22 +148,46 @@ __device__ __forceinline__ void write(const Task& task, Tile tile, const float (
             store_shared(to, result(task, sum, column / 2, tile.column + column + pair));
             store_shared(to + 8 * PITCH * 2, result(task, sum, column / 2 + 2, tile.column + column + pair));
         }
-        sync_threads(2 + group, 128);
-        const int chunks = (COLUMNS - piece < PIECE ? COLUMNS - piece : PIECE) / 8;
-        for (int i = thread; i < 64 * chunks; i += 128) {
-            const int below = i / chunks, beside = i % chunks * 8;
-            const int to_row = tile.row + group * 64 + below, to_column = tile.column + piece + beside;
-            if (to_row < task.m && to_column < task.n) {
-                u32 x[4];
-                load_shared(staged + (below * PITCH + beside) * 2, x);
-                store_global(task.out + static_cast<u64>(to_row) * task.n + to_column, x);
-            }
+        __syncwarp();
+#pragma unroll
+        for (int at = lane; at < PIECE * 2; at += 32) {
+            const int below = at / (PIECE / 8), beside = at % (PIECE / 8) * 8;
+            write_chunk(task, tile, warp * 16 + below, piece + beside, staged + (below * PITCH + beside) * 2);
         }
     }
 }
 
+// Parts of other blocks lie as [part][warp][four sums][lane]: a block's own is left out.
+__device__ __forceinline__ u32 part_at(const Task& task, int part, int owner, int warp, int lane) {
+    return task.staged + ((part - (part > owner)) * OWNED + warp) * PART_BYTES + lane * 16;
+}
+
+__device__ __forceinline__ void send(const Task& task, const float (&sum)[BN / 2], int warp, int lane) {
+    const int owner = warp / OWNED;
+    if (owner == task.rk) return;
+    const u32 to = in_block(part_at(task, task.rk, owner, warp % OWNED, lane), rank_of(task.rm, task.rn, owner));
+#pragma unroll
+    for (int j = 0; j < BN / 8; ++j) store_cluster(to + j * 512, sum + 4 * j);
+}
+
+__device__ __forceinline__ void receive(const Task& task, float (&sum)[BN / 2], int warp, int lane) {
+#pragma unroll
+    for (int part = 0; part < CK; ++part) {
+        if (part == task.rk) continue;
+        const u32 from = part_at(task, part, task.rk, warp, lane);
+#pragma unroll
+        for (int j = 0; j < BN / 8; ++j) {
+            float x[4];
+            load_shared(from + j * 512, x);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[4 * j + i] += x[i];
+        }
+    }
+    __syncwarp();
+}
+
 __device__ __forceinline__ void multiply_all(const Task& task, int first, int stride) {
-    const int lane = threadIdx.x % 32, group = threadIdx.x / 128, thread = threadIdx.x % 128;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = warp / 4;
     // A stage goes back to every block that loads into it: lanes 0 .. CN - 1 tell those of x, the next those of w.
     const bool tells = lane < CN + CM - 1;
     u32 owner = rank_of(task.rm, lane % CN, task.rk);
@@ -179,45 +212,19 @@ __device__ __forceinline__ void multiply_all(const Task& task, int first, int st
         products_done<0>();
         products_used(sum);
         if (tells) barrier_arrive(in_block(task.empty + 8 * ((at - 1) % STAGES), owner));
-
-        if constexpr (!PERSIST) sync_threads(1, MULTIPLIERS * 32);  // the stages are memory to write in now
+        const Tile tile = tile_of(task, cluster);
         if constexpr (CK == 1) {
-            write(task, tile_of(task, cluster), sum, group, thread);
+            if constexpr (!PERSIST) sync_threads(1, MULTIPLIERS * 32);  // the stages are memory to write in now
+            write(task, tile, sum, warp, task.staged + warp * 16 * PITCH * 2, lane);
         } else {
-            const int row = group * 64 + thread / 4 % 8 + thread / 32 * 16, pair = thread % 4 * 2;
-#pragma unroll
-            for (int j = 0; j < BN / 8; ++j) {
-                const u32 to = task.staged + (row * PITCH + 8 * j + pair) * 4;
-                store_shared(to, sum[4 * j], sum[4 * j + 1]);
-                store_shared(to + 8 * PITCH * 4, sum[4 * j + 2], sum[4 * j + 3]);
+            send(task, sum, warp, lane);
+            cluster_sync<true>();  // what others sent is there
+            if (warp / OWNED == task.rk) {
+                receive(task, sum, warp % OWNED, lane);
+                // Of this warp's, the first part has been added.
+                write(task, tile, sum, warp, task.staged + warp % OWNED * PART_BYTES, lane);
             }
         }
-    }
-}
-
-// Each of the CK blocks adds up some rows of all parts, always in the same order, and writes them.
-__device__ __forceinline__ void add_parts(const Task& task, Tile tile) {
-    constexpr int ROWS = TM / CK, CHUNKS = BN / 8;
-    for (int i = threadIdx.x; i < ROWS * CHUNKS; i += MULTIPLIERS * 32 + 32) {
-        const int row = task.rk * ROWS + i / CHUNKS, column = i % CHUNKS * 8;
-        if (tile.row + row >= task.m || tile.column + column >= task.n) continue;
-        float v[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[j] = HAS_BIAS ? one(task.bias[tile.column + column + j]) : 0.0f;
-        const u32 from = task.staged + (row * PITCH + column) * 4;
-#pragma unroll
-        for (int part = 0; part < CK; ++part) {
-            const u32 there = in_block(from, rank_of(task.rm, task.rn, part));
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float x[4];
-                load_cluster(there + 16 * half, x);
-#pragma unroll
-                for (int j = 0; j < 4; ++j) v[4 * half + j] += x[j];
-            }
-        }
-        const u32 x[4] = {two(v[0], v[1]), two(v[2], v[3]), two(v[4], v[5]), two(v[6], v[7])};
-        store_global(task.out + static_cast<u64>(tile.row + row) * task.n + tile.column + column, x);
     }
 }
 
@@ -227,10 +234,13 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS * 32 + 32, 1)
     const u32 rank = rank_in_cluster();
     Task task = {&xs, &ws, bias, out, m, n, down, clusters};
     task.rm = rank % CM, task.rn = rank / CM % CN, task.rk = rank / (CM * CN);
+    // Behind what makes rows wider there is attention or a product, whose blocks fill a multiprocessor. Smaller blocks, as
+    // those of a norm, would gather on the multiprocessors that are free first.
+    task.early = GATED || n > steps * DEPTH;
     task.first_step = steps * task.rk / CK, task.steps = steps * (task.rk + 1) / CK - task.first_step;
     task.full = shared_address(shared_memory()), task.empty = task.full + 8 * STAGES;
     task.stages = (task.empty + 8 * STAGES + 1023) & ~1023u;
-    task.staged = task.stages + (PERSIST ? STAGES * STAGE_BYTES : 0);
+    task.staged = task.stages + (PERSIST || CK > 1 ? STAGES * STAGE_BYTES : 0);
     const int first = blockIdx.x / CLUSTER, stride = gridDim.x / CLUSTER;
 
     if (threadIdx.x == 0) {
@@ -250,12 +260,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLIERS * 32 + 32, 1)
     if (threadIdx.x >= MULTIPLIERS * 32) {
         if (threadIdx.x == MULTIPLIERS * 32) load_all(task, first, stride);
         __syncwarp();
+        if constexpr (CK > 1) cluster_sync<true>();
     } else {
         multiply_all(task, first, stride);
     }
-    if constexpr (CK > 1) {
-        cluster_sync<true>();  // all parts of the sum lie in shared memory
-        add_parts(task, tile_of(task, first));
-    }
-    if constexpr (CLUSTER > 1) cluster_sync<false>();  // nobody leaves while others may still reach its memory
+    // Nobody leaves while others may still reach its memory. (Of parts, all have met after the last of it.)
+    if constexpr (CLUSTER > 1 && CK == 1) cluster_sync<false>();
 }

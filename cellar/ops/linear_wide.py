@@ -79,7 +79,7 @@ def wide_source(sizes: Wide, gate: bool, bias: bool, dtype: torch.dtype) -> tupl
         "PERSIST": sizes.persistent,
         "BF16": dtype == torch.bfloat16,
     }
-    source = hopper_source("linear_wide.cu", multiply_wide(sizes.rows, dtype))
+    source = hopper_source("linear_wide.cu", instructions=[multiply_wide(sizes.rows, dtype)])
     return source, {name: int(value) for name, value in constants.items()}
 
 

@@ -259,7 +259,8 @@ inline void arrive(u32 barrier, int arrivals, long long bytes) {
     one.check();
 }
 
-inline void copy_later(const TensorMap* map, u32 to, u32 barrier, const std::vector<int>& at, u32 mask) {
+inline void copy_later(const TensorMap* map, u32 to, u32 barrier, int rank, const std::vector<int>& at, u32 mask) {
+    if (static_cast<int>(map->opaque[1]) != rank) fail("an instruction of other dimensions than the tensor's");
     copies.push_back([=] {
         for (u32 rank = 0; rank < blocks.size(); ++rank) {
             if (!(mask >> rank & 1)) continue;
@@ -288,6 +289,7 @@ inline void __syncwarp() { emulated::in_warp("__syncwarp", nullptr, nullptr); }
 inline void __threadfence() {}
 inline float __expf(float x) { return std::exp(x); }
 inline int atomicAdd(int* at, int value) { return *at += value, *at - value; }
+inline int atomicExch(int* at, int value) { return std::swap(*at, value), value; }
 
 inline float __shfl_xor_sync(u32, float value, int distance) {
     struct Mine {
@@ -373,23 +375,23 @@ inline void prefetch(const TensorMap*) {}
 template <int SHARERS>
 inline void load_box(const TensorMap* map, u32 to, u32 barrier, int column, int row, u32 mask, u64) {
     const u32 rank = emulated::current->block->rank;
-    emulated::copy_later(map, to, barrier, {column, row, 0, 0, 0}, SHARERS > 1 ? mask : 1u << rank);
+    emulated::copy_later(map, to, barrier, 2, {column, row, 0, 0, 0}, SHARERS > 1 ? mask : 1u << rank);
 }
 inline void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
-    emulated::copy_later(map, to, barrier, {c0, c1, c2, c3, c4}, 1u << emulated::current->block->rank);
+    emulated::copy_later(map, to, barrier, 5, {c0, c1, c2, c3, c4}, 1u << emulated::current->block->rank);
 }
 inline void stores_before_copies() {}
 
 inline void store_shared(u32 to, u32 a) { std::memcpy(emulated::bytes_at(to, 4), &a, 4); }
-inline void store_shared(u32 to, float a, float b) {
-    const float both[2] = {a, b};
-    std::memcpy(emulated::bytes_at(to, 8), both, 8);
-}
 inline void clear_shared(u32 to) { std::memset(emulated::bytes_at(to, 16), 0, 16); }
 inline void load_shared(u32 from, u32 (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
-inline void load_cluster(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
+inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
+inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
 inline void store_global(void* to, const u32 (&x)[4]) { std::memcpy(to, x, 16); }
-inline float from_others(const float* at) { return *at; }
+inline void store_global(void* to, const u32 (&x)[2]) { std::memcpy(to, x, 8); }
+inline void store_global(void* to, const float (&x)[4]) { std::memcpy(to, x, 16); }
+inline void from_others(const float* at, float& x, float& y) { x = at[0], y = at[1]; }
+inline void from_others(const float* at, float (&x)[4]) { std::memcpy(x, at, 16); }
 
 inline float __uint_as_float(u32 bits) {
     float value;
@@ -424,6 +426,7 @@ inline float one(u16 bits) {
 inline float emulated::number(u16 bits) { return one(bits); }
 inline u32 two(float low, float high) { return rounded(low) | static_cast<u32>(rounded(high)) << 16; }
 inline u16 narrow(float value) { return rounded(value); }
+inline float reciprocal(float x) { return 1.0f / x; }
 inline float power_of_2(float x) { return std::exp2(x); }
 
 inline u64 descriptor(u32 address) {

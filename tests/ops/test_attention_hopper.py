@@ -13,6 +13,7 @@ from cellar.ops import attention as module
 from cellar.ops.attention import OPS, attention_definition, decode_attention, decode_attention_definition
 from cellar.ops.attention_hopper import (
     Sizes,
+    cache_map,
     decode_arguments,
     decode_source,
     default_sizes,
@@ -23,6 +24,7 @@ from cellar.ops.attention_hopper import (
     prompt_arguments,
     prompt_shared,
     prompt_source,
+    query_map,
 )
 from cellar.ops.attention_plan import AttentionShape, AttentionWork, work_items
 from cellar.ops.cuda_compiler import compile_cuda, compiler_available
@@ -111,12 +113,9 @@ def _emulated(
         q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
-        maps = []
-        for cache in (k_cache, v_cache):
-            slots, heads, chunk, dim = cache.shape
-            strides = (64, dim, cache.stride(1), cache.stride(0))
-            maps.append(emulated.tensor_map(cache, (64, dim // 64, chunk, heads, slots), strides, (64, 1, chunk, 1, 1)))
+        maps = [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
         shared, threads = sizes.shared(work.shape), 32 * sizes.warps + 32
+        blocks = min(blocks, len(work.items.table) * work.shape.kv_heads)
         emulated.launch(library, blocks, 1, threads, shared, (*maps, ctypes.byref(arguments)), seed)
         _compare(out, given, wanted, dtype)
 
@@ -126,7 +125,9 @@ def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -
     torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=TOLERANCE[dtype])
     for name in ("k_cache", "v_cache"):
         torch.testing.assert_close(given[name], wanted[name], rtol=2e-2, atol=2e-2, equal_nan=True)
-    assert not given["work"].resident.counters.any(), "counters are zero between launches"
+    buffers = given["work"].resident
+    assert not buffers.counters.any(), "counters are zero between launches"
+    assert not buffers.claimed.any(), "and so is what programs have taken"
 
 
 @compiled
@@ -161,6 +162,14 @@ PLANTED = (
     ("slots of the next chunks are those of the first", "(ahead + which) % 32", "which", LONG),
     ("the newest is not rotated", "narrow(rotated(k, a.cos_sin, a.rotary_dim, item.start, d))", "k[d]", LONG),
     ("the counter is not set back", "if (thread == 0) *counter = 0;", "", LONG),
+    ("what is claimed is not set back", "atomicExch(a.claimed, 0);", "", LONG),
+    (
+        "an item is overwritten before it is read",
+        "if (items >= 2) barrier_wait(heard",
+        "if (false) barrier_wait(heard",
+        LONG,
+    ),
+    ("an item is read before it is told", "barrier_wait(told + 8 * (items % 2), items / 2 & 1);", "", LONG),
 )
 
 
@@ -169,7 +178,7 @@ PLANTED = (
 def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, case: Case) -> None:
     sizes = Sizes(8, 3, 1) if what == "teams share stages" else Sizes(4, 2, 2)
     with pytest.raises(AssertionError):
-        _emulated(case, torch.bfloat16, sizes, blocks=2, seeds=8, edits=((old, new),))
+        _emulated(case, torch.bfloat16, sizes, blocks=2, seeds=60, edits=((old, new),))
 
 
 @compiled
@@ -209,7 +218,7 @@ PROMPTS = (
     ("one prompt", ((0, 0, 70),), 8),
     ("behind others", ((0, 130, 290),), 8),
     ("three", ((0, 0, 200), (1, 64, 150), (2, 0, 7)), 8),
-    ("in parts", ((0, 0, 300), (1, 500, 620)), 64),
+    ("in parts", ((0, 0, 300), (1, 1100, 1220)), 64),
 )
 
 
@@ -249,15 +258,8 @@ def _emulated_prompt(
         library = emulated.build("attention_prompt.cu", constants, "prompt_attention", takes, edits)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = prompt_arguments(table, work, given["scale"], out)
-        tokens, heads, dim = q.shape
-        box = (64, shape.group, tile // shape.group)
-        maps = [emulated.tensor_map(q, (dim, heads, tokens), (q.stride(1), q.stride(0)), box)]
-        for cache in (k_cache, v_cache):
-            slots, kv_heads, chunk, _ = cache.shape
-            strides = (64, dim, cache.stride(1), cache.stride(0))
-            maps.append(
-                emulated.tensor_map(cache, (64, dim // 64, chunk, kv_heads, slots), strides, (64, 1, chunk, 1, 1))
-            )
+        maps = [emulated.tensor_map(q, *query_map(q, shape, tile))]
+        maps += [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
         shared = prompt_shared(shape, tile, 2)
         blocks = (wide + 1) * shape.kv_heads  # a captured launch has some to spare
         emulated.launch(library, blocks, 1, 2 * tile + 128, shared, (*maps, ctypes.byref(arguments)), seed)
@@ -292,14 +294,15 @@ PLANTED_IN_PROMPTS = (
     ),
     ("later tokens are seen", "n > rows.position[row]", "false"),
     ("turns that are seen in part are taken for whole", "at + TURN > seen, false", "false, false"),
-    ("parts keep their old reference", "sum = sum * less + its_sum * grow;", "sum = sum + its_sum * grow;"),
+    ("parts keep their old reference", "sum[i] = sum[i] * shrink + other", "sum[i] = sum[i] + other"),
 )
 
 
 @compiled
 @pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_PROMPTS, ids=[planted[0] for planted in PLANTED_IN_PROMPTS])
 def test_the_emulator_finds_planted_defects_in_prompts(what: str, old: str, new: str) -> None:
-    plain = module._case("planted", ((0, 0, 600),), heads=(2, 1, 64), chunk=32, programs=40 if "parts" in what else 1)
+    spans, programs = (((0, 900, 1100),), 40) if "parts" in what else (((0, 0, 600),), 2)
+    plain = module._case("planted", spans, heads=(2, 1, 64), chunk=32, programs=programs)
 
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         found = plain.make(device, dtype)

@@ -50,8 +50,10 @@ WIDES = [
 
 def test_the_wide_product_goes_first_where_the_device_has_it() -> None:
     sizes = Wide(128, 224, 4)
-    choice = LinearChoice((1, 8, 64), (GEMV, FLAT, None), wide=((8, None), (128, sizes)))
-    assert [choice.at(m, wide=True) for m in (1, 8, 9, 64, 128, 129)] == [GEMV, FLAT, sizes, sizes, sizes, None]
+    choice = LinearChoice((1, 8, 64), (GEMV, FLAT, None), wide=((48, None), (128, sizes), (256, None)))
+    assert [choice.at(m, wide=True) for m in (1, 8, 48, 49, 128, 129)] == [GEMV, FLAT, None, sizes, sizes, None]
+    few = LinearChoice((1, 8, 64), (GEMV, FLAT, None), wide=((64, sizes),))
+    assert [few.at(m, wide=True) for m in (1, 8, 32, 33, 64, 65)] == [GEMV, FLAT, None, sizes, sizes, None]
     assert [choice.at(m) for m in (1, 8, 9, 64, 128, 129)] == [GEMV, FLAT, None, None, None, None]
 
 

@@ -26,10 +26,10 @@ SIZES = (
     Wide(128, 224, 5),
     Wide(128, 224, 4, sharing_tokens=2),
     Wide(128, 224, 4, sharing_tokens=4),
-    Wide(128, 256, 4, parts=8),
-    Wide(128, 128, 6, sharing_tokens=2, parts=4),
-    Wide(128, 192, 5, parts=4),
-    Wide(128, 96, 8, sharing_tokens=4, parts=2),
+    Wide(128, 256, 2, parts=8),
+    Wide(128, 128, 5, sharing_tokens=2, parts=4),
+    Wide(128, 192, 3, parts=4),
+    Wide(128, 96, 7, sharing_tokens=4, parts=2),
     Wide(128, 224, 4, sharing_rows=2, persistent=True),
     Wide(128, 192, 3, sharing_rows=2, sharing_tokens=2, persistent=True),
     Wide(128, 128, 6, sharing_rows=2, sharing_tokens=2, parts=2),
@@ -69,7 +69,7 @@ def test_no_other_device_and_no_other_form_is_taken() -> None:
     [
         (Wide(128, 224, 4), False, 1024 + 4 * (352 * 128 + 16)),
         (Wide(128, 256, 1), False, 1024 + 128 * 264 * 2),
-        (Wide(128, 256, 2, parts=8), False, 1024 + 128 * 264 * 4),
+        (Wide(128, 256, 2, parts=8), False, 1024 + 2 * (384 * 128 + 16) + 128 * 256 * 4 * 7 // 8),
         (Wide(128, 224, 4, persistent=True), True, 1024 + 4 * (352 * 128 + 16) + 128 * 72 * 2),
         (Wide(64, 48, 3, persistent=True), False, 1024 + 3 * (112 * 128 + 16) + 64 * 56 * 2),
     ],
@@ -202,9 +202,15 @@ PLANTED = (
     ("arrivals are told to the wrong blocks", "(lane - CN >= task.rm)", "0", 5),
     ("a part of x is for this block alone", "load_box<CN>(task.xs", "load_box<1>(task.xs", 1),
     ("all blocks load the same rows of w", "task.n + tile.column + task.rm * W_ROWS", "task.n + tile.column", 5),
-    ("parts are added before they are there", "cluster_sync<true>();", "", 3),
-    ("parts are added to oneself", "rank_of(task.rm, task.rn, part)", "rank_of(task.rm, task.rn, task.rk)", 3),
-    ("the tile before is overwritten", "if (PERSIST || piece) sync_threads(2 + group, 128);", "", 8),
+    (
+        "parts are added before they are there",
+        "            send(task, sum, warp, lane);\n            cluster_sync<true>();",
+        "            cluster_sync<true>();\n            send(task, sum, warp, lane);",
+        3,
+    ),
+    ("parts are sent to oneself", "rank_of(task.rm, task.rn, owner)", "rank_of(task.rm, task.rn, task.rk)", 3),
+    ("parts lie on one another", "(part - (part > owner))", "0", 3),
+    ("the tile before is overwritten", "if (PERSIST || piece) __syncwarp();", "", 8),
 )
 
 
@@ -244,7 +250,7 @@ def test_it_gates(sizes: Wide) -> None:
 @hopper
 def test_a_chain_of_dependent_launches_in_a_graph_is_right() -> None:
     """Each product begins before the one in front of it has ended: its weights early, its tokens not."""
-    sizes = [Wide(128, 128, 6, parts=4), Wide(128, 64, 8, sharing_tokens=2, parts=2), Wide(128, 32, 8, 1, 4)]
+    sizes = [Wide(128, 128, 5, parts=4), Wide(128, 64, 8, sharing_tokens=2, parts=2), Wide(128, 32, 8, 1, 4)]
     x, *_ = _operands(96, 8, 4096, torch.bfloat16)
     weights = [_operands(1, 4096, 4096, torch.bfloat16)[1].roll(i, 0) for i in range(9)]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -128,7 +129,10 @@ class LinearTimer(Protocol):
         """The same one after another, the matrix by this kernel."""
 
     def wide(self, m: int, sizes: Sequence[Wide], kernel: Kernel, gated: bool) -> list[float | None]:
-        """`m` tokens by matrix (and gate): first by this kernel, then by the wide product in each of these sizes."""
+        """`m` tokens through add, norm, matrix (and gate): by this kernel, then by the wide product in these sizes.
+
+        The norm is in front because wide products ask for weights while it runs.
+        """
 
     def multiprocessors(self) -> int:
         """Of a device that has the wide product; 0 for others."""
@@ -241,7 +245,7 @@ class DeviceTimer:
         self._rotation = Rotation(n, k, DTYPE, device, change=prepare)
         self._x = torch.randn((max(*TOKENS, *WIDE_TOKENS), k), device=device, dtype=DTYPE)
         self._norm = torch.randn(k, device=device, dtype=DTYPE)
-        self._delta = torch.randn((1, k), device=device, dtype=DTYPE)
+        self._deltas = torch.randn(self._x.shape, device=device, dtype=DTYPE)
 
     def compile_all(self, gate: bool | None) -> None:
         """Compile every kernel in threads of their own, without a look at what comes out."""
@@ -280,10 +284,10 @@ class DeviceTimer:
 
     def wide(self, m: int, sizes: Sequence[Wide], kernel: Kernel, gated: bool) -> list[float | None]:
         """As `LinearTimer` says."""
-        calls = [self._wide(m, size, gated) for size in sizes]
+        calls = [self._behind_norm(m, partial(_wide, size, gated)) for size in sizes]
         self._compile(calls)
-        wanted = self._gated(m, None, gated)
-        return [self._seconds(call, wanted) for call in (self._gated(m, kernel, gated), *calls)]
+        wanted, other = (self._behind_norm(m, self._gated(by, gated)) for by in (None, kernel))
+        return [self._seconds(call, wanted) for call in (other, *calls)]
 
     def multiprocessors(self) -> int:
         """As `LinearTimer` says."""
@@ -315,29 +319,25 @@ class DeviceTimer:
         x = self._x[:m]
         return lambda weight: multiply(x, weight, None, kernel)
 
-    def _gated(self, m: int, kernel: Kernel, gate: bool) -> Call:
+    def _gated(self, kernel: Kernel, gate: bool) -> Callable[[Tensor, Tensor], Tensor]:
         if not gate:
-            return self._product(m, kernel)
-        x = self._x[:m]
-        return lambda weight: gated(multiply(x, weight, None, kernel), "silu")
+            return lambda x, weight: multiply(x, weight, None, kernel)
+        return lambda x, weight: gated(multiply(x, weight, None, kernel), "silu")
 
-    def _wide(self, m: int, sizes: Wide, gate: bool) -> Call:
-        x = self._x[:m]
-        return lambda weight: wide(x, weight, None, sizes, gate=gate)
+    def _behind_norm(self, m: int, product: Callable[[Tensor, Tensor], Tensor]) -> Call:
+        x, delta = self._x[:m], self._deltas[:m]
+        return lambda weight: product(add_rms_norm(x, delta, self._norm, EPS)[0], weight)
 
     def _fused(self, sizes: Fused, gate: bool) -> Call:
         x = self._x[:1]
-        return lambda weight: norm_gemv(x, self._delta, self._norm, EPS, weight, None, sizes, gate=gate)[0]
+        return lambda weight: norm_gemv(x, self._deltas[:1], self._norm, EPS, weight, None, sizes, gate=gate)[0]
 
     def _apart(self, kernel: Kernel, gate: bool) -> Call:
-        x = self._x[:1]
+        return self._behind_norm(1, self._gated(kernel, gate))
 
-        def call(weight: Tensor) -> Tensor:
-            normed, _ = add_rms_norm(x, self._delta, self._norm, EPS)
-            product = multiply(normed, weight, None, kernel)
-            return gated(product, "silu") if gate else product
 
-        return call
+def _wide(sizes: Wide, gate: bool, x: Tensor, weight: Tensor) -> Tensor:
+    return wide(x, weight, None, sizes, gate=gate)
 
 
 def _line(

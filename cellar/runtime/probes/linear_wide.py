@@ -10,7 +10,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.linear_choice import MAX_CLUSTER, MAX_SHARED, Shape, Wide
 
 # Numbers of tokens that are measured; those between run like the next larger one.
-TOKENS = (8, 16, 32, 64, 128, 256)
+TOKENS = (64, 128, 256, 512, 768, 1024)
 MOST = 12
 _MOST_STAGES = 10
 
@@ -26,21 +26,34 @@ def wides_for(m: int, shape: Shape, gate: bool, multiprocessors: int) -> list[Wi
 
 def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wide]:
     n, k = shape
+    if m > 256:
+        # Tensor cores decide, not memory: large tiles.
+        for rows, stages in ((256, 4), (224, 4), (192, 5)):
+            for sharing_rows, sharing_tokens in ((1, 1), (2, 1), (1, 2)):
+                yield Wide(128, rows, stages, sharing_rows, sharing_tokens, 1, True)
+        return
     tokens = 64 if m <= 64 else 128
     down = -(-m // tokens)
     sharing_rows = 2 if down > 1 else 1
-    for parts in (1,) if gate else (1, 2, 4, 8):
+    for parts in (1,) if gate else (1, 2, 4, 8)[: 3 if tokens == 64 else 4]:
         for rows in range(16 * sharing_rows, 257, 16 * sharing_rows):
             blocks = -(-n // rows) * parts * down
-            if not multiprocessors // 2 < blocks <= 3 * multiprocessors or k < 64 * parts:
+            if not multiprocessors // 2 < blocks <= 8 * multiprocessors or k < 64 * parts:
                 continue
             for sharing_tokens in (1, 2, 4):
-                if sharing_rows * sharing_tokens * parts > MAX_CLUSTER:
+                cluster = sharing_rows * sharing_tokens * parts
+                if cluster > MAX_CLUSTER:
                     continue
-                persistent = blocks > multiprocessors and parts == 1
+                persistent = blocks > _at_once(cluster, multiprocessors) and parts == 1
                 one_stage = Wide(tokens, rows, 1, sharing_rows, sharing_tokens, parts, persistent)
                 if (fitting := _fitting(one_stage)) is not None:
                     yield fitting
+
+
+def _at_once(cluster: int, multiprocessors: int) -> int:
+    """Blocks that run at once, about: clusters lie within parts of the device, where some multiprocessors are left."""
+    left = {4: 0.06, 8: 0.09}.get(cluster, 0.0)
+    return int(multiprocessors * (1 - left)) // cluster * cluster
 
 
 def _fitting(sizes: Wide) -> Wide | None:
@@ -56,7 +69,7 @@ def _cost(sizes: Wide, m: int, shape: Shape, gate: bool, multiprocessors: int) -
     n, k = shape
     down = -(-m // sizes.tokens)
     blocks = -(-n // sizes.rows) * sizes.parts * down
-    rounds = -(-blocks // multiprocessors)
+    rounds = -(-blocks // _at_once(sizes.cluster, multiprocessors))
     loaded = (sizes.tokens / sizes.sharing_tokens + sizes.rows / sizes.sharing_rows) * 2 * k / sizes.parts
     added = sizes.tokens * sizes.rows * 4 if sizes.parts > 1 else 0
     return rounds * (loaded + added)
