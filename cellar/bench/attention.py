@@ -247,10 +247,11 @@ def decode_difference(shape: Shape, decode: Decode, cache: Tensor, table: Tensor
     """The same for the newest token of the first 8 rows."""
     rows = min(shape.batch, 8)
     mine, q, k, v = (_last(x, shape, rows, 1) for x in (decode(cache, work), decode.q, decode.k, decode.v))
+    q, k, v = (x.to(cache.dtype) for x in (q, k, v))
     work = work_of(shape, np.full(rows, shape.context - 1), torch.device("cpu"), 1)
     scale = shape.dim**-0.5
     wanted = decode_attention_definition(q, k, v, decode.cos_sin, cache[0], cache[1], table, work, scale)
-    return float((mine - wanted).abs().max())
+    return float((mine - wanted.float()).abs().max())
 
 
 def _last(x: Tensor, shape: Shape, rows: int, queries: int) -> Tensor:

@@ -17,8 +17,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +83,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     load += ["--ready-check-timeout-sec", str(_READY_SECONDS), "--disable-tqdm"]
     commands = [shlex.join(["cellar", *command[len(_CELLAR) :]]) for command in (serve, load)]
     print("\n".join(f"$ {command}" for command in commands), flush=True)
-    with _running(serve):
+    with _running(serve, port):
         reports = _loaded(load)
     failed = sum(report["failed"] for report in reports)
     if failed:
@@ -135,11 +137,12 @@ def _loaded(command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def _running(command: Sequence[str]) -> Iterator[None]:
-    """A server that is drained and gone afterwards; what it logged is shown if it ended by itself."""
+def _running(command: Sequence[str], port: int) -> Iterator[None]:
+    """A server that is ready, and afterwards drained and gone; what it logged is shown if it ended by itself."""
     with tempfile.TemporaryFile("w+") as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
+            _wait_until_ready(server, port)
             yield
         finally:
             if server.poll() is not None:
@@ -151,6 +154,18 @@ def _running(command: Sequence[str]) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
+    """Raises RequestError as soon as the server has ended, or if it takes too long."""
+    end = time.monotonic() + _READY_SECONDS
+    while time.monotonic() < end:
+        if server.poll() is not None:
+            raise RequestError(f"`cellar serve` ended with status {server.returncode}; its log stands above.")
+        with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            return
+        time.sleep(0.2)
+    raise RequestError(f"`cellar serve` was not ready after {_READY_SECONDS} s; run the printed command by hand.")
 
 
 def _flags(engine: dict[str, Any]) -> list[str]:

@@ -35,6 +35,16 @@ def few_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unified, "caches_of", lambda *args: whole(*args)[:2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("queries", [1, 8, 70])
+def test_a_shape_is_measured_and_right(queries: int, dtype: torch.dtype) -> None:
+    shape = Shape("demo", 2, 70, queries, **DEMO)
+    line = bench.measure(shape, CPU, dtype, bench.Rates(1e9, 1e12), 0.01)
+    assert line.error <= bench.TOLERANCE[dtype]
+    assert line.microseconds > 0
+    assert line.limit_microseconds == pytest.approx(1e6 * shape.nbytes(dtype.itemsize) / 1e9)
+
+
 # -- scattered ---------------------------------------------------------------------------------------------------------
 
 

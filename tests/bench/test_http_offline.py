@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,18 @@ def test_both_sides_run_and_the_ratio_is_printed(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.long
-def test_a_server_that_does_not_start_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_offline, "_READY_SECONDS", 1)
+def test_a_server_that_does_not_start_ends_the_run_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(http_offline, "_offline", lambda options, engine: ([1.0], 100))
-    with pytest.raises(SystemExit, match="bench serve"):
+    with pytest.raises(SystemExit, match=r"`cellar serve` ended with status \d"):
+        http_offline.main(["--model", str(tmp_path / "none"), "--device", "cpu", "--rounds", "1"])
+    assert str(tmp_path / "none") in capfd.readouterr().err, "what the server said"
+
+
+def test_a_server_that_is_never_ready_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_offline, "_offline", lambda options, engine: ([1.0], 100))
+    monkeypatch.setattr(http_offline, "_READY_SECONDS", 1)
+    monkeypatch.setattr(http_offline, "_CELLAR", (sys.executable, "-c", "import time; time.sleep(100)"))
+    with pytest.raises(SystemExit, match="not ready after 1 s"):
         http_offline.main(["--model", str(tmp_path / "none"), "--device", "cpu", "--rounds", "1"])

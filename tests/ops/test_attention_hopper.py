@@ -81,7 +81,8 @@ def test_no_other_device_is_taken() -> None:
     assert not hopper_takes_decodes(q, cache, cache, AttentionShape(8, 2, 128, 32))
 
 
-@pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
+@pytest.mark.gpu
+@pytest.mark.skipif(not compiler_available(), reason="gpu: NVRTC is not installed; CUDA builds of torch bring it")
 @pytest.mark.parametrize("heads", [*HEADS, (8, 2, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 def test_it_compiles(

@@ -87,7 +87,8 @@ def test_the_instruction_names_all_of_its_registers() -> None:
     assert (constants["BN"], constants["CN"], constants["GATED"], constants["BF16"]) == (48, 2, 1, 0)
 
 
-@pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
+@pytest.mark.gpu
+@pytest.mark.skipif(not compiler_available(), reason="gpu: NVRTC is not installed; CUDA builds of torch bring it")
 @pytest.mark.parametrize(
     ("sizes", "gate"), [(sizes, gate) for sizes in SIZES for gate in (False, True) if not gate or sizes.parts == 1]
 )
@@ -99,7 +100,8 @@ def test_it_compiles(sizes: Wide, gate: bool, tmp_path: Path, monkeypatch: pytes
     assert kept.read_bytes() == cubin
 
 
-@pytest.mark.skipif(not compiler_available(), reason="NVRTC is not installed; it comes with CUDA builds of torch")
+@pytest.mark.gpu
+@pytest.mark.skipif(not compiler_available(), reason="gpu: NVRTC is not installed; CUDA builds of torch bring it")
 def test_what_the_compiler_refuses_is_told() -> None:
     with pytest.raises(DeviceError, match="identifier"):
         compile_cuda("__global__ void f() { nonsense; }", {})

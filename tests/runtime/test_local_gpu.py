@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from cellar import LLM, demo
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CapacityError
 from cellar.core.messages import Emit, StepPlan, StepResult
@@ -227,6 +228,19 @@ def test_the_memory_plan_is_true(tmp_path: Any) -> None:
     torch.cuda.empty_cache()
     with pytest.raises(CapacityError, match="max_model_len"):
         open_local(EngineConfig.of(model=str(tmp_path), kv_cache_memory_bytes=3 * chunk, **options))
+
+
+def test_a_closed_model_gives_its_memory_back() -> None:
+    """By default one model takes nine tenths of the device: a second one finds room only if nothing of it is left."""
+    device, params = torch.device("cuda", 0), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [[0, *range(300, 300 + 40 * n)] for n in range(1, 4)]
+    torch.cuda.empty_cache()
+    before = device_used(device)
+    for _ in range(2):
+        with LLM(str(demo.path()), device="cuda:0", dtype="bfloat16", max_num_seqs=8) as llm:
+            assert device_used(device) - before > 0.5 * device_total(device)
+            llm.generate(prompts, params, use_tqdm=False)
+        assert device_used(device) - before < 2**30
 
 
 def test_probes_of_the_device(tmp_path: Any) -> None:

@@ -237,7 +237,8 @@ def test_on_a_device_the_profile_decides_and_says_the_same_in_captured_steps(tmp
     said = []
     for k, profile in enumerate((found, profile_of(demo.path(), 1.0, 0.0, 1.0, 0.0, 0.0, 1.0))):
         profile.save(tmp_path / f"{k}.json")
-        options = {"machine_profile": str(tmp_path / f"{k}.json"), "device": "cuda", "dtype": "float32"}
+        options: dict[str, Any] = {"machine_profile": str(tmp_path / f"{k}.json"), "device": "cuda", "dtype": "float32"}
+        options["kv_cache_memory_bytes"] = 2**28
         with LLM(str(demo.path()), max_model_len=512, max_num_seqs=8, **options) as llm:
             said.append([result.outputs[0].token_ids for result in llm.generate(prompts, params, use_tqdm=False)])
     assert said[0] == said[1]
