@@ -25,6 +25,9 @@ from cellar.runtime.memory import GIB, device_total, human
 CPU_CACHE_LIMIT = 4 * GIB
 CPU_CACHE_SHARE = 0.25
 
+# Large allocations of torch's allocator are multiples of this.
+_SEGMENT = 2**21
+
 
 class Arena:
     """`k[j]` and `v[j]`: layer j's cache, [num_slots, kv_heads, chunk_size, head_dim], strided views of one buffer.
@@ -64,7 +67,12 @@ def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.devic
     dtype: torch.dtype = getattr(torch, group.dtype)
     if device.type != "cpu":
         # One slot more than there are: what pads a captured step is written there.
-        return torch.zeros((num_slots + 1, len(group.layers), 2, *inner), dtype=dtype, device=device)
+        shape = (num_slots + 1, len(group.layers), 2, *inner)
+        size = int(np.prod(shape))
+        # Whole segments of the allocator. In what is left of one it would place small tensors, of which a single one that
+        # outlives the model keeps all of the segment from being given back.
+        whole = -(-size * dtype.itemsize // _SEGMENT) * _SEGMENT // dtype.itemsize
+        return torch.zeros(whole, dtype=dtype, device=device)[:size].view(shape)
     # Zero pages that the system hands out when they are first touched: a large arena costs nothing before it is used.
     shape = (len(group.layers), 2, num_slots, *inner)
     return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)

@@ -44,6 +44,14 @@ def test_a_slot_is_contiguous_on_an_accelerator_and_a_layer_on_the_cpu() -> None
     assert all(cache.is_contiguous() for cache in (*here.k, *here.v))
 
 
+def test_an_accelerators_buffers_fill_segments_of_the_allocator() -> None:
+    for slots in (1, 5, 1000, 12_345):
+        for buffer in Arena(SPEC, slots, META).buffers:
+            whole = buffer.untyped_storage().nbytes()
+            assert whole % 2**21 == 0
+            assert buffer.nbytes <= whole < buffer.nbytes + 2**21
+
+
 def test_a_new_arena_is_zero_and_its_views_do_not_overlap() -> None:
     arena = Arena(SPEC, 3, CPU)
     caches = [*arena.k, *arena.v]
