@@ -69,7 +69,7 @@ def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.devic
         # One slot more than there are: what pads a captured step is written there.
         shape = (num_slots + 1, len(group.layers), 2, *inner)
         size = int(np.prod(shape))
-        # Whole segments of the allocator. In what is left of one it would place small tensors, of which a single one that
+        # Whole segments of the allocator. In what is left of one it would place small tensors, and a single one that
         # outlives the model keeps all of the segment from being given back.
         whole = -(-size * dtype.itemsize // _SEGMENT) * _SEGMENT // dtype.itemsize
         return torch.zeros(whole, dtype=dtype, device=device)[:size].view(shape)
