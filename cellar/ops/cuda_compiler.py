@@ -1,7 +1,7 @@
 """CUDA C++ to machine code by NVRTC, the compiler that CUDA builds of torch bring along; results are kept on disk.
 
 Triton is what kernels are written in. CUDA C++ is for the few that need what Triton does not have: clusters, loads for
-several blocks at once, tiles whose width is no power of two (docs/decisions/0016-hopper-products.md).
+several blocks at once, tiles whose width is no power of two (docs/decisions/0016-hopper-kernels.md).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 One wave of blocks covers the matrix: tiles of [64 or 128 tokens] x [16 to 256 rows], the width chosen so that there are
 as many tiles as multiprocessors, and sums split among the blocks of a cluster where the matrix has too few rows. The
-kernel is CUDA C++ (`linear_wide.cu`); docs/decisions/0016-hopper-products.md says why.
+kernel is CUDA C++ (`linear_wide.cu`); docs/decisions/0016-hopper-kernels.md says why.
 """
 
 from __future__ import annotations
