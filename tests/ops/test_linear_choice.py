@@ -81,6 +81,14 @@ def test_tables_of_a_profile_give_back_what_was_put_in() -> None:
     assert linear_choices({}) == {}
 
 
+def test_a_draw_is_the_wide_products() -> None:
+    def chosen(seconds: float) -> Wide | None:
+        wide = [replace(WIDES[1], wide=seconds, other=1e-5)]
+        return linear_choices(tables_with({}, {(512, 256): TIMINGS}, {}, {(512, 256): wide}))[512, 256].wide_at(128)
+
+    assert [chosen(s) is None for s in (0.9e-5, 1e-5, 1.02e-5, 1.03e-5)] == [False, False, False, True]
+
+
 def test_measuring_a_shape_again_replaces_it_and_keeps_the_others() -> None:
     before = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS}, {}, {(96, 64): WIDES, (512, 256): WIDES})
     fused = {(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)}
