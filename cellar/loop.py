@@ -93,7 +93,9 @@ class Loop(Generic[PlanT, ResultT, OutputT]):
                 self._host.submitted(plan)
         if self._scheduler.has_work() and not any(worker.in_flight for worker in self._runtime.workers):
             raise IntegrityError("requests wait, but nothing runs and nothing is planned; please report this defect.")
-        for result in self._runtime.poll(0.0 if outputs else timeout):
+        # Work that a message has ended is news, too, though no result will say so.
+        ended = not self._rested and not self._scheduler.has_work()
+        for result in self._runtime.poll(0.0 if outputs or ended else timeout):
             output = self._host.committed(result)
             if output is not None:
                 outputs.append(output)

@@ -6,6 +6,8 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from cellar.core.errors import IntegrityError, RequestError
 from cellar.core.messages import FinishReason, Request, StepOutput, StepPlan, StepResult
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine import Engine
+from cellar.loop import Loop
 from cellar.runtime.fake import FakeRuntime, next_token
 from cellar.runtime.protocol import Capacity
 from cellar.schedule.steps import StepScheduler
@@ -307,3 +310,49 @@ def test_close_stops_the_runtime() -> None:
     engine.close()
     with pytest.raises(IntegrityError, match="closed"):
         runtime.submit(None)  # type: ignore[arg-type]
+
+
+class _Quiet:
+    """A scheduler whose work ends by a message, and a runtime on which nothing runs."""
+
+    def __init__(self) -> None:
+        self.working, self.checks, self.waited, self.workers = True, 0, list[float | None](), ()
+
+    def plan(self, worker: int, now: float) -> None:
+        return None
+
+    def has_work(self) -> bool:
+        return self.working
+
+    def check_integrity(self) -> None:
+        self.checks += 1
+
+    def poll(self, timeout: float | None) -> list[object]:
+        self.waited.append(timeout)
+        return []
+
+
+def test_work_that_a_message_ends_is_told_before_the_loop_waits() -> None:
+    """No result will come of it: who looks after each turn would see the old state as long as nothing else happens."""
+
+    class Host:
+        letters = 2
+
+        def received(self) -> list[object]:
+            if self.letters:
+                self.letters -= 1
+                quiet.working = bool(self.letters)
+                loop.stir()
+            return []
+
+        def submitted(self, plan: object) -> None: ...
+
+        def committed(self, result: object) -> None: ...
+
+    quiet = _Quiet()
+    quiet.workers = (SimpleNamespace(id=0, in_flight=1),)  # type: ignore[assignment]
+    loop: Loop[Any, Any, Any] = Loop(quiet, quiet, Host(), lambda: 0.0, 60.0)  # type: ignore[arg-type]
+    for _ in range(3):
+        loop.turn(None, 1)
+    assert quiet.waited == [None, 0.0, None]
+    assert quiet.checks == 1
