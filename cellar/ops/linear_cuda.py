@@ -3,7 +3,7 @@
     ImplA   m = 1         GEMV on the CUDA cores: a program owns some rows of the matrix and reads all of them
     ImplB   m = 1 .. 64   flat product: the weights are the tall operand, the tokens are padded to 8, 16, 32 or 64
     ImplC   any m         the library's GEMM
-    wide    m = 1 .. 256  on Hopper: tiles as many as multiprocessors, clusters of blocks (`linear_wide.py`)
+    wide    m = 33 .. 1024 on Hopper: tiles as many as multiprocessors, clusters of blocks (`linear_wide.py`)
 
 Which of them runs a matrix, and in what sizes, is looked up in its `LinearChoice` (`linear_choice.py`).
 

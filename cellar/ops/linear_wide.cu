@@ -1,4 +1,4 @@
-// Products of 1 to some thousand rows on Hopper: out[m, n] = x[m, k] w[n, k]^T (+ bias), or silu(gate) * up of the two
+// Products of up to some thousand rows on Hopper: out[m, n] = x[m, k] w[n, k]^T (+ bias), or silu(gate) * up of the two
 // halves of w.
 //
 // One warp asks the copy engine for tiles, the others multiply them and write. A cluster of CM x CN x CK blocks shares
