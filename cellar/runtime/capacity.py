@@ -6,6 +6,8 @@ and what the allocator has taken by then is not given to the cache.
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import torch
 
@@ -51,6 +53,8 @@ def plan_slots(
     if device.type == "cpu":
         nbytes = arena.cpu_cache_nbytes(cache, host_available())
     else:
+        # What nobody can reach any more, perhaps a model of before, would be counted as taken.
+        gc.collect()
         torch.cuda.empty_cache()
         graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager)
         nbytes = arena.device_cache_nbytes(cache, device_used(device) + graphs, device)

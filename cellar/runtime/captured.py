@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """What this thread launches inside goes into `graph`, whose memory comes from `pool`.
+
+    Other threads may go on with the device. Python's cycle collector rests: if it found another graph to destroy, the
+    driver would refuse that and break this one.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -19,6 +39,6 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
         work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with recording(graph):
         work()
     return graph.replay

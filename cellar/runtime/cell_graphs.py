@@ -26,6 +26,7 @@ from torch import Tensor
 from cellar.core.errors import IntegrityError
 from cellar.core.tasks import ZERO_ROW, CellModelSpec, CellSpec, IntArray, TaskPlan
 from cellar.ops.rows import Rows, RowsFunction, RowsModule, RowsOutput
+from cellar.runtime.captured import recording
 from cellar.runtime.cell_banks import Banks
 from cellar.runtime.cell_executor import CellExecutor, bound
 from cellar.runtime.cell_functions import guarded
@@ -223,8 +224,7 @@ class GraphExecutor:
         torch.cuda.synchronize(self._device)
         counter.zero_()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with the device: another runtime's, or one that waits for an event.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with recording(graph, self._pool):
             output = step()
         return _Captured(graph, output)
 

@@ -38,6 +38,7 @@ from cellar.ops.attention_plan import (
     work_items,
 )
 from cellar.ops.sampling import Sampled, sample
+from cellar.runtime.captured import recording
 from cellar.runtime.forward import Forward
 from cellar.runtime.rows import Rows
 from cellar.runtime.step_inputs import StepInputs
@@ -227,7 +228,7 @@ class StepGraphs:
         self._layers(size, limits, given_too=True)
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with recording(graph, pool):
             hidden = self._layers(size, limits, given_too=True)
         return _Captured(size, limits, graph, hidden)
 
@@ -248,9 +249,9 @@ class StepGraphs:
         best(layers())
         torch.cuda.synchronize(self._device)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(first, pool=pool):
+        with recording(first, pool):
             logits = layers()
-        with torch.cuda.graph(second, pool=pool):
+        with recording(second, pool):
             chosen = best(logits)
         return _Captured(size, limits, first, logits=logits, best=second, chosen=chosen)
 

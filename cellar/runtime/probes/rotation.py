@@ -9,6 +9,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from cellar.runtime.captured import recording
 from cellar.runtime.probes.context import synchronize
 
 LEAST_NBYTES = 256 * 2**20
@@ -73,7 +74,7 @@ class Rotation:
                 call(weight)
             synchronize(self._device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with recording(graph):
                 all_of_them()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -1,0 +1,81 @@
+"""Recording a graph: Python's cycle collector rests meanwhile, and other threads go on."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from cellar.runtime.captured import captured, recording
+
+
+@contextmanager
+def nothing(*_: Any, **__: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_collector_rests_and_goes_on_as_before(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", nothing)
+    graph: Any = object()
+    try:
+        gc.enable() if before else gc.disable()
+        with recording(graph):
+            assert not gc.isenabled()
+        assert gc.isenabled() == before
+        with pytest.raises(ValueError, match="of the work"), recording(graph):
+            raise ValueError("of the work")
+        assert gc.isenabled() == before
+    finally:
+        gc.enable()
+
+
+def test_on_a_cpu_the_work_itself_is_repeated() -> None:
+    done: list[int] = []
+    work = captured(lambda: done.append(1), torch.device("cpu"))
+    assert done == []
+    work()
+    work()
+    assert done == [1, 1]
+
+
+class Cycle:
+    def __init__(self, held: object) -> None:
+        self.held, self.self = held, self
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
+def test_a_lost_graph_does_not_break_the_next() -> None:
+    """A graph in a cycle is destroyed by whatever collects; another thread allocates beside the recording."""
+    device = torch.device("cuda", 0)
+    x, y = torch.ones(64, device=device), torch.zeros(64, device=device)
+    Cycle(captured(lambda: torch.add(x, 1, out=y), device))
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+
+        def elsewhere() -> None:
+            torch.empty(2**28, device=device).fill_(1)
+            torch.cuda.synchronize(device)
+
+        def work() -> None:
+            held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+            torch.add(x, 2, out=y)
+            if torch.cuda.is_current_stream_capturing():
+                thread = threading.Thread(target=elsewhere)
+                thread.start()
+                thread.join()
+            del held
+
+        replay = captured(work, device)
+    finally:
+        gc.set_threshold(*threshold)
+    y.zero_()
+    replay()
+    assert y.tolist() == [3.0] * 64
