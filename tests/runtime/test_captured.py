@@ -61,8 +61,10 @@ def test_a_lost_graph_does_not_break_the_next() -> None:
     try:
 
         def elsewhere() -> None:
-            torch.empty(2**28, device=device).fill_(1)
-            torch.cuda.synchronize(device)
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                torch.empty(2**28, device=device).fill_(1)
+            stream.synchronize()
 
         def work() -> None:
             held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
