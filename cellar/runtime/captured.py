@@ -14,8 +14,8 @@ import torch
 def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     """What this thread launches inside goes into `graph`, whose memory comes from `pool`.
 
-    Other threads may go on with the device, but not wait for all of it. Python's cycle collector rests: if it found another graph to destroy, the
-    driver would refuse that and break this one.
+    Other threads may go on with the device, but not wait for all of it. Python's cycle collector rests: if it found
+    another graph to destroy, the driver would refuse that and break this one.
     """
     collects = gc.isenabled()
     gc.disable()

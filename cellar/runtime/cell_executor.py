@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import CellarError
-from cellar.core.tasks import CellModelSpec, CellSpec, IntArray, NodeFlag, TaskPlan, TaskResult, Values
+from cellar.core.tasks import CellModelSpec, CellSpec, IntArray, NodeFlag, TaskPlan, TaskResult, Upload, Values
 from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction
 from cellar.runtime.cell_banks import Banks
 from cellar.runtime.cell_functions import guarded
@@ -99,9 +99,9 @@ class CellExecutor:
         self._all = banks
         self._banks = banks[worker]
 
-    def prepare(self, plan: TaskPlan) -> None:
-        """Uploads and copies."""
-        for upload in plan.uploads:
+    def prepare(self, plan: TaskPlan, uploads: Sequence[Upload] | None = None) -> None:
+        """Uploads, or those of them that are given, and copies."""
+        for upload in plan.uploads if uploads is None else uploads:
             self._banks.put(plan.model, upload.bank, upload.rows, upload.values)
         for order in plan.copies:
             self._banks.copy(plan.model, order, self._all[order.source])

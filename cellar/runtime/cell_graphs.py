@@ -1,6 +1,6 @@
 """Tasks on an accelerator: one CUDA graph per cell and batch size, captured at start (thesis 001, section 2.6).
 
-    plan's indices, padded -> [one copy] -> index buffer [task][input or output][node], places of emitted values
+    plan's indices, padded -> [one copy] -> index buffer [task][input or output][node], places of emitted values, tokens
     per task: [graph: its slice of the buffer, the cell, its line of flags]
     per plan: flags and emitted values -> host -> event (per `answer_tasks` tasks)
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import IntegrityError
-from cellar.core.tasks import ZERO_ROW, CellModelSpec, CellSpec, IntArray, TaskPlan
+from cellar.core.tasks import ZERO_ROW, CellModelSpec, CellSpec, IntArray, TaskPlan, Upload
 from cellar.ops.rows import Rows, RowsFunction, RowsModule, RowsOutput
 from cellar.runtime.captured import recording
 from cellar.runtime.cell_banks import Banks
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 # Plans whose indices may be on their way at once; more than any run-ahead in use.
 _STAGES = 4
 # Tasks of a plan whose indices are on the device at once; longer plans go in several parts.
-MOST_TASKS = 8
+MOST_TASKS = 16
 # The counter lies in front of the indices, so that one copy sets it to zero; 16 words keep the alignment.
 _HEADER = 16
 
@@ -62,12 +62,13 @@ class _Captured:
 class _Indices:
     """Sources and rows of a plan's tasks on the device: int64 [task, input or output, node], behind the counter.
 
-    Behind them lie the places of emitted values.
+    Behind them lie other arrays of int64, of up to `others` words.
     """
 
-    def __init__(self, words: int, device: torch.device) -> None:
-        self._device_side = torch.zeros(_HEADER + words, dtype=torch.int64, device=device)
-        self._stages = [torch.zeros(_HEADER + words, dtype=torch.int64, pin_memory=True) for _ in range(_STAGES)]
+    def __init__(self, words: int, others: int, device: torch.device) -> None:
+        room = _HEADER + words + others
+        self._device_side = torch.zeros(room, dtype=torch.int64, device=device)
+        self._stages = [torch.zeros(room, dtype=torch.int64, pin_memory=True) for _ in range(_STAGES)]
         self._copied: list[Any] = [torch.cuda.Event() for _ in range(_STAGES)]  # type: ignore[no-untyped-call]
         self._next = 0
         self.counter = self._device_side[:1]
@@ -84,20 +85,21 @@ class _Indices:
         width: int,
         sizes: Sequence[int],
         spares: Sequence[int],
-        places: Sequence[IntArray],
+        others: Sequence[IntArray],
+        stream: Any,
     ) -> list[Tensor]:
         """Tasks [first, stop) of a plan in stream order, each padded to its size; the counter at 0.
 
-        -> `places` on the device, good until the next call's copy.
+        -> `others` on the device, good until the next call's copy.
         """
         at = self._next
         self._next = (at + 1) % _STAGES
         self._copied[at].synchronize()
         stage = self._stages[at]
-        begins = pack_indices(plan, first, stop, width, sizes, spares, places, stage.numpy()[_HEADER:])
+        begins = pack_indices(plan, first, stop, width, sizes, spares, others, stage.numpy()[_HEADER:])
         used = _HEADER + begins[-1]
         self._device_side[:used].copy_(stage[:used], non_blocking=True)
-        self._copied[at].record()
+        self._copied[at].record(stream)
         return [self._device_side[_HEADER + begin : _HEADER + end] for begin, end in pairwise(begins)]
 
 
@@ -127,8 +129,11 @@ class GraphExecutor:
         self._answer_tasks = min(answer_tasks, MOST_TASKS)
         self._plain = CellExecutor(models, functions, banks, worker)
         cells = [cell for model in models for cell in model.cells]
-        words = max((_columns(cell) + len(cell.outputs)) * cell.batch_sizes[-1] for cell in cells)
-        self._indices = _Indices(MOST_TASKS * words, device)
+        words = max(_columns(cell) * cell.batch_sizes[-1] for cell in cells)
+        places = max(len(cell.outputs) * cell.batch_sizes[-1] for cell in cells)
+        self._token_words = 2 * MOST_TASKS * max(len(cell.inputs) * cell.batch_sizes[-1] for cell in cells)
+        self._indices = _Indices(MOST_TASKS * words, MOST_TASKS * places + self._token_words, device)
+        self._stream: Any = None if device.type == "cpu" else torch.cuda.current_stream(device)
         widest = max(cell.batch_sizes[-1] for cell in cells)
         most_rows = max((len(table) for tables in self._banks.tables for table in tables), default=1)
         self._writer = np.full(most_rows, NEVER, np.int16)
@@ -144,25 +149,43 @@ class GraphExecutor:
         """Start a plan's tasks; never waits for the device."""
         cell = self._models[plan.model].cells[plan.cell]
         start = _event()
-        start.record()
-        self._plain.prepare(plan)
+        start.record(self._stream)
         tables = self._banks.tables[plan.model]
+        tokens, uploads = self._divided(plan, tables)
+        self._plain.prepare(plan, uploads)
         spares = [self._banks.spares[plan.model][bank] for bank in _kept_banks(cell)]
-        counts = np.diff(plan.cu_batch).tolist()
+        counts = (plan.cu_batch[1:] - plan.cu_batch[:-1]).tolist()
         for first in range(0, plan.num_tasks, self._answer_tasks):
             stop = min(first + self._answer_tasks, plan.num_tasks)
             sizes = [_size(cell, count) for count in counts[first:stop]]
             harvest = Harvest(plan, first, stop, cell, tables, self._writer)
-            there = self._indices.fill(plan, first, stop, cell.batch_sizes[-1], sizes, spares, harvest.places)
-            harvest.begin(there, _pinned)
+            places = harvest.places
+            others = places + [array for upload in tokens for array in (upload.rows, upload.values)]
+            there = self._indices.fill(plan, first, stop, cell.batch_sizes[-1], sizes, spares, others, self._stream)
+            for k, upload in enumerate(tokens):
+                tables[upload.bank].index_copy_(0, *there[len(places) + 2 * k :][:2])
+            tokens = []  # they are there for the later parts
+            harvest.begin(there[: len(places)], _pinned)
             for t in range(first, stop):
                 output, errors = self._run(plan.model, plan.cell, t - first, sizes[t - first], counts[t])
                 harvest.task(t, output, errors)
             answer = harvest.end(self._finite, _pinned)
             end = _event()
-            end.record()
+            end.record(self._stream)
             yield Launched(first, stop, answer, start, end)
             start = end
+
+    def _divided(self, plan: TaskPlan, tables: Sequence[Tensor]) -> tuple[list[Upload], list[Upload]]:
+        """-> the uploads that go up with the indices, because they are as small, and the others."""
+        tokens: list[Upload] = []
+        others: list[Upload] = []
+        room = self._token_words
+        for upload in plan.uploads:
+            is_token = upload.values.dtype == np.int64 and upload.values.ndim == 1
+            fits = is_token and tables[upload.bank].dtype == torch.int64 and 2 * len(upload.rows) <= room
+            (tokens if fits else others).append(upload)
+            room -= 2 * len(upload.rows) * fits
+        return tokens, others
 
     def _run(self, model: int, cell: int, slot: int, size: int, count: int) -> tuple[RowsOutput, dict[int, str]]:
         captured = self._captured.get((model, cell, size))

@@ -124,7 +124,8 @@ class Harvest:
             if one.at_once and one.table is not None:
                 _fetch(one, one.table, 0, len(one.places))
             values[one.output] = one.host
-        counts = np.diff(self._plan.cu_batch[self._first : self._stop + 1]).tolist()
+        cu = self._plan.cu_batch[self._first : self._stop + 1]
+        counts = (cu[1:] - cu[:-1]).tolist()
         return Harvested(self._first, counts, flags, values, self._errors)
 
 
@@ -149,7 +150,7 @@ def wanted(
         mine, cuts = nodes[bounds[0] : bounds[-1]], bounds - bounds[0]
         bank = cell.outputs[o].bank
         if bank is None:
-            places = mine - cu[:-1].repeat(np.diff(cuts))
+            places = mine - cu[:-1].repeat(cuts[1:] - cuts[:-1])
             found.append(Wanted(o, cuts.tolist(), places, None, False))
         else:
             places = plan.rows[row_of[o]][mine]
@@ -171,8 +172,8 @@ def is_overwritten(
     if not len(places) or cuts[tasks - 1] == 0:  # only the last task's
         return False
     task = np.arange(tasks, dtype=np.int16)
-    writer[places[::-1]] = task.repeat(np.diff(cuts))[::-1]  # of several writes the earliest stays
-    of_nodes = task.repeat(np.diff(cu))
+    writer[places[::-1]] = task.repeat(cuts[1:] - cuts[:-1])[::-1]  # of several writes the earliest stays
+    of_nodes = task.repeat(cu[1:] - cu[:-1])
     again = any(np.count_nonzero(writer.take(rows) < of_nodes) for rows in written)
     writer[places] = NEVER
     return again

@@ -61,6 +61,9 @@ class OneServer:
         self.seconds = seconds
         self.queue: list[int] = []
 
+    def expect(self, count: int) -> None:
+        self.expected = count
+
     def arrive(self, requests: Sequence[int], now: float) -> None:
         self.queue += requests
 
@@ -70,7 +73,7 @@ class OneServer:
             return ()
         began = self.clock.now
         self.clock.now += self.seconds
-        return [Answer(self.queue.pop(0), began, self.clock.now)]
+        return [(self.queue.pop(0), began, self.clock.now)]
 
     def drop(self) -> None:
         self.queue.clear()
@@ -154,6 +157,7 @@ def test_what_comes_at_once_is_brought_in_parts() -> None:
     trace = all_at_once(server, 2 * MOST_ARRIVALS + 5)
     assert np.isfinite(trace.ended).all()
     assert server.largest == MOST_ARRIVALS
+    assert server.expected == 2 * MOST_ARRIVALS + 5
 
 
 def test_unloaded_and_saturated() -> None:
@@ -295,6 +299,9 @@ class AtOnce:
         self.queue: list[int] = []
         self.clock = WallClock()
 
+    def expect(self, count: int) -> None:
+        self.expected = count
+
     def arrive(self, requests: Sequence[int], now: float) -> None:
         self.queue += requests
 
@@ -303,7 +310,7 @@ class AtOnce:
             time.sleep(timeout)
             return ()
         now = time.perf_counter()
-        answers = [Answer(request, now, now) for request in self.queue]
+        answers = [(request, now, now) for request in self.queue]
         self.queue = []
         return answers
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from cellar.bench.cells.__main__ import main
 from cellar.bench.cells.arrivals import poisson
-from cellar.bench.cells.busy import share
+from cellar.bench.cells.busy import covered
 from cellar.bench.cells.drive import all_at_once, one_at_a_time, open_loop
 from cellar.bench.cells.ours import CellSystem
 from cellar.bench.cells.run import CellsOptions, open_system, parse_rates, run, systems_of
@@ -138,7 +138,7 @@ def test_it_runs_where_torch_is_alone() -> None:
     run_python(code)
 
 
-def test_shares_of_time() -> None:
-    assert share([]) is None
-    assert share([(0, 10), (5, 20), (30, 40)]) == 0.75
-    assert share([(0, 10), (2, 3), (10, 20)]) == 1.0
+def test_time_in_which_anything_runs_counts_once() -> None:
+    assert covered([]) == 0
+    assert covered([(5, 10), (7, 20), (30, 40)]) == 25
+    assert covered([(0, 10), (2, 3), (10, 20)]) == 20

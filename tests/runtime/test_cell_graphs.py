@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from cellar.cells.lstm import LSTMCell
+from cellar.cells.lstm import LSTMCell, TokenLSTMCell
 from cellar.core.errors import IntegrityError
 from cellar.core.tasks import BankSpec, CellModelSpec, CellSpec, NodeFlag, Port, TaskPlan, Upload
 from cellar.ops.rows import StepsFunction
@@ -31,7 +32,7 @@ from cellar.runtime.cell_results import merged
 from cellar.runtime.transfer import uploader
 
 CPU = torch.device("cpu")
-HIDDEN, INPUT, ROWS = 6, 3, 80
+HIDDEN, INPUT, ROWS, WORDS = 6, 3, 80, 50
 
 
 class Event:
@@ -40,7 +41,7 @@ class Event:
     def __init__(self, **_: bool) -> None:
         pass
 
-    def record(self) -> None:
+    def record(self, _: Any = None) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -91,11 +92,17 @@ def _bound(capture: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, model, cell, buffer: capture(self, model, cell, buffer)
 
 
-def model() -> tuple[CellModelSpec, list[nn.Module]]:
+def model(tokens: bool = False) -> tuple[CellModelSpec, list[nn.Module]]:
+    """`tokens`: the first input is not features but a word."""
     state = ((HIDDEN,), "float32", 1)
+    x = Port("x", (), "int64", 0) if tokens else Port("x", (INPUT,), "float32", 0)
     lstm = CellSpec(
         "lstm",
-        (Port("x", (INPUT,), "float32", 0), Port("h", *state), Port("c", *state)),
+        (
+            Port("x", () if tokens else (INPUT,), "int64" if tokens else "float32", 0),
+            Port("h", *state),
+            Port("c", *state),
+        ),
         (Port("h", *state), Port("c", *state)),
         (1, 2, 4),
     )
@@ -108,13 +115,17 @@ def model() -> tuple[CellModelSpec, list[nn.Module]]:
             return h + h
 
     torch.manual_seed(0)
-    banks = (BankSpec("x", (INPUT,), "float32"), BankSpec("state", (HIDDEN,), "float32", 2))
-    return CellModelSpec("m", (lstm, last), banks), [LSTMCell(INPUT, HIDDEN), Double()]
+    cell = TokenLSTMCell(WORDS, INPUT, HIDDEN) if tokens else LSTMCell(INPUT, HIDDEN)
+    return CellModelSpec(
+        "m", (lstm, last), (BankSpec("x", x.shape, x.dtype), BankSpec("state", (HIDDEN,), "float32", 2))
+    ), [cell, Double()]
 
 
 @contextmanager
-def executors(capture: bool, answer_tasks: int = 8) -> Iterator[tuple[GraphExecutor, CellExecutor, Banks, Banks]]:
-    spec, modules = model()
+def executors(
+    capture: bool, answer_tasks: int = 8, tokens: bool = False
+) -> Iterator[tuple[GraphExecutor, CellExecutor, Banks, Banks]]:
+    spec, modules = model(tokens)
     both = []
     with torch.inference_mode():
         functions = [[rows_function(m, c, CPU) for m, c in zip(modules, spec.cells, strict=True)]]
@@ -128,7 +139,7 @@ def executors(capture: bool, answer_tasks: int = 8) -> Iterator[tuple[GraphExecu
         yield graphs, CellExecutor([spec], single, both[1:], 0), both[0], both[1]
 
 
-def plans(emitted: Sequence[int] = ()) -> list[TaskPlan]:
+def plans(emitted: Sequence[int] = (), tokens: bool = False) -> list[TaskPlan]:
     """Two sequences in eleven tasks of one plan, more than go up at once, then the last cell of both.
 
     `emitted`: nodes that return h, besides the last of each sequence.
@@ -149,12 +160,15 @@ def plans(emitted: Sequence[int] = ()) -> list[TaskPlan]:
     cu = np.concatenate(([0], np.cumsum(sizes))).astype(np.int32)
     ends = [sum(sizes[:7]) - 1, sum(sizes) - 1]
     rows = np.arange(1, 40, dtype=np.int32)
+    given = generator.standard_normal((39, INPUT)).astype(np.float32)
+    if tokens:
+        given = generator.integers(WORDS, size=39)
     chain = TaskPlan(
         0, 0, 0, 0, cu,
         np.array([x, h_in, c_in], np.int32),
         np.array([h_out, c_out], np.int32),
         (np.array(sorted({*ends, *emitted}), np.int32), None),
-        uploads=(Upload(0, rows, generator.standard_normal((39, INPUT)).astype(np.float32)),),
+        uploads=(Upload(0, rows, given),),
     )  # fmt: skip
     sources = np.array([[h_out[ends[1]], h_out[ends[0]], h_out[ends[1]]]], np.int32)
     none = np.empty((0, 3), np.int32)
@@ -165,9 +179,12 @@ def plans(emitted: Sequence[int] = ()) -> list[TaskPlan]:
 @pytest.mark.parametrize("capture", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("answer_tasks", [1, 3, 8])
 @pytest.mark.parametrize("emitted", [(), (0, 1, 2, 3, 9), range(18)], ids=["last", "some", "all"])
-def test_as_the_plain_executor(recorder: Recorder, capture: bool, answer_tasks: int, emitted: Sequence[int]) -> None:
-    with executors(capture, answer_tasks) as (graphs, plain, ours, theirs):
-        for plan in plans(emitted):
+@pytest.mark.parametrize("tokens", [False, True], ids=["features", "tokens"])
+def test_as_the_plain_executor(
+    recorder: Recorder, capture: bool, answer_tasks: int, emitted: Sequence[int], tokens: bool
+) -> None:
+    with executors(capture, answer_tasks, tokens) as (graphs, plain, ours, theirs):
+        for plan in plans(emitted, tokens):
             plain.prepare(plan)
             wanted = merged(answer.result(plan, t, 0.0) for t, answer in enumerate(plain.tasks(plan)))
             parts = [launched.answer.result(plan, 0.0) for launched in graphs.launch(plan)]
@@ -185,6 +202,22 @@ def test_as_the_plain_executor(recorder: Recorder, capture: bool, answer_tasks: 
             assert not a[0].any()
             torch.testing.assert_close(a[:ROWS], b[:ROWS])
     assert recorder.replays == (13 if capture else 0)
+
+
+def test_tokens_go_up_with_the_indices_while_there_is_room(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[int] = []
+    monkeypatch.setattr(Banks, "put", lambda _, model, bank, rows, values: put.append(len(rows)))
+    with executors(True, tokens=True) as (graphs, _, ours, _):
+        (chain, _), table = plans(tokens=True), ours.tables[0][0]
+        list(graphs.launch(chain))
+        upload = chain.uploads[0]
+        assert table[upload.rows].tolist() == upload.values.tolist()
+        assert not table[40:].any()
+        many = np.arange(graphs._token_words // 2 + 1, dtype=np.int32) % 80
+        more = (Upload(0, many, many.astype(np.int64)), Upload(0, many[:3], np.array([1, 2, 3])))
+        list(graphs.launch(replace(chain, uploads=more)))
+        assert table[:3].tolist() == [1, 2, 3]
+    assert put == [len(many)]
 
 
 def test_a_task_larger_than_any_size_is_a_defect(recorder: Recorder) -> None:

@@ -1,4 +1,4 @@
-"""How much of the time a device computes, by the profiler's record of its kernels."""
+"""How long a device computes, by the profiler's record of its kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 
-def busy_share(work: Callable[[], object]) -> float | None:
-    """Time in which at least one kernel or copy ran, by the time from the first one's start to the last one's end.
+def busy_seconds(work: Callable[[], object]) -> float | None:
+    """Time in which at least one kernel or copy ran; None if the profiler saw nothing.
 
-    None if the profiler saw nothing. Recording costs the host some microseconds a launch, so the share is a lower
-    bound where the host is the limit.
+    Recording costs the host some microseconds a launch, so that the work as a whole takes longer than without; its
+    kernels do not.
     """
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         work()
@@ -25,18 +25,16 @@ def busy_share(work: Callable[[], object]) -> float | None:
         for event in results.events()
         if event.device_type() != DeviceType.CPU and _is_work(event)
     )
-    return share(spans)
+    return covered(spans) / 1e9 if spans else None
 
 
-def share(spans: list[tuple[int, int]]) -> float | None:
-    """Part of [first start, last stop) that half-open spans, sorted by start, cover; None without any."""
-    if not spans:
-        return None
-    covered, reached = 0, spans[0][0]
+def covered(spans: list[tuple[int, int]]) -> int:
+    """Length of the union of half-open spans, sorted by start."""
+    total, reached = 0, 0
     for start, stop in spans:
-        covered += max(0, stop - max(start, reached))
+        total += max(0, stop - max(start, reached))
         reached = max(reached, stop)
-    return covered / max(reached - spans[0][0], 1)
+    return total
 
 
 def _is_work(event: Any) -> bool:

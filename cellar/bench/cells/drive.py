@@ -82,6 +82,7 @@ def open_loop(
     began, ended = np.full(count, np.inf), np.full(count, np.inf)
     come = done = 0
     clock = system.clock
+    system.expect(count)
     start = clock()
     end = (arrived[-1] if count else 0.0) + grace
     while done < count:
@@ -108,6 +109,7 @@ def one_at_a_time(system: System, count: int, beside: Callable[[], None] | None 
     """The unloaded system: each request comes when the one before it is done."""
     arrived, began, ended = np.empty(count), np.empty(count), np.empty(count)
     clock = system.clock
+    system.expect(count)
     start = clock()
     for k in range(count):
         if beside is not None:
@@ -117,7 +119,8 @@ def one_at_a_time(system: System, count: int, beside: Callable[[], None] | None 
         answers = list(system.turn(1.0))
         while not answers:
             answers = list(system.turn(1.0))
-        began[k], ended[k] = answers[0].began - start, answers[0].ended - start
+        _, began_at, ended_at = answers[0]
+        began[k], ended[k] = began_at - start, ended_at - start
     return Trace(arrived, began, ended, clock() - start)
 
 

@@ -51,6 +51,9 @@ class GraphBatching:
         self.clock = clock or WallClock()
         self._running: tuple[Padded, float] | None = None
 
+    def expect(self, count: int) -> None:
+        """Nothing is to be done beforehand."""
+
     def arrive(self, requests: Sequence[int], now: float) -> None:
         """Queue them."""
         for request in requests:
@@ -70,7 +73,7 @@ class GraphBatching:
             return ()
         self._running = None
         ended = self.clock()
-        return [Answer(request, began, ended) for request in batch.requests]
+        return [(request, began, ended) for request in batch.requests]
 
     def drop(self) -> None:
         """Wait for the running batch and forget the others."""

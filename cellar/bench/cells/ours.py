@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from cellar.bench.cells.setup import Setup
 from cellar.bench.cells.system import Answer
 from cellar.bench.cells.trees import vocabulary
 from cellar.cells import CellModel
-from cellar.core.cell_graphs import CellConfig
+from cellar.core.cell_graphs import CellConfig, CellRequest
 from cellar.core.errors import DeviceError
 from cellar.core.tasks import TaskPlan, TaskResult
 from cellar.runtime.cell_protocol import CellRuntime
@@ -46,18 +47,24 @@ class CellSystem:
         self._runtime = runtime
         self.clock: Clock = clock or WallClock()
         self._unfolded = [model.unfold(one) for one in fields] if ahead else None
+        self._made: list[CellRequest] = []  # ahead: requests by number
         self._began: dict[str, tuple[int, float]] = {}  # the seat, and when
         self._known = np.zeros(1 << 12, bool)  # by seat
 
+    def expect(self, count: int) -> None:
+        """With `ahead`, make them."""
+        if (ahead := self._unfolded) is not None:
+            new = range(len(self._made), count)
+            self._made += [ahead[request % len(ahead)].request(str(request), 0) for request in new]
+
     def arrive(self, requests: Sequence[int], now: float) -> None:
         """Unfold and queue them."""
-        count, ahead = len(self._fields), self._unfolded
-        if ahead is not None:
-            unfolded = [ahead[request % count] for request in requests]
+        if self._unfolded is not None:
+            made = [self._made[request] for request in requests]
         else:
-            unfolded = [self._model.unfold(self._fields[request % count]) for request in requests]
-        ids = map(str, requests)
-        self.scheduler.add_all([one.request(id, 0) for id, one in zip(ids, unfolded, strict=True)], now)
+            fields, unfold = self._fields, self._model.unfold
+            made = [unfold(fields[request % len(fields)]).request(str(request), 0) for request in requests]
+        self.scheduler.add_all(made, now)
 
     def turn(self, timeout: float) -> Sequence[Answer]:
         """One turn of the engine's loop."""
@@ -107,10 +114,13 @@ class CellSystem:
         output = self.scheduler.commit(result)
         if output.failed:
             raise DeviceError(f"request {output.failed[0][0]} failed: {output.failed[0][1]}")
+        if not output.finished:
+            return []
         now = self.clock()
-        ended = [(int(id), *self._began.pop(id)) for id, _ in output.finished]
-        self._known[[number for _, number, _ in ended]] = False
-        return [Answer(request, began, now) for request, _, began in ended]
+        ids = [id for id, _ in output.finished]
+        numbers, begins = zip(*map(self._began.pop, ids), strict=True)
+        self._known[[*numbers]] = False
+        return [*zip(map(int, ids), begins, repeat(now))]
 
 
 def open_ours(setup: Setup) -> CellSystem:

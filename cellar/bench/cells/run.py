@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cellar.bench.cells.arrivals import poisson
-from cellar.bench.cells.busy import busy_share
+from cellar.bench.cells.busy import busy_seconds
 from cellar.bench.cells.clock import Pace
 from cellar.bench.cells.drive import all_at_once
 from cellar.bench.cells.report import Report, finite, plot
@@ -137,7 +137,7 @@ def saturate(setup: Setup, keys: tuple[str, ...], schedule: Schedule, say: Say) 
             figures["p90_at"] = [_at(subject, rate, schedule) for rate in schedule.rates]
         if key == OURS:
             figures["p90_at_half"] = _at(subject, full.throughput / 2, schedule)
-            figures["idle_share"] = _idle(system, setup, min(schedule.saturating_requests, 5000))
+            figures["idle_share"] = _idle(system, setup, min(schedule.saturating_requests, 20_000))
         subject.close()
         found["systems"][key] = figures
         say(f"{key}: {json.dumps(figures)}")
@@ -164,11 +164,15 @@ def _at(subject: Local, rate: float, schedule: Schedule) -> dict[str, Any]:
 
 
 def _idle(system: System, setup: Setup, count: int) -> float | None:
-    """Share of the time in which the device computes nothing, with everything there at once; None on a CPU."""
+    """Share of the time in which the device computes nothing, with everything there at once; None on a CPU.
+
+    What its kernels take is recorded; what the same load takes is not, as recording would slow down the host.
+    """
     if setup.torch_device.type == "cpu":
         return None
-    busy = busy_share(lambda: all_at_once(system, count))
-    return None if busy is None else 1 - busy
+    seconds = min(all_at_once(system, count).seconds for _ in range(3))
+    busy = busy_seconds(lambda: all_at_once(system, count))
+    return None if busy is None else 1 - busy / seconds
 
 
 def description(setup: Setup, schedule: Schedule) -> dict[str, Any]:

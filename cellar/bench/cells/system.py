@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cellar.bench.cells.clock import Clock
 
-
-class Answer(NamedTuple):
-    """A request that is done. Times are the clock's, in seconds: its first cell began, its result was there."""
-
-    request: int
-    began: float
-    ended: float
+Answer = tuple[int, float, float]
+"""A request that is done, and two times of the clock, in seconds: its first cell began, its result was there."""
 
 
 class System(Protocol):
@@ -26,6 +21,9 @@ class System(Protocol):
     @property
     def clock(self) -> Clock:
         """Its time."""
+
+    def expect(self, count: int) -> None:
+        """Requests 0 to `count` - 1 will come: whatever may be done before the clock starts."""
 
     def arrive(self, requests: Sequence[int], now: float) -> None:
         """Requests have come; returns at once."""
