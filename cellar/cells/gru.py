@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cellar.ops.linear import linear
-from cellar.ops.recurrent import gru_gates, join_rows
+from cellar.ops.recurrent import gru_gates, join_rows, product
 from cellar.ops.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
 
 
@@ -75,9 +74,10 @@ class GRURows:
         finite: Tensor | None = None
         for j, (from_x, from_h) in enumerate(self._layers):
             before, after = (h.at(j), h_out.at(j)) if several else (h, h_out)
-            x_gates = linear(join_rows((x.table,), (x.index,)), *from_x)
-            h_gates = linear(join_rows((before.table,), (before.index,)), *from_h)
-            good = gru_gates(x_gates, h_gates, before.table, before.index, after.table, after.index)
+            x_gates, x_rest = product(join_rows((x.table,), (x.index,)), *from_x)
+            h_gates, h_rest = product(join_rows((before.table,), (before.index,)), *from_h)
+            old, new = (before.table, before.index), (after.table, after.index)
+            good = gru_gates(x_gates, h_gates, *old, *new, x_rest, h_rest)
             finite = good if finite is None else finite & good
             x = after
         assert finite is not None

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cellar.ops.linear import linear
 from cellar.ops.lstm import LSTMWeights, lstm_step, lstm_steps, pack_lstm
-from cellar.ops.recurrent import finite_states, join_rows, lstm_gates
+from cellar.ops.recurrent import finite_states, join_rows, lstm_gates, product
 from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, placed, put, returned
 
 _CARRIED = {1: 0, 2: 1}
@@ -137,8 +136,8 @@ class LSTMRows:
             c_out.scatter(new_c)
             return finite_states(new_c)
         weight, bias = self._joined[j]
-        gates = linear(join_rows((x.table, h.table), (x.index, h.index)), weight, bias)
-        return lstm_gates(gates, c.table, c.index, h_out.table, h_out.index, c_out.table, c_out.index)
+        gates, rest = product(join_rows((x.table, h.table), (x.index, h.index)), weight, bias)
+        return lstm_gates(gates, c.table, c.index, h_out.table, h_out.index, c_out.table, c_out.index, rest)
 
     def _on(self, device: torch.device, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return placed(weight, device), None if bias is None else bias.to(device)

@@ -33,7 +33,7 @@ from cellar.cells.heads import ClassifierHead
 from cellar.cells.model import CellModel
 from cellar.core.errors import RequestError
 from cellar.ops.linear import linear
-from cellar.ops.recurrent import join_rows, tree_gates
+from cellar.ops.recurrent import join_rows, product, tree_gates
 from cellar.ops.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
 
 
@@ -84,11 +84,12 @@ class TreeInner(nn.Module):
 
         def step(sources: Sequence[Rows], targets: Sequence[Rows | None]) -> RowsOutput:
             left, right, c_left, c_right = sources
-            gates = linear(both(left, right), weight, bias)
+            gates, rest = product(both(left, right), weight, bias)
             h, c = landing(targets[0], left, left.index), landing(targets[1], c_left, left.index)
             iou, forget = gates[:, : 3 * hidden], gates[:, 3 * hidden :]
             children = torch.stack((c_left.index, c_right.index)).t()
-            finite = tree_gates(iou, forget, c_left.table, children, h.table, h.index, c.table, c.index)
+            biases = (None, None) if rest is None else (rest[: 3 * hidden], rest[3 * hidden :])
+            finite = tree_gates(iou, forget, c_left.table, children, h.table, h.index, c.table, c.index, *biases)
             return RowsOutput(finite, returned(targets, (h, c)))
 
         return step
@@ -143,14 +144,13 @@ class ChildSumNode(nn.Module):
             h_index = torch.stack([rows.index for rows in hs], 1)
             h = join_rows((hs[0].table,), (h_index.view(-1),))
             batch = len(x)
-            gates = linear(torch.cat((x, h.view(batch, children, -1).sum(1)), 1), weight_iou, bias_iou)
+            gates, rest = product(torch.cat((x, h.view(batch, children, -1).sum(1)), 1), weight_iou, bias_iou)
             forget = linear(h, weight_fh).view(batch, children, -1) + linear(x, weight_fx, bias_f)[:, None]
             c_index = torch.stack([rows.index for rows in cs]).t()
             landed = landing(targets[0], hs[0], hs[0].index), landing(targets[1], cs[0], cs[0].index)
             h_out, c_out = landed
-            finite = tree_gates(
-                gates, forget.view(batch, -1), cs[0].table, c_index, h_out.table, h_out.index, c_out.table, c_out.index
-            )
+            places = h_out.table, h_out.index, c_out.table, c_out.index
+            finite = tree_gates(gates, forget.view(batch, -1), cs[0].table, c_index, *places, rest)
             return RowsOutput(finite, returned(targets, landed))
 
         return step
@@ -187,10 +187,10 @@ def _leaf(words: Tensor, weight: Tensor, bias: Tensor, device: torch.device) -> 
 
     def step(sources: Sequence[Rows], targets: Sequence[Rows | None]) -> RowsOutput:
         token = sources[0].gather()
-        gates = linear(join_rows((words,), (token,)), packed, bias)
+        gates, rest = product(join_rows((words,), (token,)), packed, bias)
         h, c = landed = [landing(target, Rows(like, token), token) for target in targets]
         none = token.new_empty((len(token), 0))
-        finite = tree_gates(gates, gates[:, :0], c.table, none, h.table, h.index, c.table, c.index)
+        finite = tree_gates(gates, gates[:, :0], c.table, none, h.table, h.index, c.table, c.index, rest)
         return RowsOutput(finite, returned(targets, landed))
 
     return step

@@ -4,8 +4,8 @@ A cell of a batch b reads its states from tables of rows by index and writes its
 that a request may join, leave or move without a copy of its own:
 
     x = join_rows((words, h), (token, before))           [b, in + hidden]     gather
-    gates = linear(x, weight, bias)                      [b, 4 hidden]        one matrix product
-    lstm_gates(gates, c, before, h, after, c, after)     h[after], c[after]   pointwise and scatter
+    gates, rest = product(x, weight, bias)               [b, 4 hidden]        one matrix product
+    lstm_gates(gates, c, before, h, after, c, after, rest)   h[after], c[after]   pointwise and scatter
 
 Tables may be one and the same. No row is written twice in a call, and none is both read and written.
 Each function of gates says which rows are finite: a broken request is found by its row, its neighbours go on.
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import ConfigError
+from cellar.ops.linear import linear
 from cellar.ops.registry import Case, Op
 from cellar.ops.triton_support import kernel
 
@@ -71,31 +72,62 @@ def join_rows_kernel(tables: Sequence[Tensor], indices: Sequence[Tensor]) -> Ten
     return out
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """x W^T, with its bias or with the bias that is still to be added, whatever costs less: by the library's float32
+    kernels with a bias batches of 16 to 256 take up to twice as long (H200, docs/log/cells.md).
+    """
+    if weight.is_cuda and weight.dtype == torch.float32:
+        return linear(x, weight), bias
+    return linear(x, weight, bias), None
+
+
 def lstm_gates(
-    gates: Tensor, c: Tensor, c_index: Tensor, h_out: Tensor, h_rows: Tensor, c_out: Tensor, c_rows: Tensor
+    gates: Tensor,
+    c: Tensor,
+    c_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    c_out: Tensor,
+    c_rows: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """An LSTM's step behind its matrix product (Hochreiter and Schmidhuber 1997, gates in PyTorch's order).
 
         i, f, o = sigmoid(gates[:, 0], gates[:, 1], gates[:, 3]);  g = tanh(gates[:, 2])       gates: [b, 4 hidden]
         c_out[c_rows] = f * c[c_index] + i * g;  h_out[h_rows] = o * tanh(c_out[c_rows])
 
-    c: [rows, hidden]; h_out, c_out: [rows, hidden], changed; indices: [b] -> finite: [b] bool. `gates` is scratch.
+    c: [rows, hidden]; h_out, c_out: [rows, hidden], changed; indices: [b]; bias: [4 hidden], added to gates, or None
+    -> finite: [b] bool. `gates` is scratch.
     """
     run = lstm_gates_kernel if gates.is_cuda else _lstm_gates_cpu
-    return run(gates, c, c_index, h_out, h_rows, c_out, c_rows)
+    return run(gates, c, c_index, h_out, h_rows, c_out, c_rows, bias)
 
 
 def lstm_gates_definition(
-    gates: Tensor, c: Tensor, c_index: Tensor, h_out: Tensor, h_rows: Tensor, c_out: Tensor, c_rows: Tensor
+    gates: Tensor,
+    c: Tensor,
+    c_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    c_out: Tensor,
+    c_rows: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The step in plain torch, in float32."""
-    i, f, g, o = gates.float().chunk(4, dim=1)
+    i, f, g, o = _with(bias, gates).chunk(4, dim=1)
     new = f.sigmoid() * c.index_select(0, c_index).float() + i.sigmoid() * g.tanh()
     return _scatter(o.sigmoid() * new.tanh(), new, h_out, h_rows, c_out, c_rows)
 
 
 def lstm_gates_kernel(
-    gates: Tensor, c: Tensor, c_index: Tensor, h_out: Tensor, h_rows: Tensor, c_out: Tensor, c_rows: Tensor
+    gates: Tensor,
+    c: Tensor,
+    c_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    c_out: Tensor,
+    c_rows: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The step in Triton, a program per row."""
     count, hidden = gates.shape[0], c.shape[1]
@@ -109,36 +141,54 @@ def lstm_gates_kernel(
             h_rows,
             c_out,
             c_rows,
+            gates if bias is None else bias,
             finite.view(torch.uint8),
             hidden,
             gates.stride(0),
             c.stride(0),
             h_out.stride(0),
             c_out.stride(0),
+            BIAS=bias is not None,
             BLOCK=_block(hidden),
         )
     return finite
 
 
-def gru_gates(x_gates: Tensor, h_gates: Tensor, h: Tensor, h_index: Tensor, h_out: Tensor, h_rows: Tensor) -> Tensor:
+def gru_gates(
+    x_gates: Tensor,
+    h_gates: Tensor,
+    h: Tensor,
+    h_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    x_bias: Tensor | None = None,
+    h_bias: Tensor | None = None,
+) -> Tensor:
     """A GRU's step behind its two matrix products (Cho et al. 2014, in PyTorch's variant and order).
 
         r, z = sigmoid(x_gates[:, :2] + h_gates[:, :2]);  n = tanh(x_gates[:, 2] + r * h_gates[:, 2])
         h_out[h_rows] = (1 - z) * n + z * h[h_index]
 
-    x_gates, h_gates: [b, 3 hidden], with their biases; h: [rows, hidden]; h_out: [rows, hidden], changed;
-    indices: [b] -> finite: [b] bool.
+    x_gates, h_gates: [b, 3 hidden]; h: [rows, hidden]; h_out: [rows, hidden], changed; indices: [b];
+    x_bias, h_bias: [3 hidden], added to the gates, or None -> finite: [b] bool.
     """
     run = gru_gates_kernel if x_gates.is_cuda else _gru_gates_cpu
-    return run(x_gates, h_gates, h, h_index, h_out, h_rows)
+    return run(x_gates, h_gates, h, h_index, h_out, h_rows, x_bias, h_bias)
 
 
 def gru_gates_definition(
-    x_gates: Tensor, h_gates: Tensor, h: Tensor, h_index: Tensor, h_out: Tensor, h_rows: Tensor
+    x_gates: Tensor,
+    h_gates: Tensor,
+    h: Tensor,
+    h_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    x_bias: Tensor | None = None,
+    h_bias: Tensor | None = None,
 ) -> Tensor:
     """The step in plain torch, in float32."""
     hidden = h.shape[1]
-    from_x, from_h = x_gates.float(), h_gates.float()
+    from_x, from_h = _with(x_bias, x_gates), _with(h_bias, h_gates)
     r, z = (from_x[:, : 2 * hidden] + from_h[:, : 2 * hidden]).sigmoid_().chunk(2, dim=1)
     n = torch.addcmul(from_x[:, 2 * hidden :], r, from_h[:, 2 * hidden :]).tanh_()
     new = torch.lerp(n, h.index_select(0, h_index).float(), z)
@@ -147,7 +197,14 @@ def gru_gates_definition(
 
 
 def gru_gates_kernel(
-    x_gates: Tensor, h_gates: Tensor, h: Tensor, h_index: Tensor, h_out: Tensor, h_rows: Tensor
+    x_gates: Tensor,
+    h_gates: Tensor,
+    h: Tensor,
+    h_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    x_bias: Tensor | None = None,
+    h_bias: Tensor | None = None,
 ) -> Tensor:
     """The step in Triton, a program per row."""
     count, hidden = x_gates.shape[0], h.shape[1]
@@ -160,12 +217,16 @@ def gru_gates_kernel(
             h_index,
             h_out,
             h_rows,
+            x_gates if x_bias is None else x_bias,
+            h_gates if h_bias is None else h_bias,
             finite.view(torch.uint8),
             hidden,
             x_gates.stride(0),
             h_gates.stride(0),
             h.stride(0),
             h_out.stride(0),
+            X_BIAS=x_bias is not None,
+            H_BIAS=h_bias is not None,
             BLOCK=_block(hidden),
         )
     return finite
@@ -180,6 +241,8 @@ def tree_gates(
     h_rows: Tensor,
     c_out: Tensor,
     c_rows: Tensor,
+    bias: Tensor | None = None,
+    forget_bias: Tensor | None = None,
 ) -> Tensor:
     """A TreeLSTM's node behind its matrix products (Tai et al. 2015, arXiv 1503.00075, equations 2-14).
 
@@ -188,10 +251,11 @@ def tree_gates(
         h_out[h_rows] = o * tanh(c_out[c_rows])
 
     c: [rows, hidden]; c_index: [b, k] (k may be 0: a leaf; a missing child is a row of zeros); h_out, c_out:
-    [rows, hidden], changed; h_rows, c_rows: [b] -> finite: [b] bool. `gates` and `forget` are scratch.
+    [rows, hidden], changed; h_rows, c_rows: [b]; bias: [3 hidden], forget_bias: [k hidden], added to gates and forget,
+    or None -> finite: [b] bool. `gates` and `forget` are scratch.
     """
     run = tree_gates_kernel if gates.is_cuda else _tree_gates_cpu
-    return run(gates, forget, c, c_index, h_out, h_rows, c_out, c_rows)
+    return run(gates, forget, c, c_index, h_out, h_rows, c_out, c_rows, bias, forget_bias)
 
 
 def tree_gates_definition(
@@ -203,13 +267,15 @@ def tree_gates_definition(
     h_rows: Tensor,
     c_out: Tensor,
     c_rows: Tensor,
+    bias: Tensor | None = None,
+    forget_bias: Tensor | None = None,
 ) -> Tensor:
     """The node in plain torch, in float32."""
-    i, o, u = gates.float().chunk(3, dim=1)
+    i, o, u = _with(bias, gates).chunk(3, dim=1)
     new = i.sigmoid() * u.tanh()
     children = c_index.shape[1]
     if children:
-        kept = forget.float().sigmoid().view(len(gates), children, -1)
+        kept = _with(forget_bias, forget).sigmoid().view(len(gates), children, -1)
         new = new + (kept * c.float()[c_index]).sum(1)
     return _scatter(o.sigmoid() * new.tanh(), new, h_out, h_rows, c_out, c_rows)
 
@@ -223,6 +289,8 @@ def tree_gates_kernel(
     h_rows: Tensor,
     c_out: Tensor,
     c_rows: Tensor,
+    bias: Tensor | None = None,
+    forget_bias: Tensor | None = None,
 ) -> Tensor:
     """The node in Triton, a program per row."""
     count, hidden = gates.shape[0], c.shape[1]
@@ -237,6 +305,8 @@ def tree_gates_kernel(
             h_rows,
             c_out,
             c_rows,
+            gates if bias is None else bias,
+            forget if forget_bias is None else forget_bias,
             finite.view(torch.uint8),
             hidden,
             c_index.shape[1],
@@ -247,9 +317,16 @@ def tree_gates_kernel(
             c_index.stride(1),
             h_out.stride(0),
             c_out.stride(0),
+            BIAS=bias is not None,
+            FORGET_BIAS=forget_bias is not None,
             BLOCK=_block(hidden),
         )
     return finite
+
+
+def _with(bias: Tensor | None, gates: Tensor) -> Tensor:
+    """In float32; with a bias always new."""
+    return gates.float() if bias is None else gates.float() + bias.float()
 
 
 def _check_tables(tables: Sequence[Tensor], indices: Sequence[Tensor]) -> None:
@@ -276,14 +353,22 @@ def _join_rows_cpu(tables: Sequence[Tensor], indices: Sequence[Tensor]) -> Tenso
 
 
 def _lstm_gates_cpu(
-    gates: Tensor, c: Tensor, c_index: Tensor, h_out: Tensor, h_rows: Tensor, c_out: Tensor, c_rows: Tensor
+    gates: Tensor,
+    c: Tensor,
+    c_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    c_out: Tensor,
+    c_rows: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """One sigmoid over all gates, because tanh(x) = 2 sigmoid(2x) - 1 and torch's tanh takes 3.5 times as long.
 
     x + x and not 2 x: a number as an operand is made a tensor first, which takes longer than a small batch's sum.
     """
     if gates.dtype != torch.float32:
-        return lstm_gates_definition(gates, c, c_index, h_out, h_rows, c_out, c_rows)
+        return lstm_gates_definition(gates, c, c_index, h_out, h_rows, c_out, c_rows, bias)
+    gates = _with(bias, gates)
     i, f, g, o = gates.chunk(4, dim=1)
     g.add_(g)
     gates.sigmoid_()
@@ -293,11 +378,19 @@ def _lstm_gates_cpu(
 
 
 def _gru_gates_cpu(
-    x_gates: Tensor, h_gates: Tensor, h: Tensor, h_index: Tensor, h_out: Tensor, h_rows: Tensor
+    x_gates: Tensor,
+    h_gates: Tensor,
+    h: Tensor,
+    h_index: Tensor,
+    h_out: Tensor,
+    h_rows: Tensor,
+    x_bias: Tensor | None = None,
+    h_bias: Tensor | None = None,
 ) -> Tensor:
     """As for the LSTM."""
     if x_gates.dtype != torch.float32:
-        return gru_gates_definition(x_gates, h_gates, h, h_index, h_out, h_rows)
+        return gru_gates_definition(x_gates, h_gates, h, h_index, h_out, h_rows, x_bias, h_bias)
+    x_gates, h_gates = _with(x_bias, x_gates), _with(h_bias, h_gates)
     two = 2 * h.shape[1]
     r, z = (x_gates[:, :two] + h_gates[:, :two]).sigmoid_().chunk(2, dim=1)
     n = torch.addcmul(x_gates[:, two:], r, h_gates[:, two:])
@@ -317,10 +410,13 @@ def _tree_gates_cpu(
     h_rows: Tensor,
     c_out: Tensor,
     c_rows: Tensor,
+    bias: Tensor | None = None,
+    forget_bias: Tensor | None = None,
 ) -> Tensor:
     """As for the LSTM, child by child."""
     if gates.dtype != torch.float32:
-        return tree_gates_definition(gates, forget, c, c_index, h_out, h_rows, c_out, c_rows)
+        return tree_gates_definition(gates, forget, c, c_index, h_out, h_rows, c_out, c_rows, bias, forget_bias)
+    gates, forget = _with(bias, gates), _with(forget_bias, forget)
     i, o, u = gates.chunk(3, dim=1)
     u.add_(u)
     gates.sigmoid_()
@@ -413,6 +509,14 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _gate(at, bias, mask, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x += tl.load(bias, mask=mask, other=0.0).to(tl.float32)
+    return x
+
+
+@kernel
 def _lstm_kernel(  # type: ignore[no-untyped-def]
     gates,  # [b, 4 hidden]
     c,  # [rows, hidden]
@@ -421,12 +525,14 @@ def _lstm_kernel(  # type: ignore[no-untyped-def]
     h_rows,  # [b]
     c_out,  # [rows, hidden]
     c_rows,  # [b]
+    bias,  # [4 hidden]
     finite,  # [b]
     hidden,
     gates_stride,
     c_stride,
     h_out_stride,
     c_out_stride,
+    BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -438,10 +544,10 @@ def _lstm_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < hidden
-        i = tl.sigmoid(tl.load(row + column, mask=mask, other=0.0).to(tl.float32))
-        f = tl.sigmoid(tl.load(row + hidden + column, mask=mask, other=0.0).to(tl.float32))
-        g = _tanh(tl.load(row + 2 * hidden + column, mask=mask, other=0.0).to(tl.float32))
-        o = tl.sigmoid(tl.load(row + 3 * hidden + column, mask=mask, other=0.0).to(tl.float32))
+        i = tl.sigmoid(_gate(row + column, bias + column, mask, BIAS))
+        f = tl.sigmoid(_gate(row + hidden + column, bias + hidden + column, mask, BIAS))
+        g = _tanh(_gate(row + 2 * hidden + column, bias + 2 * hidden + column, mask, BIAS))
+        o = tl.sigmoid(_gate(row + 3 * hidden + column, bias + 3 * hidden + column, mask, BIAS))
         new = f * tl.load(source + column, mask=mask, other=0.0).to(tl.float32) + i * g
         tl.store(c_target + column, new.to(c_out.dtype.element_ty), mask=mask)
         tl.store(h_target + column, (o * _tanh(new)).to(h_out.dtype.element_ty), mask=mask)
@@ -457,12 +563,16 @@ def _gru_kernel(  # type: ignore[no-untyped-def]
     h_index,  # [b]
     h_out,  # [rows, hidden]
     h_rows,  # [b]
+    x_bias,  # [3 hidden]
+    h_bias,  # [3 hidden]
     finite,  # [b]
     hidden,
     x_stride,
     g_stride,
     h_stride,
     h_out_stride,
+    X_BIAS: tl.constexpr,
+    H_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     k = tl.program_id(0).to(tl.int64)
@@ -474,12 +584,12 @@ def _gru_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < hidden
-        rx = tl.load(from_x + column, mask=mask, other=0.0).to(tl.float32)
-        rh = tl.load(from_h + column, mask=mask, other=0.0).to(tl.float32)
-        zx = tl.load(from_x + hidden + column, mask=mask, other=0.0).to(tl.float32)
-        zh = tl.load(from_h + hidden + column, mask=mask, other=0.0).to(tl.float32)
-        nx = tl.load(from_x + 2 * hidden + column, mask=mask, other=0.0).to(tl.float32)
-        nh = tl.load(from_h + 2 * hidden + column, mask=mask, other=0.0).to(tl.float32)
+        rx = _gate(from_x + column, x_bias + column, mask, X_BIAS)
+        rh = _gate(from_h + column, h_bias + column, mask, H_BIAS)
+        zx = _gate(from_x + hidden + column, x_bias + hidden + column, mask, X_BIAS)
+        zh = _gate(from_h + hidden + column, h_bias + hidden + column, mask, H_BIAS)
+        nx = _gate(from_x + 2 * hidden + column, x_bias + 2 * hidden + column, mask, X_BIAS)
+        nh = _gate(from_h + 2 * hidden + column, h_bias + 2 * hidden + column, mask, H_BIAS)
         old = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
         n = _tanh(nx + tl.sigmoid(rx + rh) * nh)
         new = n + tl.sigmoid(zx + zh) * (old - n)
@@ -498,6 +608,8 @@ def _tree_kernel(  # type: ignore[no-untyped-def]
     h_rows,  # [b]
     c_out,  # [rows, hidden]
     c_rows,  # [b]
+    bias,  # [3 hidden]
+    forget_bias,  # [children * hidden]
     finite,  # [b]
     hidden,
     children,
@@ -508,6 +620,8 @@ def _tree_kernel(  # type: ignore[no-untyped-def]
     child_stride,
     h_out_stride,
     c_out_stride,
+    BIAS: tl.constexpr,
+    FORGET_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -518,12 +632,13 @@ def _tree_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         mask = column < hidden
-        i = tl.sigmoid(tl.load(row + column, mask=mask, other=0.0).to(tl.float32))
-        o = tl.sigmoid(tl.load(row + hidden + column, mask=mask, other=0.0).to(tl.float32))
-        new = i * _tanh(tl.load(row + 2 * hidden + column, mask=mask, other=0.0).to(tl.float32))
+        i = tl.sigmoid(_gate(row + column, bias + column, mask, BIAS))
+        o = tl.sigmoid(_gate(row + hidden + column, bias + hidden + column, mask, BIAS))
+        new = i * _tanh(_gate(row + 2 * hidden + column, bias + 2 * hidden + column, mask, BIAS))
         for k in range(children):
             child = tl.load(c_index + n * index_stride + k * child_stride).to(tl.int64)
-            kept = tl.load(forget + n * forget_stride + k * hidden + column, mask=mask, other=0.0).to(tl.float32)
+            at = k * hidden + column
+            kept = _gate(forget + n * forget_stride + at, forget_bias + at, mask, FORGET_BIAS)
             old = tl.load(c + child * c_stride + column, mask=mask, other=0.0).to(tl.float32)
             new += tl.sigmoid(kept) * old
         tl.store(c_target + column, new.to(c_out.dtype.element_ty), mask=mask)
@@ -552,7 +667,7 @@ def _join_case(widths: tuple[int, ...], count: int) -> Case:
     return Case(f"{count} rows of {' and '.join(map(str, widths))}", make)
 
 
-def _lstm_case(name: str, hidden: int, count: int, broken: bool = False) -> Case:
+def _lstm_case(name: str, hidden: int, count: int, broken: bool = False, biased: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         gates = _rows(0, device, dtype, count, 4 * hidden)
         if broken:
@@ -568,12 +683,13 @@ def _lstm_case(name: str, hidden: int, count: int, broken: bool = False) -> Case
             "h_rows": places + 2,
             "c_out": bank,
             "c_rows": places + 3,
+            "bias": _rows(3, device, dtype, 4 * hidden) if biased else None,
         }
 
     return Case(name, make)
 
 
-def _gru_case(hidden: int, count: int) -> Case:
+def _gru_case(hidden: int, count: int, biased: str = "") -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         return {
             "x_gates": _rows(0, device, dtype, count, 3 * hidden),
@@ -582,14 +698,17 @@ def _gru_case(hidden: int, count: int) -> Case:
             "h_index": _index(3, device, 11, count),
             "h_out": _rows(4, device, dtype, 11, hidden),
             "h_rows": _index(5, device, 11, count),
+            "x_bias": _rows(6, device, dtype, 3 * hidden) if "x" in biased else None,
+            "h_bias": _rows(7, device, dtype, 3 * hidden) if "h" in biased else None,
         }
 
-    return Case(f"{count} rows of {hidden}", make)
+    return Case(f"{count} rows of {hidden}{', biases of ' * bool(biased)}{biased}", make)
 
 
-def _tree_case(hidden: int, count: int, children: int) -> Case:
+def _tree_case(hidden: int, count: int, children: int, biased: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         together = _rows(0, device, dtype, count, (3 + children) * hidden)
+        bias = _rows(7, device, dtype, (3 + children) * hidden)
         return {
             # As one matrix product leaves them.
             "gates": together[:, : 3 * hidden],
@@ -600,9 +719,11 @@ def _tree_case(hidden: int, count: int, children: int) -> Case:
             "h_rows": _index(4, device, 30, count),
             "c_out": _rows(5, device, dtype, 30, hidden),
             "c_rows": _index(6, device, 30, count),
+            "bias": bias[: 3 * hidden] if biased else None,
+            "forget_bias": bias[3 * hidden :] if biased else None,
         }
 
-    return Case(f"{count} nodes of {children} children, {hidden} wide", make)
+    return Case(f"{count} nodes of {children} children, {hidden} wide{', biased' * biased}", make)
 
 
 OPS = (
@@ -622,6 +743,7 @@ OPS = (
             _lstm_case("three rows", 20, 3),
             _lstm_case("a wide row", 1100, 1),
             _lstm_case("one row of four is broken", 33, 4, broken=True),
+            _lstm_case("a bias", 33, 5, biased=True),
         ),
         ("h_out", "c_out"),
     ),
@@ -630,7 +752,7 @@ OPS = (
         gru_gates,
         gru_gates_definition,
         gru_gates_kernel,
-        (_gru_case(20, 3), _gru_case(1030, 2)),
+        (_gru_case(20, 3), _gru_case(1030, 2), _gru_case(33, 4, "x and h"), _gru_case(20, 2, "h")),
         ("h_out",),
     ),
     Op(
@@ -638,7 +760,13 @@ OPS = (
         tree_gates,
         tree_gates_definition,
         tree_gates_kernel,
-        (_tree_case(20, 3, 2), _tree_case(33, 2, 0), _tree_case(1030, 2, 3)),
+        (
+            _tree_case(20, 3, 2),
+            _tree_case(33, 2, 0),
+            _tree_case(1030, 2, 3),
+            _tree_case(33, 4, 2, biased=True),
+            _tree_case(20, 2, 0, biased=True),
+        ),
         ("h_out", "c_out"),
     ),
 )

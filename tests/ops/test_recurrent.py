@@ -19,10 +19,24 @@ POINTERS |= dict.fromkeys(("c_index", "h_index", "h_rows", "c_rows", "index0", "
 def test_compiles_for_a_gpu_with_wide_loads(name: str, dtype: str) -> None:
     assert triton_available(), "the kernels of this machine's tests need Triton; install the package triton"
     kernel: Kernel = getattr(recurrent, name)
-    tables = {"gates", "forget", "x_gates", "h_gates", "h", "c", "h_out", "c_out", "out"}
+    tables = {
+        "gates",
+        "forget",
+        "x_gates",
+        "h_gates",
+        "h",
+        "c",
+        "h_out",
+        "c_out",
+        "out",
+        "bias",
+        "x_bias",
+        "h_bias",
+        "forget_bias",
+    }
     signature = {}
     for argument in kernel.compiled.arg_names:
-        if argument == "BLOCK":
+        if argument == "BLOCK" or argument.endswith("BIAS"):
             continue
         if argument in POINTERS:
             signature[argument] = POINTERS[argument]
@@ -30,7 +44,8 @@ def test_compiles_for_a_gpu_with_wide_loads(name: str, dtype: str) -> None:
             signature[argument] = f"*{dtype}"
         else:
             signature[argument] = "i32"
-    compiled = kernel.compile_for(90, signature, {"BLOCK": 1024}, aligned=set(signature))
+    flags = {argument: True for argument in kernel.compiled.arg_names if argument.endswith("BIAS")}
+    compiled = kernel.compile_for(90, signature, {"BLOCK": 1024, **flags}, aligned=set(signature))
     assert ".local" not in compiled.asm["ptx"]
     assert "ld.global.v4" in compiled.asm["ptx"], "rows are to be read 16 bytes at a time"
 

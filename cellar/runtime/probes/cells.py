@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cellar.core.hardware import Profile, Table
 from cellar.core.tasks import BankSpec, CellModelSpec, CellSpec, Port, TaskPlan, Upload
-from cellar.ops.linear import linear
-from cellar.ops.recurrent import join_rows, lstm_gates
+from cellar.ops.recurrent import join_rows, lstm_gates, product
 from cellar.ops.rows import Rows, RowsFunction, RowsOutput, placed
 from cellar.runtime.cells import LocalCellRuntime
 from cellar.runtime.probes.context import CPU, Probe, ProbeContext
@@ -183,8 +182,8 @@ class LSTMStep(nn.Module):
         def step(sources: Sequence[Rows], targets: Sequence[Rows | None]) -> RowsOutput:
             x, h, c = sources
             h_out, c_out = (rows for rows in targets if rows is not None)
-            gates: Tensor = linear(join_rows((x.table, h.table), (x.index, h.index)), weight, bias)
-            finite = lstm_gates(gates, c.table, c.index, h_out.table, h_out.index, c_out.table, c_out.index)
+            gates, rest = product(join_rows((x.table, h.table), (x.index, h.index)), weight, bias)
+            finite = lstm_gates(gates, c.table, c.index, h_out.table, h_out.index, c_out.table, c_out.index, rest)
             return RowsOutput(finite, (None, None))
 
         return step
