@@ -136,7 +136,7 @@ def _seconds_per_node(batch: int, length: int, seconds: float, present: int, per
     tokens = [rng.integers(0, 1000, n) for n in lengths]
     frames = 4 * (present + 1) * batch * VALUE_SLOTS
     scheduler = CellScheduler([lstm_spec(batch)], CellCapacity(((frames, 2 * frames),)), CellConfig())
-    most = batch * scheduler.config.max_tasks
+    most = batch * scheduler.max_tasks
     labels, flags = np.zeros(most, np.int64), np.zeros(most, np.uint8)
     added = running = 0
     waiting: deque[CellRequest] = deque()

@@ -26,11 +26,14 @@ def cells(
     tree_batch: Annotated[
         int | None, typer.Option(min=1, help="Most nodes of a task of our trees' cells; default: by device.")
     ] = None,
-    max_tasks: Annotated[int, typer.Option(min=1, help="Tasks that one decision hands to the device.")] = 5,
+    max_tasks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tasks of a decision; default: 5 on a CPU and where chains grow, else 16."),
+    ] = None,
     run_ahead: Annotated[
         int | None, typer.Option(min=1, help="Decisions on their way to the device; default: 1 on a CPU, else 2.")
     ] = None,
-    answer_tasks: Annotated[int, typer.Option(min=1, help="Tasks whose results a GPU gives at once.")] = 8,
+    answer_tasks: Annotated[int, typer.Option(min=1, help="Tasks whose results a GPU gives at once.")] = 16,
     ahead: Annotated[bool, typer.Option("--ahead", help="Unfold all requests before the clock starts.")] = False,
     systems: Annotated[
         str, typer.Option(help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit.")

@@ -26,6 +26,9 @@ VALUE_SLOTS = 32
 
 Shorter chains own a power of two, so that chains of many lengths need equally many."""
 
+GROWING_TASKS = 5
+"""The thesis' MaxTasksToSubmit: of a chain that may meet its stop symbol the steps behind it are void."""
+
 
 class Column(IntEnum):
     """The first columns of `GraphPart.table`; then come the sources, the rows, and the numbers of the values.
@@ -195,14 +198,15 @@ class CellStats:
 class CellConfig:
     """How cells are scheduled.
 
-    max_tasks    MaxTasksToSubmit of Algorithm 1: tasks of one call of a worker
+    max_tasks    MaxTasksToSubmit of Algorithm 1: tasks of one call of a worker. None: as the runtime asks for
+                 (`CellCapacity.max_tasks`), but no more than `GROWING_TASKS` of a cell whose chains grow
     run_ahead    calls on their way to a worker; 1 is the paper's, with 2 the device need not wait for the host.
                  None: as the runtime asks for (`CellCapacity.run_ahead`)
     graph_batch  0: cellular batching. n: graph batching, the baseline: n requests of a model run as one merged graph;
                  none joins or leaves before all are done
     """
 
-    max_tasks: int = 5
+    max_tasks: int | None = None
     run_ahead: int | None = None
     graph_batch: int = 0
 
@@ -211,10 +215,14 @@ class CellConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name} is {value}; it must be at least {least}.")
-        most = self.max_tasks * (self.run_ahead or 1)
+        most = (self.max_tasks or 1) * (self.run_ahead or 1)
         if most > VALUE_SLOTS:
             raise ConfigError(f"max_tasks * run_ahead is {most}; it must be at most {VALUE_SLOTS}.")
 
-    def calls_ahead(self, wanted: int) -> int:
-        """`run_ahead`, or what the runtime wants as far as `VALUE_SLOTS` allows."""
-        return self.run_ahead or max(1, min(wanted, VALUE_SLOTS // self.max_tasks))
+    def tasks(self, wanted: int) -> int:
+        """`max_tasks`, or what the runtime wants as far as `VALUE_SLOTS` allows."""
+        return self.max_tasks or min(wanted, VALUE_SLOTS // (self.run_ahead or 1))
+
+    def calls_ahead(self, wanted: int, tasks: int) -> int:
+        """`run_ahead`, or what the runtime wants as far as `VALUE_SLOTS` allows, with so many tasks a call."""
+        return self.run_ahead or max(1, min(wanted, VALUE_SLOTS // tasks))

@@ -92,12 +92,14 @@ class CellModelSpec:
 class CellCapacity:
     """rows[m][b]: rows of bank b of model m; the same on every worker, and a multiple of the bank's width.
 
-    `run_ahead`: plans on their way that keep a worker busy, 2 where it computes while the host goes on.
+    `run_ahead`: plans on their way that keep a worker busy, 2 where it computes while the host goes on. `max_tasks`:
+    tasks of a plan that suit it, more where a task is short beside what a plan costs the host.
     """
 
     rows: tuple[tuple[int, ...], ...]
     num_workers: int = 1
     run_ahead: int = 1
+    max_tasks: int = 5
 
 
 @dataclass(frozen=True, slots=True)

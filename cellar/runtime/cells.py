@@ -69,8 +69,11 @@ class LocalCellRuntime:
         if rows is None:
             nbytes = memory_bytes or min(_share(place, places.count(place)) for place in places)
             rows = bank_rows(models, nbytes)
-        ahead = 1 if all(place.type == "cpu" for place in places) else 2
-        self._capacity = CellCapacity(tuple(tuple(counts) for counts in rows), len(places), ahead)
+        shape = tuple(tuple(counts) for counts in rows)
+        if all(place.type == "cpu" for place in places):
+            self._capacity = CellCapacity(shape, len(places))
+        else:
+            self._capacity = CellCapacity(shape, len(places), run_ahead=2, max_tasks=MOST_TASKS)
         banks = [Banks(models, rows, place, uploader(place)) for place in places]
         self._results: Results = SimpleQueue()
         self._closed = False

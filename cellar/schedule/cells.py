@@ -16,6 +16,7 @@ from functools import partial
 import numpy as np
 
 from cellar.core.cell_graphs import (
+    GROWING_TASKS,
     NUM_COLUMNS,
     CellConfig,
     CellOutput,
@@ -58,7 +59,8 @@ class CellScheduler:
         self, models: Sequence[CellModelSpec], capacity: CellCapacity, config: CellConfig | None = None
     ) -> None:
         self.config = config or CellConfig()
-        self.run_ahead = self.config.calls_ahead(capacity.run_ahead)
+        self.max_tasks = self.config.tasks(capacity.max_tasks)
+        self.run_ahead = self.config.calls_ahead(capacity.run_ahead, self.max_tasks)
         self.models = tuple(models)
         self.num_workers = capacity.num_workers
         self.subgraphs = Subgraphs(max(len(model.banks) for model in models))
@@ -244,7 +246,10 @@ class CellScheduler:
     def _batch(self, ct: CellType, worker: int) -> TaskPlan:
         """Lines 11-23, for the scheduler's part; the type forms the tasks."""
         m = ct.model
-        batch = ct.batch(worker, self.config.max_tasks, partial(self._let_in, m, ct.cell))
+        most = self.max_tasks
+        if ct.num_growing and self.config.max_tasks is None:
+            most = min(most, GROWING_TASKS)
+        batch = ct.batch(worker, most, partial(self._let_in, m, ct.cell))
         tasks = len(batch.cu) - 1
         ct.num_running += tasks
         plan, flight = assemble(

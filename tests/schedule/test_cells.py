@@ -142,7 +142,18 @@ def test_max_tasks_to_submit() -> None:
         made = scheduler(spec, max_tasks=most)
         made.add(chain(spec, "r", 9))
         assert sizes(made.plan(0)) == [1] * most
-    assert CellConfig().max_tasks == 5
+
+
+def test_the_runtime_says_how_many_tasks_suit_it() -> None:
+    """But of what grows no more are on their way than the thesis has: steps behind a stop symbol are void."""
+    spec = model(cell("rnn", 1))
+    cases = (CellConfig(), 16, 5), (CellConfig(max_tasks=7), 7, 7), (CellConfig(run_ahead=4), 8, 5)
+    for config, found, growing in cases:
+        for request, tasks in ((chain(spec, "r", 40), found), (grown(spec, "r", 40), growing)):
+            made = CellScheduler([spec], CellCapacity(((100,),), 1, 2, 16), config)
+            made.add(request)
+            assert sizes(made.plan(0)) == [1] * tasks
+    assert CellScheduler([spec], CellCapacity(((100,),)), CellConfig()).max_tasks == 5
 
 
 def test_a_full_batch_goes_before_priority() -> None:

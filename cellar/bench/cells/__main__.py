@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--max-batch", type=int)
     add("--decoder-batch", type=int)
     add("--tree-batch", type=int, help="most nodes of a task of our trees' cells; default: 4 x max-batch, GPU 8 x")
-    add("--max-tasks", type=int, default=defaults.max_tasks)
+    add("--max-tasks", type=int, help="tasks of a decision; default: 5 on a CPU and where chains grow, else 16")
     add(
         "--systems", default="", help="cellar first, then merging, padding-10, library-10, ideal; default: all that fit"
     )

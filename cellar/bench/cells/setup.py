@@ -50,7 +50,7 @@ class Setup:
     max_batch: int | None = None
     decoder_batch: int | None = None
     tree_batch: int | None = None
-    max_tasks: int = 5
+    max_tasks: int | None = None
     run_ahead: int | None = None
     answer_tasks: int = MOST_TASKS
     ahead: bool = False
@@ -64,8 +64,9 @@ class Setup:
         if self.model not in MODELS:
             raise ConfigError(f"model is {self.model!r}; use {', '.join(MODELS)}.")
         for name in ("hidden", "pool", "max_tasks", "answer_tasks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
         device = resolve_device(self.device)
         on_cpu = device.type == "cpu"
         if self.clock not in ("wall", "work") or (self.clock == "work" and not on_cpu):
