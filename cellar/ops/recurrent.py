@@ -114,7 +114,7 @@ def lstm_gates_definition(
     bias: Tensor | None = None,
 ) -> Tensor:
     """The step in plain torch, in float32."""
-    i, f, g, o = _with(bias, gates).chunk(4, dim=1)
+    i, f, g, o = _biased(gates, bias).chunk(4, dim=1)
     new = f.sigmoid() * c.index_select(0, c_index).float() + i.sigmoid() * g.tanh()
     return _scatter(o.sigmoid() * new.tanh(), new, h_out, h_rows, c_out, c_rows)
 
@@ -188,7 +188,7 @@ def gru_gates_definition(
 ) -> Tensor:
     """The step in plain torch, in float32."""
     hidden = h.shape[1]
-    from_x, from_h = _with(x_bias, x_gates), _with(h_bias, h_gates)
+    from_x, from_h = _biased(x_gates, x_bias), _biased(h_gates, h_bias)
     r, z = (from_x[:, : 2 * hidden] + from_h[:, : 2 * hidden]).sigmoid_().chunk(2, dim=1)
     n = torch.addcmul(from_x[:, 2 * hidden :], r, from_h[:, 2 * hidden :]).tanh_()
     new = torch.lerp(n, h.index_select(0, h_index).float(), z)
@@ -271,11 +271,11 @@ def tree_gates_definition(
     forget_bias: Tensor | None = None,
 ) -> Tensor:
     """The node in plain torch, in float32."""
-    i, o, u = _with(bias, gates).chunk(3, dim=1)
+    i, o, u = _biased(gates, bias).chunk(3, dim=1)
     new = i.sigmoid() * u.tanh()
     children = c_index.shape[1]
     if children:
-        kept = _with(forget_bias, forget).sigmoid().view(len(gates), children, -1)
+        kept = _biased(forget, forget_bias).sigmoid().view(len(gates), children, -1)
         new = new + (kept * c.float()[c_index]).sum(1)
     return _scatter(o.sigmoid() * new.tanh(), new, h_out, h_rows, c_out, c_rows)
 
@@ -324,8 +324,8 @@ def tree_gates_kernel(
     return finite
 
 
-def _with(bias: Tensor | None, gates: Tensor) -> Tensor:
-    """In float32; with a bias always new."""
+def _biased(gates: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32."""
     return gates.float() if bias is None else gates.float() + bias.float()
 
 
@@ -368,7 +368,7 @@ def _lstm_gates_cpu(
     """
     if gates.dtype != torch.float32:
         return lstm_gates_definition(gates, c, c_index, h_out, h_rows, c_out, c_rows, bias)
-    gates = _with(bias, gates)
+    gates = _biased(gates, bias)
     i, f, g, o = gates.chunk(4, dim=1)
     g.add_(g)
     gates.sigmoid_()
@@ -390,7 +390,7 @@ def _gru_gates_cpu(
     """As for the LSTM."""
     if x_gates.dtype != torch.float32:
         return gru_gates_definition(x_gates, h_gates, h, h_index, h_out, h_rows, x_bias, h_bias)
-    x_gates, h_gates = _with(x_bias, x_gates), _with(h_bias, h_gates)
+    x_gates, h_gates = _biased(x_gates, x_bias), _biased(h_gates, h_bias)
     two = 2 * h.shape[1]
     r, z = (x_gates[:, :two] + h_gates[:, :two]).sigmoid_().chunk(2, dim=1)
     n = torch.addcmul(x_gates[:, two:], r, h_gates[:, two:])
@@ -416,7 +416,7 @@ def _tree_gates_cpu(
     """As for the LSTM, child by child."""
     if gates.dtype != torch.float32:
         return tree_gates_definition(gates, forget, c, c_index, h_out, h_rows, c_out, c_rows, bias, forget_bias)
-    gates, forget = _with(bias, gates), _with(forget_bias, forget)
+    gates, forget = _biased(gates, bias), _biased(forget, forget_bias)
     i, o, u = gates.chunk(3, dim=1)
     u.add_(u)
     gates.sigmoid_()

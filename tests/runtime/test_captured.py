@@ -55,7 +55,7 @@ def test_a_lost_graph_does_not_break_the_next() -> None:
     """A graph in a cycle is destroyed by whatever collects; another thread allocates beside the recording."""
     device = torch.device("cuda", 0)
     x, y = torch.ones(64, device=device), torch.zeros(64, device=device)
-    Cycle(captured(lambda: torch.add(x, 1, out=y), device))
+    lost = [captured(lambda: torch.add(x, 1, out=y), device)]
     threshold = gc.get_threshold()
     gc.set_threshold(1)
     try:
@@ -67,13 +67,15 @@ def test_a_lost_graph_does_not_break_the_next() -> None:
             stream.synchronize()
 
         def work() -> None:
-            held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
             torch.add(x, 2, out=y)
             if torch.cuda.is_current_stream_capturing():
+                # Not before: the collector would find it while nothing is recorded yet.
+                Cycle(lost.pop())
+                held = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+                del held
                 thread = threading.Thread(target=elsewhere)
                 thread.start()
                 thread.join()
-            del held
 
         replay = captured(work, device)
     finally:

@@ -37,6 +37,7 @@ class Setup:
     ahead        unfold the pool's requests before the clock starts
     max_batch    largest batch of every system; decoder_batch: of decoder cells, and of seq2seq's baselines
     tree_batch   most nodes of a task of our trees' cells; `max_batch` is the requests of a merged graph there
+    max_tasks    tasks of a call; None: as the runtime asks for (`CellConfig`)
     answer_tasks of how many tasks an accelerator gives the results at once (`LocalCellRuntime`)
     """
 
