@@ -18,14 +18,14 @@ from cellar.version import __version__
 if TYPE_CHECKING:
     from cellar.core.messages import CompletionOutput, RequestOutput
     from cellar.core.sampling import SamplingParams
-    from cellar.llm import LLM
-    from cellar.stream import AsyncLLM
+    from cellar.engine.llm import LLM
+    from cellar.engine.stream import AsyncLLM
 
 __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "cellar.llm",
-    "AsyncLLM": "cellar.stream",
+    "LLM": "cellar.engine.llm",
+    "AsyncLLM": "cellar.engine.stream",
     "SamplingParams": "cellar.core.sampling",
     "RequestOutput": "cellar.core.messages",
     "CompletionOutput": "cellar.core.messages",

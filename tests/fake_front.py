@@ -9,12 +9,15 @@ from typing import Any
 from cellar.core.config import EngineConfig
 from cellar.core.messages import StepPlan
 from cellar.core.specs import KVGroup, KVSpec, ModelSpec
-from cellar.engine import Engine
-from cellar.front import Front, Opened
-from cellar.prompts import PromptReader
-from cellar.runtime.fake import FakeRuntime, next_token
+from cellar.engine.engine import Engine
+from cellar.engine.front import Front
+from cellar.engine.opened import Opened
+from cellar.engine.prompts import PromptReader
+from cellar.engine.steps import StepEngine, step_engine
+from cellar.engine.structured import Masking
 from cellar.runtime.protocol import Capacity, Runtime
-from cellar.schedule.steps import StepScheduler
+from cellar.runtime.steps.fake import FakeRuntime, next_token
+from cellar.schedule.steps.scheduler import StepScheduler
 from cellar.text.chat import ChatTemplate
 from cellar.text.tokenizer import Tokenizer
 
@@ -24,6 +27,7 @@ ROOMY: dict[str, Any] = {"max_model_len": 8_192, "num_slots": 2_048}
 ENDLESS = 8_000
 """Tokens of a request that ends in no test by itself, if there is room: it takes 16 s at 2 ms a step."""
 TEMPLATE = (
+    "{% for t in tools or [] %}[tool] {{ t.function.name }}\n{% endfor %}"
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}{{ extra }}"
 )
@@ -38,6 +42,8 @@ def open_fake(
     seed: int = 0,
     caching: bool = True,
     policy: str = "fcfs",
+    masker: Masking | None = None,
+    template: str = TEMPLATE,
     wrap: Callable[[FakeRuntime], Runtime[StepPlan]] = lambda runtime: runtime,
     **fake: Any,
 ) -> tuple[Opened, FakeRuntime]:
@@ -48,8 +54,20 @@ def open_fake(
     config = EngineConfig.of(max_num_seqs=num_rows, max_num_batched_tokens=64, seed=seed, scheduling_policy=policy)
     scheduler = StepScheduler(num_slots, num_rows, CHUNK, max_model_len, config.schedule, caching)
     reader = PromptReader(vocab_size=vocab, max_model_len=max_model_len, eos_token_ids=(2,), tokenizer=text, seed=seed)
-    front = Front(Engine(scheduler, wrap(runtime)), reader, text, ChatTemplate(TEMPLATE) if text else None)
+    front = Front(
+        step_engine(scheduler, wrap(runtime), masker=masker),
+        reader,
+        text,
+        ChatTemplate(template, text.special_tokens) if text else None,
+    )
     return Opened(front, config, _spec(vocab, max_model_len), None), runtime
+
+
+def engine_of(opened: Opened) -> StepEngine:
+    """The engine below a front of this process."""
+    engine = opened.front.engine
+    assert isinstance(engine, Engine)
+    return engine
 
 
 def continuation(prompt: list[int], count: int, vocab_size: int) -> list[int]:

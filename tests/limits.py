@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
-
-from cellar.loop import Mailbox
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
@@ -49,17 +47,23 @@ async def eventually(condition: Callable[[], object], seconds: float = SECONDS) 
         await asyncio.sleep(0.005)
 
 
-def asked(mailbox: Mailbox[Any], question: Callable[[], T]) -> T:
-    """The answer of the thread that reads a mailbox, between two of its turns."""
+class Posted(Protocol):
+    """An engine."""
+
+    def post(self, message: Callable[[], None]) -> None: ...
+
+
+def asked(engine: Posted, question: Callable[[], T]) -> T:
+    """The answer of the thread that turns an engine, between two of its turns."""
     answer: Future[T] = Future()
 
-    def letter(*_: object) -> None:
+    def message() -> None:
         try:
             answer.set_result(question())
         except BaseException as error:
             answer.set_exception(error)
 
-    mailbox.post(letter)
+    engine.post(message)
     return answer.result(SECONDS)
 
 

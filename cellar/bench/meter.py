@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.messages import CopyResult, Emit, Source, StepPlan, StepResult
+from cellar.core.messages import CopyBatch, CopyResult, Emit, Source, StepPlan, StepResult
 from cellar.core.specs import ModelSpec
 from cellar.runtime.protocol import Capacity, Runtime, Worker
 
@@ -42,11 +42,11 @@ class PhaseTotal:
 
 
 class MeteredRuntime:
-    """Implements `Runtime[StepPlan]` by another one; `records` has the steps that have finished."""
+    """Implements `Runtime[StepPlan]` by another one; `observe` hears of every step that has finished."""
 
-    def __init__(self, inner: Runtime[StepPlan]) -> None:
-        self.records: list[StepRecord] = []
+    def __init__(self, inner: Runtime[StepPlan], observe: Callable[[StepPlan, StepResult], None]) -> None:
         self._inner = inner
+        self._observe = observe
         self._pending: deque[StepPlan] = deque()
         self._workers = tuple(_MeteredWorker(worker, self._pending) for worker in inner.workers)
 
@@ -58,11 +58,14 @@ class MeteredRuntime:
     def capacity(self) -> Capacity:
         return self._inner.capacity
 
+    def copy(self, batch: CopyBatch) -> None:
+        self._inner.copy(batch)
+
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
         results = self._inner.poll(timeout)
         for result in results:
             if isinstance(result, StepResult):
-                self.records.append(_record(self._pending.popleft(), result))
+                self._observe(self._pending.popleft(), result)
         return results
 
     def wake(self) -> None:
@@ -114,13 +117,18 @@ def totals(records: Sequence[StepRecord], spec: ModelSpec) -> list[PhaseTotal]:
     return found
 
 
-def _record(plan: StepPlan, result: StepResult) -> StepRecord:
+def phase_of(plan: StepPlan) -> Phase:
+    """Prefill if all its tokens come from the host, decode if none does."""
+    device = plan.spans.source == Source.DEVICE
+    return "decode" if bool(device.all()) else "mixed" if bool(device.any()) else "prefill"
+
+
+def record(plan: StepPlan, result: StepResult) -> StepRecord:
+    """The counts of one step."""
     spans = plan.spans
     length = (spans.stop - spans.start).astype(np.int64)
-    device = spans.source == Source.DEVICE
-    phase: Phase = "decode" if bool(device.all()) else "mixed" if bool(device.any()) else "prefill"
     return StepRecord(
-        phase=phase,
+        phase=phase_of(plan),
         num_tokens=int(length.sum()),
         num_sampled=int((spans.emit == Emit.LAST).sum()),
         context=int((length * (spans.start + spans.stop + 1)).sum()) // 2,

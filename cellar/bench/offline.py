@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from cellar.bench.limits import Limits, limits_of
-from cellar.bench.meter import MeteredRuntime, PhaseTotal, StepRecord, totals
-from cellar.bench.transformers_peer import ORDERS, TransformersPeer
+from cellar.bench.forecast import Forecast, ForecastReport
+from cellar.bench.meter import MeteredRuntime, PhaseTotal, StepRecord, record, totals
+from cellar.bench.transformers_peer import ORDERS, Reached, TransformersPeer
 from cellar.bench.workload import LengthRange, Workload, random_workload
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Profile
-from cellar.core.messages import StepPlan
+from cellar.core.messages import StepPlan, StepResult
 from cellar.core.sampling import SamplingParams
-from cellar.front import open_front
-from cellar.llm import LLM
+from cellar.engine.llm import LLM
+from cellar.engine.opened import open_front
+from cellar.reports.forecast import predict
+from cellar.reports.limits import Limits, limits_of
 from cellar.runtime.protocol import Runtime
 
 BATCH_SIZES = (8, 16, 32, 64)
@@ -44,28 +48,26 @@ class OfflineReport:
     limits: Limits
     phases: tuple[PhaseTotal, ...]
     comparison: Mapping[str, Any] = field(default_factory=dict)
+    forecast: ForecastReport | None = None
 
     def to_json(self) -> str:
         """One line of JSON."""
-        return json.dumps(asdict(self))
+        return json.dumps({**asdict(self), "forecast": self.forecast.to_dict() if self.forecast else None})
 
 
 class Bench:
     """An engine under measurement."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self._meters: list[MeteredRuntime] = []
-        self._llm = LLM.over(open_front(EngineConfig.of(**options), wrap=self._metered))
+        self.records: list[StepRecord] = []  # steps that have finished; clear it before a run
+        self.forecast = Forecast()
+        self._opened = open_front(EngineConfig.of(**options), wrap=self._metered)
+        self._llm = LLM.over(self._opened)
 
     @property
     def llm(self) -> LLM:
         """The engine."""
         return self._llm
-
-    @property
-    def records(self) -> list[StepRecord]:
-        """Steps that have finished; clear it before a run."""
-        return self._meters[0].records
 
     def workload(self, num_prompts: int, inputs: LengthRange, outputs: LengthRange, seed: int) -> Workload:
         """Random prompts that fit the model."""
@@ -97,8 +99,10 @@ class Bench:
         """Warm up with other prompts, run once, and put the figures beside the limits."""
         llm = self._llm
         self.run(self.workload(2, LengthRange(8, 8), LengthRange(4, 4), seed=-1 & 0xFFFF))
-        self._meters[0].records.clear()
+        self.records.clear()
+        predict(self.forecast, self._opened, profile)
         seconds = self.run(workload)
+        forecast = self.forecast.report(workload.num_output_tokens, seconds)
         return OfflineReport(
             model=str(llm.config.model.model or "demo"),
             device=llm.config.device.device,
@@ -110,7 +114,8 @@ class Bench:
             output_rate=workload.num_output_tokens / seconds,
             total_rate=(workload.num_prompt_tokens + workload.num_output_tokens) / seconds,
             limits=limits_of(llm.config.device.device, llm.spec.dtype, profile),
-            phases=tuple(totals(self._meters[0].records, llm.spec)),
+            phases=tuple(totals(self.records, llm.spec)),
+            forecast=forecast,
         )
 
     def close(self) -> None:
@@ -118,8 +123,11 @@ class Bench:
         self._llm.close()
 
     def _metered(self, runtime: Runtime[StepPlan]) -> Runtime[StepPlan]:
-        self._meters.append(MeteredRuntime(runtime))
-        return self._meters[-1]
+        return MeteredRuntime(runtime, self._observe)
+
+    def _observe(self, plan: StepPlan, result: StepResult) -> None:
+        self.records.append(record(plan, result))
+        self.forecast.observe(plan, result)
 
 
 def compare_with_transformers(
@@ -129,8 +137,13 @@ def compare_with_transformers(
     say: Callable[[str], None],
     one: tuple[int, int] = (128, 256),
     many: tuple[int, LengthRange, LengthRange] = (64, LengthRange(16, 512), LengthRange(16, 256)),
+    limit: float = math.inf,
 ) -> dict[str, Any]:
     """Both engines on the same work in this process, by turns; ratios are of medians of requested tokens per second.
+
+    `limit` bounds the seconds of each side in each of the two comparisons, and of the search for the best batch. When
+    it is used up, transformers stops within a batch and its rate is of what it has reached; our side begins no
+    further run. `say` hears of every run, and of all that was cut.
 
     `options` open ours, anew for every turn: while it is open its idle threads would slow the other side down, and so
     would the other side's ours (docs/log/cpu-engine.md). `one` is a single prompt's input and output length; `many` is
@@ -147,36 +160,72 @@ def compare_with_transformers(
         batch = bench.workload(*many, seed)
     peer = TransformersPeer(checkpoint, dtype, device)
     found: dict[str, Any] = {}
-    peer.run(single, 1, "given")
-    found["one_prompt"] = _by_turns(options, single, lambda: peer.run(single, 1, "given"), rounds, seed)
+    say("transformers, one prompt: warming up")
+    peer.run(single, 1, "given", limit)
+    other = partial(peer.run, single, 1, "given")
+    found["one_prompt"] = _by_turns(options, single, other, rounds, seed, say, limit)
     say(_line(f"one prompt, {one[0]} -> {one[1]}", found["one_prompt"]))
-    tried: dict[tuple[int, str], float] = {}
-    for size in sorted({min(size, len(batch.prompts)) for size in BATCH_SIZES}):
-        for order in ORDERS if size < len(batch.prompts) else ORDERS[:1]:
-            tried[size, order] = peer.run(batch, size, order)
-            say(f"transformers, batch {size}, order {order}: {batch.num_output_tokens / tried[size, order]:.0f} tok/s")
-    size, order = min(tried, key=lambda key: tried[key])
+    sizes = sorted({min(size, len(batch.prompts)) for size in BATCH_SIZES})
+    ways = [(size, order) for size in sizes for order in (ORDERS if size < len(batch.prompts) else ORDERS[:1])]
+    tried: dict[tuple[int, str], Reached] = {}
+    for size, order in ways:
+        tried[size, order] = peer.run(batch, size, order, limit / len(ways))
+        say(f"transformers, batch {size}, order {order}: {_reached(tried[size, order])}")
+    # What a part of sorted work shows is not the whole: a way that was cut stands behind those that were not.
+    size, order = max(tried, key=lambda way: (tried[way].complete, tried[way].rate))
     # Trying the batches has warmed the other side up, too.
-    found["batch"] = _by_turns(options, batch, lambda: peer.run(batch, size, order), rounds, seed)
-    found["batch"] |= {"static_batch": size, "order": order}
+    found["batch"] = _by_turns(options, batch, partial(peer.run, batch, size, order), rounds, seed, say, limit)
+    found["batch"] |= {"static_batch": size, "order": order, "search_complete": all(r.complete for r in tried.values())}
     title = f"{many[0]} prompts, {many[1]} -> {many[2]}, against batch {size}, order {order}"
     say(_line(title, found["batch"]))
     return found
 
 
 def _by_turns(
-    options: Mapping[str, Any], work: Workload, other: Callable[[], float], rounds: int, seed: int
+    options: Mapping[str, Any],
+    work: Workload,
+    other: Callable[[float], Reached],
+    rounds: int,
+    seed: int,
+    say: Callable[[str], None],
+    limit: float,
 ) -> dict[str, Any]:
-    """Each of our turns is an engine that has done the work once before, with other prompts."""
+    """Each of our turns is an engine that has done the work once before, with other prompts.
+
+    `other` gets the seconds that its side has left. The first round is always run.
+    """
     ours: list[float] = []
-    theirs: list[float] = []
+    theirs: list[Reached] = []
+    spent = 0.0
     for turn in range(rounds):
+        left = limit - sum(reached.seconds for reached in theirs)
+        if turn and (spent >= limit or left <= 0):
+            say(f"the time limit of {limit:g} s ends the comparison after round {turn} of {rounds}")
+            break
         with closing(Bench(options)) as bench:
-            bench.run(bench.renewed(work, seed + 1 + 2 * turn))
-            ours.append(work.num_output_tokens / bench.run(bench.renewed(work, seed + 2 + 2 * turn)))
-        theirs.append(work.num_output_tokens / other())
-    a, b = statistics.median(ours), statistics.median(theirs)
-    return {"cellar": a, "transformers": b, "ratio": a / b, "cellar_runs": ours, "transformers_runs": theirs}
+            warm = bench.run(bench.renewed(work, seed + 1 + 2 * turn))
+            # A second run of more than the limit says nothing that the first has not said.
+            seconds = warm if warm >= limit else bench.run(bench.renewed(work, seed + 2 + 2 * turn))
+        spent += warm + seconds
+        ours.append(work.num_output_tokens / seconds)
+        say(f"round {turn + 1} of {rounds}: cellar {ours[-1]:.0f} tok/s, {seconds:.1f} s")
+        theirs.append(other(left))
+        say(f"round {turn + 1} of {rounds}: transformers {_reached(theirs[-1])}")
+    a, b = statistics.median(ours), statistics.median(reached.rate for reached in theirs)
+    return {
+        "cellar": a,
+        "transformers": b,
+        "ratio": a / b,
+        "cellar_runs": ours,
+        "transformers_runs": [reached.rate for reached in theirs],
+        "rounds": len(ours),
+        "complete": len(ours) == rounds and all(reached.complete for reached in theirs),
+    }
+
+
+def _reached(run: Reached) -> str:
+    cut = "" if run.complete else f", cut after {run.num_tokens:,} tokens"
+    return f"{run.rate:.0f} tok/s, {run.seconds:.1f} s{cut}"
 
 
 def _line(title: str, result: Mapping[str, Any]) -> str:
@@ -211,6 +260,11 @@ def print_report(report: OfflineReport) -> None:
     console.print(
         f"Bytes and FLOPs are the fewest that the work needs; the limit is from a {limits.source}.", soft_wrap=True
     )
+    if report.forecast is not None:
+        for line in report.forecast.lines():
+            console.print(line, soft_wrap=True)
+    else:
+        console.print("Nothing was predicted: no profile of this machine is known; `cellar profile` makes one.")
 
 
 def _rates(phase: PhaseTotal, limits: Limits) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Conversations like those of ShareGPT, made from what Pensieve's evaluation tells of them (001, §3.6.1).
+"""Conversations like those of ShareGPT, made from what Pensieve's evaluation says about them (§3.6.1).
 
 Table 3.2: 48,159 conversations, on average 5.56 turns, 37.77 tokens of request, 204.58 of answer. The text: 36 % have
 at least 5 turns (§3.6.4), and 0.57 % had more than 16,384 tokens and were dropped. Five figures fix five numbers of

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from cellar.bench.workload import Workload
-from cellar.core.errors import ConfigError
+from cellar.core.extras import missing
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a run has done: requested tokens, seconds, and whether that is all of it."""
+
+    num_tokens: int
+    seconds: float
+    complete: bool
+
+    @property
+    def rate(self) -> float:
+        """Requested tokens per second."""
+        return self.num_tokens / self.seconds
+
+
 ORDERS = ("given", "by input", "by output")
 
 
@@ -24,9 +42,7 @@ class TransformersPeer:
         try:
             from transformers import AutoModelForCausalLM
         except ImportError as error:
-            raise ConfigError(
-                "comparing needs the package transformers, which is not installed; pip install 'cellar-llm[bench]'."
-            ) from error
+            raise missing("comparing needs", "transformers", "bench") from error
         self._device = device
 
         def loaded() -> Any:
@@ -38,8 +54,8 @@ class TransformersPeer:
         config.temperature = config.top_p = config.top_k = None
         config.pad_token_id = 0
 
-    def run(self, workload: Workload, batch_size: int, order: str) -> float:
-        """Do a workload in static batches; each runs until its longest output is done; -> seconds.
+    def run(self, workload: Workload, batch_size: int, order: str, limit: float = math.inf) -> Reached:
+        """Do a workload in static batches, each until its longest output is done, for up to `limit` seconds.
 
         Orders: `given`, or sorted `by input` or `by output` length, so that a batch pads or idles less.
         """
@@ -49,17 +65,26 @@ class TransformersPeer:
         if keys[order] is not None:
             ranks.sort(key=keys[order])
 
-        def all_batches() -> float:
+        def all_batches() -> Reached:
             started = time.perf_counter()
+            done = 0
             for first in range(0, len(ranks), batch_size):
                 batch = ranks[first : first + batch_size]
-                self.tokens([workload.prompts[k] for k in batch], max(lengths[k] for k in batch))
-            return time.perf_counter() - started
+                left = limit - (time.perf_counter() - started)
+                if left > 0:
+                    made = self._made([workload.prompts[k] for k in batch], max(lengths[k] for k in batch), left)
+                    done += sum(min(lengths[k], made.shape[1]) for k in batch)
+            return Reached(done, time.perf_counter() - started, done == workload.num_output_tokens)
 
         return _apart(all_batches)
 
     def tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """`count` tokens for each prompt, as one batch padded on the left."""
+        found: list[list[int]] = self._made(prompts, count, math.inf).tolist()
+        return found
+
+    def _made(self, prompts: list[list[int]], count: int, limit: float) -> torch.Tensor:
+        """The tokens [prompts, made]: `count` of them, or fewer if `limit` seconds have passed (each step ends)."""
         width = max(map(len, prompts))
         tokens = torch.zeros(len(prompts), width, dtype=torch.int64)
         mask = torch.zeros_like(tokens)
@@ -72,11 +97,12 @@ class TransformersPeer:
                 attention_mask=mask.to(self._device),
                 max_new_tokens=count,
                 min_new_tokens=count,
+                max_time=None if limit == math.inf else limit,
             )
-        if made.shape[1] != width + count:
+        if limit == math.inf and made.shape[1] != width + count:
             raise RuntimeError(f"transformers made {made.shape[1] - width} tokens, but {count} were asked for")
-        found: list[list[int]] = made[:, width:].tolist()
-        return found
+        new: torch.Tensor = made[:, width:]
+        return new
 
 
 def _apart(work: Callable[[], T]) -> T:

@@ -408,7 +408,7 @@ def read_trace(path: Path) -> Trace:
         raise ConfigError(f"the trace {path} cannot be read ({error}); give a .jsonl or .csv file.") from error
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{path} is no trace that is known ({error!r}); give Mooncake's .jsonl (timestamp, input_length, "
+            f"{path} is not a known kind of trace ({error!r}); give Mooncake's .jsonl (timestamp, input_length, "
             "output_length, hash_ids) or Azure's .csv."
         ) from error
     if not len(trace.stamps):
@@ -476,5 +476,5 @@ def _json(path: Path) -> list[Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the dataset {path} cannot be read ({error}); give a JSON file.") from error
     if not isinstance(found, list):
-        raise ConfigError(f"the dataset {path} is no list; give a JSON list of conversations.")
+        raise ConfigError(f"the dataset {path} is not a list; give a JSON list of conversations.")
     return found

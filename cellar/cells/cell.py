@@ -16,19 +16,21 @@ DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A cell type: definition, weights and inputs (thesis 001, section 2.4.1).
+    """A cell type: definition, weights and inputs (BatchMaker §2.4.1).
 
     name         unique in its model
     module       forward(*inputs) -> a tensor, a sequence, or a dict by output name; dimension 0 of all is the batch
     outputs      names of what `forward` returns, in order
-    priority     of the cells that could run, the highest runs; give later cells a higher one, but a dear cell that runs
-                 again and again (a decoder, the inner nodes of a tree) a lower one than the cheap cells that fill its
-                 batches
+    priority     of the cells that could run, the highest runs; give later cells a higher one, but an expensive cell
+                 that runs again and again (a decoder, the inner nodes of a tree) a lower one than the cheap cells
+                 that fill its batches
     batch_sizes  sizes that the runtime prepares (`cellar profile` finds the best largest one); smaller batches are
                  padded to the next, and after the first task of a call no task is smaller than the first size
     inputs       names of the inputs; default: the parameters of `forward`
     shapes       shape of an input, without the batch, that the example request only ever leaves at zero
     high         integer inputs from outside are in [0, high)
+    infinite     outputs that may hold infinities, such as masked logits of -inf; elsewhere they fail the request, as
+                 NaN does everywhere
     """
 
     name: str
@@ -39,6 +41,7 @@ class Cell:
     inputs: tuple[str, ...] = ()
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     high: Mapping[str, int] = field(default_factory=dict)
+    infinite: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -49,6 +52,10 @@ class Cell:
             raise ConfigError(
                 f"cell {self.name!r} has batch_sizes {self.batch_sizes}; give one or more sizes of at least 1."
             )
+        set_(self, "infinite", tuple(self.infinite))
+        for name in self.infinite:
+            if name not in self.outputs:
+                raise ConfigError(f"infinite of cell {self.name!r} names {name!r}; its outputs are {self.outputs}.")
         for option in ("shapes", "high"):
             for name in getattr(self, option):
                 if name not in self.inputs:

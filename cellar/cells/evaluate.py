@@ -23,7 +23,8 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 class Evaluator:
     """Computes nodes with batches of one.
 
-    `inputs[cell][i]` and `outputs[cell][o]` are the shapes (without the batch) and dtypes seen so far. Raises
+    `inputs[cell][i]` and `outputs[cell][o]` are the shapes (without the batch) and dtypes seen so far, `seen[cell]` the
+    inputs of its first node and of the first that differs from it. Raises
     ConfigError if an input is left at zero before its shape is known, or two nodes disagree.
     """
 
@@ -35,6 +36,7 @@ class Evaluator:
             else [list(kinds) for kinds in inputs]
         )
         self.outputs: list[list[Kind | None]] = [[None] * len(cell.outputs) for cell in cells]
+        self.seen: list[list[tuple[Tensor, ...]]] = [[] for _ in cells]
         self._width = max(len(cell.outputs) for cell in cells)
 
     def run(self, blocks: Sequence[Block]) -> Evaluated:
@@ -81,6 +83,9 @@ class Evaluator:
     ) -> tuple[Tensor, ...]:
         inputs = [self._input(cell, i, int(read), values, computed) for i, read in enumerate(reads)]
         outputs = self.cells[cell].run(inputs)
+        seen = self.seen[cell]
+        if not seen or (len(seen) == 1 and not all(map(torch.equal, seen[0], inputs))):
+            seen.append(tuple(inputs))
         for o, tensor in enumerate(outputs):
             self._learn(
                 self.outputs[cell],

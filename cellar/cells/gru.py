@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cellar.ops.recurrent import gru_gates, join_rows, product
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
+from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.recurrent import gru_gates, join_rows, prepare_gates, product
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
 
 
 class GRUStack(nn.Module):
@@ -61,10 +62,11 @@ class GRURows:
     """A stack on a device: per layer two gathers, two matrix products, one kernel of gates that scatters."""
 
     def __init__(self, stack: GRUStack, device: torch.device) -> None:
-        def side(kind: str, j: int) -> tuple[Tensor, Tensor | None]:
+        def side(kind: str, j: int) -> tuple[LinearWeight, Tensor | None]:
             weight, bias = stack.side(kind, j)
             return placed(weight, device), None if bias is None else bias.detach().to(device)
 
+        prepare_gates("gru_gates", device, next(stack.parameters()).dtype)
         self._layers = [(side("ih", j), side("hh", j)) for j in range(stack.num_layers)]
 
     def output(self, x: Rows, h: Rows, targets: Sequence[Rows | None]) -> RowsOutput:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cellar.ops.linear import linear
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, finite_rows, placed, put
+from cellar.ops.linear.definition import linear
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, finite_rows, placed, put
 
 
 def top(h: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cellar.ops.lstm import LSTMWeights, lstm_step, lstm_steps, pack_lstm
-from cellar.ops.recurrent import finite_states, join_rows, lstm_gates, product
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, placed, put, returned
+from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.recurrent import join_rows, lstm_gates, prepare_gates, product
+from cellar.ops.recurrent.lstm import LSTMLayer, pack_lstm
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, placed, put, returned
 
 _CARRIED = {1: 0, 2: 1}
 """Of inputs (x or token, h, c) and outputs (h, c)."""
@@ -63,37 +64,31 @@ class LSTMStack(nn.Module):
         bias = getattr(self, f"bias_ih_l{j}") + getattr(self, f"bias_hh_l{j}") if self.has_bias else None
         return weight, bias
 
-    def weights(self, j: int, device: torch.device) -> LSTMWeights:
-        """Layer j's tensors on a device; zeros for biases that it has not."""
-
-        def there(name: str) -> Tensor:
-            found: Tensor = getattr(self, f"{name}_l{j}")
-            return found.detach().to(device)
-
-        weight_ih, weight_hh = there("weight_ih"), there("weight_hh")
-        if not self.has_bias:
-            none = weight_hh.new_zeros(4 * self.hidden_size)
-            return LSTMWeights(weight_ih, weight_hh, none, none)
-        return LSTMWeights(weight_ih, weight_hh, there("bias_ih"), there("bias_hh"))
+    def packed(self, j: int) -> LSTMLayer:
+        """Layer j for the CPU."""
+        _, bias = self.joined(j)
+        weights = [getattr(self, f"{name}_l{j}").detach() for name in ("weight_ih", "weight_hh")]
+        return pack_lstm(weights[0], weights[1], None if bias is None else bias.detach())
 
 
 class LSTMRows:
-    """A stack on a device. Per layer: on the CPU gathers, one primitive and scatters; on an accelerator, and in other
-    dtypes than float32, one gather, one matrix product, and one kernel of gates that scatters.
+    """A stack on a device. Per layer: in float32 on the CPU two products and one kernel of gates that scatters;
+    elsewhere one gather, one product, and that kernel.
     """
 
     def __init__(self, stack: LSTMStack, device: torch.device) -> None:
         layers = range(stack.num_layers)
+        prepare_gates("lstm_gates", device, next(stack.parameters()).dtype)
         with torch.no_grad():
-            packed = [pack_lstm(stack.weights(j, device)) for j in layers]
-            self._whole = packed if packed[0].many is not None else None
-            self._joined = [] if self._whole else [self._on(device, *stack.joined(j)) for j in layers]
+            split = device.type == "cpu" and next(stack.parameters()).dtype == torch.float32
+            self._split = [stack.packed(j) for j in layers] if split else []
+            self._joined = [] if split else [self._on(device, *stack.joined(j)) for j in layers]
 
     def step(self, x: Rows, h: Rows, c: Rows, h_out: Rows, c_out: Rows) -> tuple[Tensor, Rows]:
         """One step of all layers -> finite [b], and the rows of the last layer's h."""
         several = h.table.dim() == 3
         finite: Tensor | None = None
-        for j in range(len(self._whole or self._joined)):
+        for j in range(len(self._split or self._joined)):
             states = [rows.at(j) for rows in (h, c, h_out, c_out)] if several else [h, c, h_out, c_out]
             good = self._layer(j, x, *states)
             finite = good if finite is None else finite & good
@@ -102,9 +97,9 @@ class LSTMRows:
         return finite, x
 
     @property
-    def single(self) -> LSTMWeights | None:
-        """The packed weights of the one layer; None for several layers, and where nothing is packed."""
-        return self._whole[0] if self._whole is not None and len(self._whole) == 1 else None
+    def single(self) -> LSTMLayer | None:
+        """The one layer, in float32 on the CPU; None for several layers, and elsewhere."""
+        return self._split[0] if len(self._split) == 1 else None
 
     def output(self, x: Rows, h: Rows, c: Rows, targets: Sequence[Rows | None]) -> RowsOutput:
         """A step as a cell with the outputs h and c makes it."""
@@ -117,29 +112,26 @@ class LSTMRows:
 
         `features` makes features of the rows of x.
         """
-        weights = self.single
-        if weights is None:
+        layer = self.single
+        if layer is None:
             return step
 
         def run(sources: Sequence[Rows], num_steps: int, targets: Sequence[Rows | None]) -> RowsOutput:
             x, h, c = sources
             inputs = features(x).gather().view(num_steps, len(h.index), -1)
-            new_h, new_c = lstm_steps(inputs, h.gather(), c.gather(), weights)
-            return RowsOutput(finite_states(new_c), (put(targets[0], new_h), put(targets[1], new_c)))
+            new_h, new_c, finite = layer.steps(inputs, h.gather(), c.gather())
+            return RowsOutput(finite, (put(targets[0], new_h), put(targets[1], new_c)))
 
         return StepsFunction(step, _CARRIED, run)
 
     def _layer(self, j: int, x: Rows, h: Rows, c: Rows, h_out: Rows, c_out: Rows) -> Tensor:
-        if self._whole is not None:
-            new_h, new_c = lstm_step(x.gather(), h.gather(), c.gather(), self._whole[j])
-            h_out.scatter(new_h)
-            c_out.scatter(new_c)
-            return finite_states(new_c)
+        if self._split:
+            return self._split[j].step_rows(x.gather(), h, c, h_out, c_out)
         weight, bias = self._joined[j]
         gates, rest = product(join_rows((x.table, h.table), (x.index, h.index)), weight, bias)
         return lstm_gates(gates, c.table, c.index, h_out.table, h_out.index, c_out.table, c_out.index, rest)
 
-    def _on(self, device: torch.device, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _on(self, device: torch.device, weight: Tensor, bias: Tensor | None) -> tuple[LinearWeight, Tensor | None]:
         return placed(weight, device), None if bias is None else bias.to(device)
 
 

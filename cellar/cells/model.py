@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from cellar.cells.batching import check_rows, check_shapes, stop_training
 from cellar.cells.cell import Cell
 from cellar.cells.compiler import Compiled, compile_graph
 from cellar.cells.evaluate import Evaluator, Kind
@@ -20,7 +21,7 @@ from cellar.cells.refs import GrownOutput, Output
 from cellar.cells.response import Layout, Leaf, ResponsePort, describe, emits_of, flatten, layout_of
 from cellar.cells.watchdog import TookTooLongError, Watchdog
 from cellar.core.cell_graphs import CellGraph, CellRequest
-from cellar.core.errors import CellarError, ConfigError, RequestError
+from cellar.core.errors import CellarError, ConfigError, RequestError, is_interrupt
 from cellar.core.tasks import BankSpec, CellModelSpec, CellSpec, Port, Values
 
 _CACHED_NODES = 1 << 18
@@ -50,7 +51,8 @@ class CellModel:
     example   fields of a request from which shapes are learned
     max_nodes, unfold_seconds: limits of one request, growing chains counted at their limit
 
-    Raises ConfigError for what cannot work, before any request.
+    Raises ConfigError for what cannot work, before any request: also for a cell of which two different rows come out of
+    one batch otherwise than alone (`batching.check_rows`). Modules are set to evaluation (`.eval()`).
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class CellModel:
             )
         self.name = name
         self.cells = tuple(cells)
+        stop_training(name, self.cells)
         self.fields: tuple[RequestField, ...] = fields_of(unfold)
         self.max_nodes = max_nodes
         self._unfold = unfold
@@ -125,7 +128,9 @@ class CellModel:
             raise
         except RecursionError:
             raise RequestError("unfold recursed too deeply; send a smaller request.") from None
-        except Exception as error:
+        except BaseException as error:  # `sys.exit` too: it must not end the thread that serves other requests
+            if is_interrupt(error):
+                raise
             raise RequestError(f"unfold raised {type(error).__name__}: {error}.") from error
         leaves: list[Leaf] = []
         names: list[str] = []
@@ -163,10 +168,11 @@ class CellModel:
         evaluator = Evaluator(self.cells)
         try:
             evaluator.run(graph.blocks)
-        except (RequestError, RuntimeError, TypeError, IndexError, ValueError) as error:
-            if isinstance(error, ConfigError):
+        except BaseException as error:
+            if isinstance(error, ConfigError) or is_interrupt(error):
                 raise
-            raise ConfigError(f"the example request of model {self.name!r} fails: {error}") from error
+            reason = str(error) or type(error).__name__
+            raise ConfigError(f"the example request of model {self.name!r} fails: {reason}") from error
         banks: list[BankSpec] = []
         index: dict[tuple[tuple[int, ...], str], int] = {}
         inputs = []
@@ -192,24 +198,12 @@ class CellModel:
                 if kind is None:
                     raise ConfigError(f"the example of model {self.name!r} never uses cell {cell.name!r}; extend it.")
                 shape, dtype = kind[0], str(kind[1]).removeprefix("torch.")
-                ports.append(Port(name, shape, dtype, index.get((shape, dtype))))
-            self._check_batch(cell, inputs[c], tuple(ports))
+                ports.append(Port(name, shape, dtype, index.get((shape, dtype)), infinite=name in cell.infinite))
+            check_shapes(cell, inputs[c], tuple(ports))
+            check_rows(cell, inputs[c], evaluator.seen[c])
             cells.append(CellSpec(cell.name, inputs[c], tuple(ports), cell.batch_sizes, cell.priority))
         sized = tuple(BankSpec(bank.name, bank.shape, bank.dtype, _width(cells, b)) for b, bank in enumerate(banks))
         return CellModelSpec(self.name, tuple(cells), sized)
-
-    def _check_batch(self, cell: Cell, inputs: Sequence[Port], outputs: Sequence[Port]) -> None:
-        """A batch of 2 must come back as a batch of 2."""
-        zeros = [torch.zeros((2, *p.shape), dtype=getattr(torch, p.dtype), device=cell.device) for p in inputs]
-        try:
-            found = cell.run(zeros)
-        except Exception as error:
-            raise ConfigError(f"cell {cell.name!r} fails on a batch of 2 zeros: {error}") from error
-        for port, tensor in zip(outputs, found, strict=True):
-            if tuple(tensor.shape[1:]) != port.shape:
-                raise ConfigError(
-                    f"output {port.name!r} of cell {cell.name!r} changes its shape with the batch; return [batch, ...]."
-                )
 
     def _describe(self, example: Mapping[str, Any]) -> Any:
         _, structure, leaves, _ = self._run(example)

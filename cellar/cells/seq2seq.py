@@ -2,9 +2,9 @@
 
 Encoder: names of `torch.nn.LSTM` and `embedding.weight`. Decoder: the same, and `output.weight` [vocab, hidden],
 `output.bias`; the best word is chosen on the device. Decoder cells have batch sizes of their own: their product with
-the vocabulary is most of the work (thesis 001, section 2.7.4).
+the vocabulary is most of the work (BatchMaker §2.7.4).
 
-Cells that read go before cells that write, unlike in the thesis. Where a worker has one call at a time, none is running
+Cells that read go before cells that write, unlike in BatchMaker. Where a worker has one call at a time, none is running
 when the next is chosen, so that priority alone decides: a decoder that goes first runs with the one or two requests
 that have come so far until they end, while all others wait to be read; a reader that goes first costs little and fills
 the decoder's batches (docs/log/cells.md).
@@ -25,9 +25,7 @@ from cellar.cells.model import CellModel
 from cellar.cells.refs import GrownOutput
 from cellar.cells.sequence import read, state_shapes, step_cell
 from cellar.core.errors import RequestError
-from cellar.ops.lstm import lstm_step
-from cellar.ops.recurrent import finite_states
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, put, returned
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, StepsFunction, landing, put, returned
 
 _CARRIED = {0: 0, 1: 1, 2: 2}
 """Of inputs and outputs (token, h, c)."""
@@ -74,26 +72,21 @@ class DecoderCell(LSTMStack):
             best, sound = best_token(project(last.gather()))
             return RowsOutput(finite & sound, (put(targets[0], best), *returned(targets[1:], landed)))
 
-        weights = rows.single
-        if weights is None:
+        layer = rows.single
+        if layer is None:
             return step
 
         def run(sources: Sequence[Rows], num_steps: int, targets: Sequence[Rows | None]) -> RowsOutput:
             token, state, memory = (source.gather() for source in sources)
-            tokens, sounds, memories = [], [], []
+            tokens, sounds = [], []
             for _ in range(num_steps):
-                state, memory = lstm_step(words.index_select(0, token), state, memory, weights)
+                state, memory, finite = layer.step(words.index_select(0, token), state, memory)
                 token, sound = best_token(project(state))
                 tokens.append(token)
-                sounds.append(sound)
-                memories.append(memory)
-            finite = torch.cat(sounds)
-            # What is infinite once is so to the end.
-            if not finite_states(memory).all():
-                finite &= torch.cat([finite_states(one) for one in memories])
+                sounds.append(finite & sound)
             if targets[0] is not None:
                 targets[0].scatter(token)
-            return RowsOutput(finite, (torch.cat(tokens), put(targets[1], state), put(targets[2], memory)))
+            return RowsOutput(torch.cat(sounds), (torch.cat(tokens), put(targets[1], state), put(targets[2], memory)))
 
         return StepsFunction(step, _CARRIED, run, every=frozenset({0}), most=_MOST_STEPS_BATCH)
 

@@ -10,7 +10,7 @@ Child-sum: every node has a word (0 if it has none, as inner nodes of a parse tr
 
     weight_iou [3 hidden, input + hidden], bias_iou, weight_fx [hidden, input], weight_fh [hidden, hidden], bias_f
 
-Leaves go before inner nodes, unlike in the thesis. Where a worker has one call at a time, none is running when the next
+Leaves go before inner nodes, unlike in BatchMaker. Where a worker has one call at a time, none is running when the next
 is chosen, so that priority alone decides: inner nodes that go first run, in ever smaller batches, until all trees that
 have begun are done, and those that come meanwhile wait, as in merged graphs. Leaves that go first cost little, and let
 a tree join the batches of the others from the next call on (docs/log/cells.md).
@@ -32,9 +32,9 @@ from cellar.cells.graph import Graph
 from cellar.cells.heads import ClassifierHead
 from cellar.cells.model import CellModel
 from cellar.core.errors import RequestError
-from cellar.ops.linear import linear
-from cellar.ops.recurrent import join_rows, product, tree_gates
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
+from cellar.ops.linear.definition import linear
+from cellar.ops.recurrent import join_rows, prepare_gates, product, tree_gates
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, landing, placed, returned
 
 
 class TreeLeaf(nn.Module):
@@ -75,6 +75,7 @@ class TreeInner(nn.Module):
         """The cell over rows."""
         weight, bias = placed(self.linear.weight, device), self.linear.bias.detach().to(device)
         hidden, on_cpu = self.hidden_size, device.type == "cpu"
+        prepare_gates("tree_gates", device, self.linear.weight.dtype)
 
         def both(left: Rows, right: Rows) -> Tensor:
             if on_cpu and left.table is right.table:  # one gather costs half as much as two
@@ -131,6 +132,7 @@ class ChildSumNode(nn.Module):
     def on_rows(self, device: torch.device) -> RowsFunction:
         """The cell over rows: the children of a batch are one batch of the product that makes their forget gates."""
         children = self.max_children
+        prepare_gates("tree_gates", device, self.weight_iou.dtype)
         words, bias_iou, bias_f = (
             tensor.detach().to(device) for tensor in (self.embedding.weight, self.bias_iou, self.bias_f)
         )
@@ -181,6 +183,7 @@ class ChildSumLeaf(nn.Module):
 def _leaf(words: Tensor, weight: Tensor, bias: Tensor, device: torch.device) -> RowsFunction:
     """A leaf over rows: gates of its word, and no child. words: [vocab, input]; weight: [3 hidden, input]."""
     words, bias = words.to(device), bias.to(device)
+    prepare_gates("tree_gates", device, weight.dtype)
     packed = placed(weight.contiguous(), device)
     # A table of states to take the shape from.
     like = words.new_empty((1, len(bias) // 3))

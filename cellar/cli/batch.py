@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import typer
 from cellar.cli.verb import ENGINE, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.extras import missing
 from cellar.server.config import LimitConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -28,10 +30,10 @@ def batch(
     requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one per line.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Results, one per line, appended as they finish.")],
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in the requests; several with commas between.")
+        str | None, typer.Option(help="Name of the model in the requests; several separated by commas.")
     ] = None,
     tool_call_parser: Annotated[
-        str | None, typer.Option(help="How the model writes tool calls: hermes or llama3_json.")
+        str | None, typer.Option(help="How the model writes tool calls, as in `cellar serve`.")
     ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Requests handed to the engine at a time; default: 2 x max_num_seqs.")
@@ -40,29 +42,35 @@ def batch(
     *,
     engine: dict[str, Any],
 ) -> None:
-    """Answer a file of requests in OpenAI's batch format. Killed and started again, it goes on where it was.
+    """Answer a file of requests in OpenAI's batch format. Run again, it resumes where it stopped.
 
     Exit code 0: all succeeded; 1: done, but some lines failed, now or before; 2: it could not be done.
     """
-    config = EngineConfig.of(**engine)
+    from cellar.engine.plan import with_plan
+
+    config, _ = with_plan(EngineConfig.of(**engine))
     server = ServerConfig(served_model_name=served_model_name, tool_call_parser=tool_call_parser)
     try:
         from cellar.server.batch import BatchCounts, ResultFile, read_requests
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"batches need the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
-        ) from error
+        raise missing("batches need", error.name, "server") from error
     total = sum(1 for _ in read_requests(requests))  # a wrong name of the input leaves no output behind
     if output.exists() and output.samefile(requests):
         raise ConfigError(f"the output is the input, {requests}; give another file.")
     counts, started = BatchCounts(), time.perf_counter()
     with ResultFile(output) as results:
         pending = sum(not results.has(line) for line in read_requests(requests))
+        stopped = False
         if pending:  # else the model need not be loaded
             bar = None if disable_tqdm or not sys.stderr.isatty() else (total - pending, total)
-            _answer(config, server, requests, results, max_in_flight, counts, bar)
+            stopped = _answer(config, server, requests, results, max_in_flight, counts, bar)
         failed_before = results.num_failed
-    _tell(counts, total - pending, failed_before, time.perf_counter() - started, output)
+    # Where results go to a terminal or a pipe, nothing else may.
+    _tell(counts, total - pending, failed_before, time.perf_counter() - started, output, err=not results.is_file)
+    if stopped:
+        left = pending - counts.succeeded - counts.failed
+        typer.echo(f"cellar: stopped with {left} left; run the same command again to go on.", err=True)
+        raise typer.Exit(130)
     if counts.failed or failed_before:
         raise typer.Exit(1)
 
@@ -75,18 +83,25 @@ def _answer(
     max_in_flight: int | None,
     counts: BatchCounts,
     bar: tuple[int, int] | None,
-) -> None:
-    """Load the model and do what is left; `bar` says how many of how many lines are done at the beginning."""
+) -> bool:
+    """Load the model and do what is left; `bar` says how many of how many lines are done at the beginning.
+
+    -> True if Ctrl-C ended it: the first starts no more lines and lets the running ones finish, the second drops them.
+    """
     from tqdm.auto import tqdm
 
-    from cellar.front import open_front
+    from cellar.bench.forecast import Forecast
+    from cellar.engine.opened import open_front
+    from cellar.engine.stream import AsyncLLM
+    from cellar.reports.forecast import predict
     from cellar.server.app import build_app
     from cellar.server.batch import Batch
     from cellar.server.host import SameProcess, ServedModel
     from cellar.server.run import model_names
-    from cellar.stream import AsyncLLM
 
-    opened = open_front(config)
+    forecast = Forecast()
+    opened = open_front(config, forecast.wrap)
+    predict(forecast, opened)
     host = SameProcess(AsyncLLM.over(opened))
     app = build_app(host, ServedModel.of(opened, model_names(config, server)), server, _LIMITS)
     in_flight = max_in_flight or 2 * opened.config.schedule.max_num_seqs
@@ -102,21 +117,45 @@ def _answer(
             shown.set_postfix_str(rate + (f", {counts.failed} failed" if counts.failed else ""), refresh=False)
             shown.update(1)
 
+        answers = Batch(app, host, config.model.seed)
+        stopped = False
+
+        def interrupted(running: asyncio.Task[None]) -> None:
+            nonlocal stopped
+            stopped = True
+            if answers.stop():
+                tqdm.write("cellar: finishing what runs; press Ctrl-C again to drop it.", file=sys.stderr)
+            else:
+                running.cancel()
+
         async def work() -> None:
+            running = asyncio.create_task(answers.run(requests, results, in_flight, on_result))
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted, running)
             try:
-                await Batch(app, host, config.model.seed).run(requests, results, in_flight, on_result)
+                await running
+            except asyncio.CancelledError:
+                if not stopped:
+                    raise
             finally:
+                app.state.api.close()
                 await host.close()
 
         asyncio.run(work())
+    found = forecast.report(counts.output_tokens, time.perf_counter() - started)
+    for line in found.lines() if found else ():
+        typer.echo(line)
+    return stopped
 
 
-def _tell(counts: BatchCounts, skipped: int, failed_before: int, seconds: float, output: Path) -> None:
+def _tell(
+    counts: BatchCounts, skipped: int, failed_before: int, seconds: float, output: Path, err: bool = False
+) -> None:
     before = f", {skipped} were done before" if skipped else ""
     before += f" ({failed_before} of them failed)" if failed_before else ""
     typer.echo(
         f"{counts.succeeded} succeeded, {counts.failed} failed{before}; {counts.prompt_tokens} tokens in, "
-        f"{counts.output_tokens} out, {seconds:.1f} s; results in {output}"
+        f"{counts.output_tokens} out, {seconds:.1f} s; results in {output}",
+        err=err,
     )
     for message, count in sorted(counts.errors.items(), key=lambda item: -item[1])[:3]:
         typer.echo(f"cellar: {count} failed: {message}", err=True)

@@ -6,9 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from cellar.bench.serve_options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions
+from cellar.bench.serve.options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions
 from cellar.cli.verb import OptionGroup, verb
 from cellar.core.errors import ConfigError
+from cellar.core.extras import missing
 
 
 @verb(
@@ -32,10 +33,8 @@ def serve(
     results["goodput"] = [*(results["goodput"] or ()), *(bounds or ())]
     options = TargetOptions(**target), DatasetOptions(**dataset), TrafficOptions(**traffic), ResultOptions(**results)
     try:
-        from cellar.bench.serve import ServeBench
+        from cellar.bench.serve.command import ServeBench
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"load tests need the package {error.name}, which is not installed; pip install 'cellar-llm[bench]'."
-        ) from error
+        raise missing("load tests need", error.name, "bench") from error
 
     ServeBench(*options).run(typer.echo, lambda line: typer.echo(f"cellar: {line}", err=True))

@@ -28,8 +28,8 @@ def step(
     from_json: Annotated[Path | None, typer.Option(help="Show a breakdown that was written before.")] = None,
     png: Annotated[Path | None, typer.Option(help="File for a figure of the breakdown.")] = None,
 ) -> None:
-    """Milliseconds of a decode step with random weights; with --breakdown, what they went into."""
-    from cellar.bench.step import StepOptions, run
+    """Milliseconds of a decode step with random weights; with --breakdown, where they go."""
+    from cellar.bench.step.command import StepOptions, run
 
     run(
         StepOptions(

@@ -20,7 +20,7 @@ def load_models(path: Path) -> list[CellModel]:
     name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"cellar_cells_{abs(hash(path))}"
     spec = spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is no Python file; its name must end in .py.")
+        raise ConfigError(f"{path} is not a Python file; its name must end in .py.")
     module = module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and type hints of the file look themselves up here
     sys.path.insert(0, str(path.resolve().parent))
@@ -30,7 +30,7 @@ def load_models(path: Path) -> list[CellModel]:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         line = _line(error, str(path))
-        raise ConfigError(f"{path}{line} raised {type(error).__name__}: {error}; mend the file.") from error
+        raise ConfigError(f"{path}{line} raised {type(error).__name__}: {error}; fix the file.") from error
     found: list[CellModel] = []
     for value in vars(module).values():
         for one in value if isinstance(value, (list, tuple)) else (value,):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,13 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
+from cellar.cli.wrap import WordWrap
 from cellar.core.errors import RequestError
 
 if TYPE_CHECKING:
     from cellar.core.sampling import SamplingParams
-    from cellar.llm import LLM
+    from cellar.engine.llm import LLM
 
 Messages = list[dict[str, Any]]
+
+_HELP = """/help   this list
+/reset  forget the conversation
+/exit   leave (or Ctrl-D)
+Ctrl-C ends an answer."""
 
 # One answer, and its text alone, is shown.
 _SAMPLING = replace(SAMPLING, skip=SAMPLING.skip | {"n", "logprobs"})
@@ -23,19 +30,19 @@ _SAMPLING = replace(SAMPLING, skip=SAMPLING.skip | {"n", "logprobs"})
 
 @verb(engine=ENGINE, sampling=_SAMPLING)
 def chat(
-    system: Annotated[str | None, typer.Option(help="System message at the head of the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     *,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk with a model. /reset forgets the conversation, /exit (or Ctrl-D) leaves, Ctrl-C ends an answer."""
+    """Talk with a model. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation."""
     sampling_params(sampling)  # wrong ones are found before the model is read
-    from cellar.llm import LLM
+    from cellar.engine.llm import LLM
 
     head: Messages = [] if system is None else [{"role": "system", "content": system}]
     with LLM(**engine) as llm:
         params = sampling_params(sampling, llm.generation.sampling)
-        typer.echo("/reset forgets, /exit leaves.")
+        typer.echo(f"{_name(engine)}. /help lists the commands.")
         messages = list(head)
         while (line := _ask()) is not None:
             match line.strip():
@@ -43,11 +50,21 @@ def chat(
                     continue
                 case "/exit":
                     return
+                case "/help":
+                    typer.echo(_HELP)
                 case "/reset":
                     messages = list(head)
                     typer.echo("(forgotten)")
+                case command if command.startswith("/") and command[1:].isalpha():
+                    typer.echo(f"There is no {command}. /help lists the commands.")
                 case _:
                     messages = _turn(llm, messages, line, params)
+
+
+def _name(engine: dict[str, Any]) -> str:
+    """What the model is called."""
+    model = engine.get("model")
+    return "The demo model" if model is None else str(model)
 
 
 def _ask() -> str | None:
@@ -65,16 +82,19 @@ def _turn(llm: LLM, messages: Messages, line: str, params: SamplingParams) -> Me
     """One question and its answer; the conversation with both, or as it was if there is no answer."""
     asked: Messages = [*messages, {"role": "user", "content": line}]
     text, answer = "", None
+    shown = WordWrap(sys.stdout.write, shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
     try:
         for answer in llm.stream_chat(asked, params):
             new = answer.outputs[0].text
-            sys.stdout.write(new[len(text) :])
+            shown.push(new[len(text) :])
             sys.stdout.flush()
             text = new
+        shown.flush()
     except RequestError as error:
         typer.echo(f"cellar: {error} /reset starts afresh.", err=True)
         return messages
     except KeyboardInterrupt:
+        shown.flush()
         typer.echo(" ...")
     else:
         typer.echo()

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 
 from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
+from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 
 if TYPE_CHECKING:
     from cellar.core.messages import RequestOutput
     from cellar.core.sampling import SamplingParams
-    from cellar.llm import LLM
+    from cellar.engine.llm import LLM
 
 STORY = "Once upon a time"
 
@@ -44,20 +45,30 @@ def generate(
     wanted = _prompts(prompts, input)
     if output is not None:
         _check_writable(output)
-    from cellar.llm import LLM
+    from cellar.bench.forecast import Forecast
+    from cellar.engine.llm import LLM
+    from cellar.engine.opened import open_front
 
-    with LLM(**engine) as llm:
+    forecast = Forecast()
+    with LLM.over(open_front(EngineConfig.of(**engine), forecast.wrap)) as llm:
+        if llm.plan is not None:
+            forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
         params = sampling_params(sampling, llm.generation.sampling)
+        started = time.perf_counter()
         if len(wanted) == 1 and params.n == 1 and output is None:
-            _live(llm, wanted[0], params)
-            return
-        results = llm.generate(wanted, params, use_tqdm=sys.stderr.isatty())
-        if output is None:
-            _show(results)
+            count, results = _live(llm, wanted[0], params), []
         else:
+            results = llm.generate(wanted, params, use_tqdm=sys.stderr.isatty())
+            count = sum(len(completion.token_ids) for result in results for completion in result.outputs)
+        found = forecast.report(count, time.perf_counter() - started)
+        if output is not None:
             with output.open("w", encoding="utf-8") as file:
                 _write(results, file)
             typer.echo(f"{len(results)} results in {output}")
+        elif results:
+            _show(results)
+        for line in found.lines() if found else ():
+            typer.echo(line)
     failed = [result for result in results if result.outputs[0].finish_reason == "error"]
     if failed:
         raise RequestError(
@@ -101,12 +112,12 @@ def _json_lines(stream: TextIO, file: Path) -> list[Any]:
         try:
             found.append(json.loads(line))
         except ValueError as error:
-            raise RequestError(f"line {number} of {file} is no JSON ({error}); write one prompt per line.") from error
+            raise RequestError(f"line {number} of {file} is not JSON ({error}); write one prompt per line.") from error
     return found
 
 
-def _live(llm: LLM, prompt: Any, params: SamplingParams) -> None:
-    """Write tokens as they come; the last line has the figures."""
+def _live(llm: LLM, prompt: Any, params: SamplingParams) -> int:
+    """Write tokens as they come; the last line has the figures. Returns how many there were."""
     started = first = time.perf_counter()
     count, shown = 0, 0
     answer: RequestOutput | None = None
@@ -133,6 +144,7 @@ def _live(llm: LLM, prompt: Any, params: SamplingParams) -> None:
         f"{count} tokens in {seconds:.2f} s: {rate:.1f} tok/s, first token after {(first - started) * 1e3:.0f} ms, "
         f"{len(answer.prompt_token_ids)} prompt tokens, ended by {answer.outputs[0].finish_reason}"
     )
+    return count
 
 
 def _show(results: list[RequestOutput]) -> None:

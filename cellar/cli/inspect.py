@@ -20,7 +20,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Architecture, parameters, bytes, FLOPs per token, and what fits here. Reads no weights."""
-    from cellar.bench.anatomy import dissect, print_anatomy
+    from cellar.reports.inspect import dissect, print_anatomy
 
     anatomy = dissect(model, dtype, max_model_len)
     if json:

@@ -10,6 +10,7 @@ from cellar.cli.batch import batch
 from cellar.cli.bench import bench
 from cellar.cli.chat import chat
 from cellar.cli.generate import generate
+from cellar.cli.help import WIDEST, Command, Group
 from cellar.cli.inspect import inspect
 from cellar.cli.plan import plan
 from cellar.cli.profile import profile
@@ -39,18 +40,20 @@ def build() -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
-        rich_markup_mode="rich",
+        rich_markup_mode=None,
+        cls=Group,
+        context_settings={"max_content_width": WIDEST},
     )
     app.callback()(_root)
-    app.command()(generate)
-    app.command()(chat)
-    app.command()(serve)
-    app.command()(batch)
-    app.command()(inspect)
-    app.command()(plan)
-    app.command()(simulate)
+    app.command(cls=Command)(generate)
+    app.command(cls=Command)(chat)
+    app.command(cls=Command)(serve)
+    app.command(cls=Command)(batch)
+    app.command(cls=Command)(inspect)
+    app.command(cls=Command)(plan)
+    app.command(cls=Command)(simulate)
     app.add_typer(bench, name="bench")
-    app.command()(profile)
+    app.command(cls=Command)(profile)
     return app
 
 

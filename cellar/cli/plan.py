@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cellar.cli.verb import verb
+from cellar.core.config import CacheConfig
 from cellar.core.errors import ConfigError
 
 OBJECTIVES = ("throughput", "latency", "cost")
@@ -26,13 +27,19 @@ def plan(
     objective: Annotated[str, typer.Option(help="throughput, latency or cost.")] = "throughput",
     max_latency: Annotated[float | None, typer.Option(help="Seconds that a whole batch may take.")] = None,
     formats: Annotated[
-        str, typer.Option(help="Weights (and KV) as bf16, int8, int4 or int4+kv4; several by comma.")
-    ] = "bf16",
+        str | None,
+        typer.Option(
+            help="Weights (and KV): bf16, int8, int4, int4+kv4 or float32, several with commas; default: as it runs."
+        ),
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens per chunk of KV: 16, 32 or 64.")] = 32,
     diagonal: Annotated[bool, typer.Option("--diagonal", help="Consider the diagonal block schedule too.")] = False,
     compare: Annotated[
-        str | None, typer.Option(help="Another machine, or a plan that --output wrote, to put beside this one.")
+        str | None, typer.Option(help="Another machine, or a plan that --output wrote, to compare with this one.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="File for the plan and its Placement as JSON.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the plan, which an engine runs with --plan.")
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots as PNG.")] = None,
     sources: Annotated[bool, typer.Option("--sources", help="Also print every number used, with its origin.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
@@ -40,17 +47,25 @@ def plan(
     """Search placement, partition and pipeline together; print the best plan, what binds it, and the frontier."""
     import json as jsonlib
 
-    from cellar.bench.plan import model_spec, open_machine, print_answer, print_compared, save_plots
     from cellar.planner.cost import dimensions
     from cellar.planner.offload import Job
-    from cellar.planner.placement import placement, to_json
-    from cellar.planner.report import figures
+    from cellar.planner.saving import run_dtype, saved_plan
     from cellar.planner.search import find
+    from cellar.reports.machines import fast_bfloat16, fitted, open_machine, open_profile
+    from cellar.reports.models import model_spec
+    from cellar.reports.plan import print_answer, print_compared, save_plots
 
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r} is unknown; use {', '.join(OBJECTIVES)}.")
-    chosen_formats = _formats(formats)
-    spec, job = model_spec(model), Job(prompt, generate)
+    profile = open_profile(machine)
+    here = open_machine(machine, profile)
+    spec = model_spec(
+        model,
+        here.device.kind,
+        fast_bfloat16=fast_bfloat16(profile),
+        chunk_size=CacheConfig(block_size=block_size).block_size,
+    )
+    job, chosen_formats = Job(prompt, generate), _formats(formats, spec.dtype)
     if prompt + generate > spec.max_position:
         raise ConfigError(
             f"{prompt} + {generate} tokens are more than the {spec.max_position} that {model} can attend to; "
@@ -59,44 +74,53 @@ def plan(
     d = dimensions(spec)
     schedules: Any = ("zigzag", "diagonal") if diagonal else ("zigzag",)
 
-    def search(name: str) -> Any:
-        return find(d, open_machine(name), job, objective, max_latency, chosen_formats, schedules)  # type: ignore[arg-type]
+    def search(found: Any) -> Any:
+        return find(d, found, job, objective, max_latency, chosen_formats, schedules)  # type: ignore[arg-type]
 
-    answer = search(machine)
-    about = {"model": model, "prompt": prompt, "generate": generate, **figures(answer.chosen)}
+    dtype = run_dtype(chosen_formats[0], spec.dtype)
+    answer = search(fitted(here, profile, d, model, chosen_formats[0], dtype)[0])
+    about = {"model": model, "prompt": prompt, "generate": generate, **answer.chosen.figures()}
     if json:
-        pareto = [figures(one) for one in answer.pareto]
+        pareto = [one.figures() for one in answer.pareto]
         typer.echo(jsonlib.dumps({**about, "warnings": answer.warnings, "pareto": pareto}))
     else:
         title = f"{model} on {machine}: {prompt} + {generate} tokens, for {objective}"
         print_answer(answer, title, sources)
     if compare is not None:
-        saved = _saved(Path(compare))
-        other = figures(search(compare).chosen) if saved is None else saved
-        print_compared(figures(answer.chosen), other)
+        before = _saved(Path(compare))
+        other = search(open_machine(compare)).chosen.figures() if before is None else before
+        print_compared(answer.chosen.figures(), other)
     if output is not None:
-        output.write_text(to_json(placement(answer.chosen, spec), **about) + "\n", encoding="utf-8")
+        saved = saved_plan(answer.chosen, spec, _named(model), prompt=prompt, generate=generate)
+        output.write_text(saved.to_json() + "\n", encoding="utf-8")
         typer.echo(str(output), err=json)
     if plots is not None:
         for path in save_plots(answer, plots):
             typer.echo(str(path), err=json)
 
 
-def _formats(names: str) -> tuple[Any, ...]:
-    from cellar.planner.partition import BF16, INT4, INT4_KV4, INT8
+def _named(model: str) -> str:
+    """The model as an engine that starts anywhere finds it."""
+    path = Path(model).expanduser()
+    return str(path.resolve()) if path.exists() else model
 
-    known = {form.name: form for form in (BF16, INT8, INT4, INT4_KV4)}
-    unknown = [name for name in names.split(",") if name not in known]
+
+def _formats(names: str | None, dtype: str) -> tuple[Any, ...]:
+    from cellar.planner.partition import FORMATS, formats_of
+
+    if names is None:
+        return (formats_of(dtype),)
+    unknown = [name for name in names.split(",") if name not in FORMATS]
     if unknown:
-        raise ConfigError(f"format {unknown[0]!r} is unknown; use {', '.join(known)}.")
-    return tuple(known[name] for name in names.split(","))
+        raise ConfigError(f"format {unknown[0]!r} is unknown; use {', '.join(FORMATS)}.")
+    return tuple(FORMATS[name] for name in names.split(","))
 
 
 def _saved(path: Path) -> Any:
     """The figures of a plan's file; None if it is none (a machine's name or profile)."""
-    from cellar.planner.placement import read_plan
+    from cellar.planner.saved import read_plan
 
     if not path.is_file():
         return None
     text = path.read_text(encoding="utf-8")
-    return read_plan(text) if '"placement"' in text else None
+    return read_plan(text).figures if '"placement"' in text else None

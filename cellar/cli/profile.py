@@ -29,7 +29,7 @@ def profile(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the file's path only.")] = False,
 ) -> None:
     """Measure memory, matrix products, links, disk and launches of this machine, and write them to a file."""
-    from cellar.bench.machine import measure_machine, print_profile
+    from cellar.reports.profile import measure_machine, print_profile
 
     found, path = measure_machine(
         device, num_threads, output, lambda name: None if quiet else typer.echo(f"measuring {name}"), model

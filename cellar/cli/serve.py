@@ -12,6 +12,7 @@ import typer
 from cellar.cli.verb import ENGINE, OptionGroup, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.extras import missing
 from cellar.server.config import LimitConfig, ServerConfig
 
 _SERVER = OptionGroup("Server", (ServerConfig,))
@@ -31,33 +32,32 @@ def serve(
     server: dict[str, Any],
     limits: dict[str, Any],
 ) -> None:
-    """Serve a model to OpenAI clients, or recurrent models of one's own."""
+    """Serve a model to OpenAI clients, or recurrent models of your own."""
     config = EngineConfig.of(model=model, **engine)
     options, bounds = ServerConfig(**server), LimitConfig(**limits)
     if cells is not None:
         _serve_cells(cells, config, options, bounds)
         return
+    from cellar.engine.plan import with_plan
+
+    config, _ = with_plan(config)  # what is wrong with it is found before anything is started
     try:
         from cellar.server.run import serve as run
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serving needs the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
-        ) from error
+        raise missing("serving needs", error.name, "server") from error
 
     run(config, options, bounds, typer.echo)
 
 
 def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits: LimitConfig) -> None:
     _check_unused(config)
-    from cellar.cell_engine import CellEngine
     from cellar.cli.cells_file import load_models
+    from cellar.engine.cells import CellEngine
 
     try:
-        from cellar.server.cells_run import serve_cells
+        from cellar.server.cells.run import serve_cells
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serving needs the package {error.name}, which is not installed; pip install 'cellar-llm[server]'."
-        ) from error
+        raise missing("serving needs", error.name, "server") from error
 
     def opened() -> CellEngine:
         place = config.device

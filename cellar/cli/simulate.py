@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from cellar.bench.serve_options import DatasetOptions, ResultOptions, TrafficOptions
+from cellar.bench.serve.options import DatasetOptions, ResultOptions, TrafficOptions
 from cellar.cli.verb import OptionGroup, verb
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
+from cellar.core.extras import missing
 
 Part = TypeVar("Part", CacheConfig, ScheduleConfig)
 
@@ -38,12 +39,15 @@ def simulate(
         str, typer.Option(help="t4, a100, h100, h200 or laptop, a count of one (4xA100), or a profile's JSON.")
     ] = "h200",
     weights: Annotated[
-        str | None, typer.Option(help="bf16, int8, int4 or float32; default: bf16, on a processor float32.")
+        str | None,
+        typer.Option(
+            help="bf16, int8, int4 or float32; default: what the run of --check had, else what an engine would choose."
+        ),
     ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt plus output; default: the model's.")
     ] = None,
-    tiers: Annotated[str, typer.Option(help="Tiers of the KV store, by comma: device.")] = "device",
+    tiers: Annotated[str, typer.Option(help="Tiers of the KV store, separated by commas: device.")] = "device",
     host_seconds: Annotated[
         float, typer.Option(min=0.0, help="What one turn of the loop costs the host, in seconds.")
     ] = 150e-6,
@@ -54,19 +58,19 @@ def simulate(
         Literal["chat", "random", "sharegpt", "prefix", "trace"],
         typer.Option(
             help="chat: conversations as Pensieve counted ShareGPT's; random: random lengths; sharegpt: real lengths; "
-            "prefix: shared beginnings; trace: a replay.",
+            "prefix: shared prefixes; trace: a replay.",
             rich_help_panel="Dataset",
         ),
     ] = "chat",
     check: Annotated[
         Path | None,
-        typer.Option(help="JSON of a real run, of bench serve --save-detailed or bench offline, to put beside."),
+        typer.Option(help="JSON of a real run, of bench serve --save-detailed or bench offline, to compare with."),
     ] = None,
     input_len: Annotated[str, typer.Option(help="check of bench offline: the run's --input-len.")] = "16-512",
     output_len: Annotated[str, typer.Option(help="check of bench offline: the run's --output-len.")] = "16-256",
     output: Annotated[Path | None, typer.Option(help="File for the reports and every request, as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots as PNG.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="The last line alone: JSON.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print only the last line: JSON.")] = False,
     *,
     dataset: dict[str, Any],
     traffic: dict[str, Any],
@@ -74,20 +78,20 @@ def simulate(
     results: dict[str, Any],
 ) -> None:
     """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
-    from cellar.simulate import check_tiers
+    from cellar.simulate.simulator import check_tiers
 
     check_tiers([name.strip() for name in tiers.split(",")])
     chat = dataset_name == "chat"
     if chat and dataset["dataset_path"] is not None:
-        raise ConfigError("dataset chat is made, not read; leave dataset_path out, or use dataset sharegpt or trace.")
+        raise ConfigError(
+            "dataset chat is generated, not read; leave dataset_path out, or use dataset sharegpt or trace."
+        )
     if chat:
         dataset |= {"multi_turn": True}
     try:
-        from cellar.bench.simulate import Settings, run_simulations
+        from cellar.reports.simulate import Settings, run_simulations
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"simulations need the package {error.name}, which is not installed; pip install 'cellar-llm[bench]'."
-        ) from error
+        raise missing("simulations need", error.name, "bench") from error
 
     settings = Settings(
         model=model,

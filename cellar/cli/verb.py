@@ -69,9 +69,9 @@ _LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[in
 ENGINE = OptionGroup(
     "Engine",
     (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig),
-    # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve is a
-    # matter of experiments.
-    skip=frozenset({"machine_profile", "decode_reserve"}),
+    # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve and
+    # how far steps run ahead are matters of experiments.
+    skip=frozenset({"machine_profile", "decode_reserve", "run_ahead"}),
 )
 
 SAMPLING = OptionGroup(
@@ -90,10 +90,8 @@ SAMPLING = OptionGroup(
         "min_tokens": "Fewest tokens before an end symbol may come.",
         "stop": "Text that ends the output; may be given several times.",
         "stop_token_ids": "Token id that ends the output; may be given several times.",
-        "include_stop_str_in_output": "Show the stop text.",
         "ignore_eos": "Go on past end symbols.",
         "logprobs": "Log-probabilities of this many likeliest tokens, in the JSON output.",
-        "skip_special_tokens": "Leave special tokens out of the text.",
     },
     models={
         "temperature": 0.8,
@@ -103,8 +101,18 @@ SAMPLING = OptionGroup(
         "repetition_penalty": 1.0,
         "max_tokens": 256,
     },
-    # The engine's --seed decides; prompt log-probabilities, biases, grammars and raw ids are for the Python API.
-    skip=frozenset({"seed", "prompt_logprobs", "logit_bias", "detokenize", "structured_outputs"}),
+    # The engine's --seed decides; what changes the text's form, biases, grammars and raw ids are for the Python API.
+    skip=frozenset(
+        {
+            "seed",
+            "prompt_logprobs",
+            "logit_bias",
+            "detokenize",
+            "structured_outputs",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+        }
+    ),
 )
 
 

@@ -8,6 +8,7 @@ values of a request are numbered per bank; each goes up to its row with every pl
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -27,7 +28,7 @@ VALUE_SLOTS = 32
 Shorter chains own a power of two, so that chains of many lengths need equally many."""
 
 GROWING_TASKS = 5
-"""The thesis' MaxTasksToSubmit: of a chain that may meet its stop symbol the steps behind it are void."""
+"""BatchMaker's MaxTasksToSubmit: of a chain that may meet its stop symbol the steps behind it are void."""
 
 
 class Column(IntEnum):
@@ -181,10 +182,15 @@ class CellOutput:
     finished: list[tuple[str, CellResults]] = field(default_factory=list)
     failed: list[tuple[str, str]] = field(default_factory=list)
 
+    @classmethod
+    def refusal(cls, reasons: Mapping[str, str]) -> CellOutput:
+        """Requests that could not run, and why."""
+        return cls(failed=[*reasons.items()])
+
 
 @dataclass(frozen=True, slots=True)
 class CellStats:
-    """A snapshot of one scheduler; `free_rows[m][b]` of `CellCapacity.rows`. Totals count since it was made."""
+    """A snapshot of one scheduler; `free_rows[m][b]`, on all workers together. Totals count since it was made."""
 
     waiting: int
     running: int
@@ -204,11 +210,14 @@ class CellConfig:
                  None: as the runtime asks for (`CellCapacity.run_ahead`)
     graph_batch  0: cellular batching. n: graph batching, the baseline: n requests of a model run as one merged graph;
                  none joins or leaves before all are done
+    graph_ahead  of graph batching: the next batch is prepared, and follows without a gap, once the last task of the one
+                 before has been submitted; else when that one is done
     """
 
     max_tasks: int | None = None
     run_ahead: int | None = None
     graph_batch: int = 0
+    graph_ahead: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_tasks", 1), ("run_ahead", 1), ("graph_batch", 0)):

@@ -9,7 +9,7 @@ import os
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import ConfigError
@@ -29,15 +29,19 @@ class ModelConfig:
     tokenizer: str | None = _option(None, "Directory of the tokenizer; default: the model's.")
     dtype: str = _option("auto", "auto, float32, bfloat16 or float16.")
     max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; default: the model's.")
+    quantization: Literal["int4", "int8", "fp8"] | None = _option(
+        None, "Quantize a plain checkpoint's matrices while loading: int4 (groups of 64), int8 or fp8."
+    )
     load_format: Literal["auto", "dummy"] = _option("auto", "auto reads weights; dummy makes random ones.")
     skip_tokenizer_init: bool = _option(False, "Token ids in and out only.")
-    seed: int = _option(0, "Seed of requests that bring none, and of dummy weights.")
+    seed: int = _option(0, "Seed of requests that have none, and of dummy weights.")
+    plan: str | None = _option(None, "Plan that `cellar plan --output` wrote; what it says is obeyed.")
     generation_config: str = _option(
         "auto", "Sampling defaults: auto takes the model's generation_config.json, vllm none, a folder its own."
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "generation_config"):
+        for name in ("model", "tokenizer", "plan", "generation_config"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         if self.dtype != "auto":
@@ -57,6 +61,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = _option(None, "Bytes of KV cache; overrides gpu_memory_utilization.")
     block_size: int = _option(32, "Tokens per chunk: 16, 32 or 64.")
     enable_prefix_caching: bool = _option(True, "Share the KV of equal prefixes and keep it for later requests.")
+    kv_offloading_size: float | None = _option(None, "GiB of host memory for KV that the device has no room for.")
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -64,6 +69,12 @@ class CacheConfig:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
         if self.block_size not in CHUNK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}; it must be one of 16, 32, 64.")
+        if self.kv_offloading_size is not None and not 0 < self.kv_offloading_size < float("inf"):
+            raise ConfigError(f"kv_offloading_size is {self.kv_offloading_size}; it must be positive, in GiB.")
+        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offloading_size keeps KV for later requests, but enable_prefix_caching is off; drop one of them."
+            )
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
 
@@ -95,7 +106,9 @@ class DeviceConfig:
     """Where the model runs."""
 
     device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
-    num_threads: int | None = _option(None, "Threads of the CPU runtime; default: all cores.")
+    num_threads: int | None = _option(
+        None, "Threads of the CPU runtime; default: as measured while it runs, at most all cores."
+    )
     enforce_eager: bool = _option(False, "Launch every kernel of a decode step by itself: no CUDA graphs.")
     machine_profile: str = _option("auto", "Profile that chooses kernels: auto, none, a file, or a shipped one's name.")
 
@@ -137,9 +150,7 @@ class EngineConfig:
         """A copy in which what depends on the kind of device is decided."""
         if self.schedule.max_num_batched_tokens is not None:
             return self
-        # On the CPU a larger step leaves the cache and gains nothing.
-        tokens = 2048 if kind == "cpu" else 8192
-        return replace(self, schedule=replace(self.schedule, max_num_batched_tokens=tokens))
+        return replace(self, schedule=replace(self.schedule, max_num_batched_tokens=step_tokens(kind)))
 
     def resolve(self, *, dtype: str, max_model_len: int, device: str) -> EngineConfig:
         """A copy in which everything that said `auto` or None is decided."""
@@ -148,6 +159,11 @@ class EngineConfig:
             model=replace(self.model, dtype=dtype, max_model_len=max_model_len),
             device=replace(self.device, device=device),
         )
+
+
+def step_tokens(kind: str) -> int:
+    """Most tokens of a step on a kind of device. On the CPU a larger step leaves the cache and gains nothing."""
+    return 2048 if kind == "cpu" else 8192
 
 
 _PARTS: dict[str, Any] = {
@@ -161,7 +177,7 @@ _PARTS: dict[str, Any] = {
 def _check_types(part: Any) -> None:
     """Raise ConfigError unless every option is of its type."""
     for name, kind in get_type_hints(type(part)).items():
-        value, kinds = getattr(part, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)
+        value, kinds = getattr(part, name), get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
         if not any(_is_of(value, one) for one in kinds):
             raise ConfigError(
                 f"{name} is {value!r}; it must be {' or '.join(_WORDS.get(k) or _listed(k) for k in kinds)}."

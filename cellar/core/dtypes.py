@@ -12,6 +12,8 @@ DTYPE_BYTES: dict[str, float] = {
     "int8": 1,
     "uint8": 1,
     "int4": 0.5,
+    "fp8": 1,
+    "mxfp4": 0.5,
 }
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")

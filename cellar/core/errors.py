@@ -6,6 +6,8 @@ edge (command line, server) shows the message as it is; anything that is not a `
 
 from __future__ import annotations
 
+import threading
+
 
 class CellarError(Exception):
     """Base of all errors that a user can cause and can mend."""
@@ -42,3 +44,9 @@ class DeviceError(CellarError):
 
 class IntegrityError(CellarError):
     """An invariant of the engine's own bookkeeping does not hold: a defect, never a user's mistake."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """True for Ctrl-C, which Python raises in the main thread alone. All else that user code raises is its own fault,
+    `SystemExit` included: it must end one request, not the thread that serves all."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()

@@ -145,7 +145,7 @@ class Profile:
             data = json.loads(text)
             schema = data.pop("schema")
         except (ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ConfigError("the file is no profile; make one with `cellar profile`.") from error
+            raise ConfigError("the file is not a profile; make one with `cellar profile`.") from error
         if schema != PROFILE_SCHEMA:
             raise ConfigError(
                 f"the profile has schema {schema}, but {PROFILE_SCHEMA} is needed; run `cellar profile` again."

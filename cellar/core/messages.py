@@ -125,18 +125,35 @@ class TableUpdate:
     slot: IntArray
 
 
-@dataclass(frozen=True, slots=True)
-class CopyJob:
-    """One chunk to be copied between tiers. Ordered after step `after_step`, before step `needed_by_step`."""
+class Tier(IntEnum):
+    """Where a chunk may lie, the fastest first."""
 
-    job: int
-    source_tier: str
-    source_slot: int
-    target_tier: str
-    target_slot: int
+    DEVICE = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBatch:
+    """Chunks to be copied from one tier to another, or within one: source_slots[k] -> target_slots[k], int32 [n].
+
+    The copies begin when step `after_step` has been computed (-1: at once) and have ended when step `before_step`
+    begins (-1: no step waits for them); `layerwise` lets that step begin, and each of its layers wait for its own part.
+    Slots that a batch reads are not written, and those that it writes are not used, before its result.
+    """
+
+    number: int
+    source: Tier
+    source_slots: IntArray
+    target: Tier
+    target_slots: IntArray
     after_step: int = -1
-    needed_by_step: int = -1
+    before_step: int = -1
     layerwise: bool = False
+
+    def __len__(self) -> int:
+        return len(self.source_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +161,7 @@ class StepPlan:
     """One transformer step: deltas of the rows, and the spans to compute.
 
     `tokens` are the ids of the host-sourced spans, one after another. `targets` are, for spans that emit
-    ALL, the ids that follow each position (-1: none). Order: opens, table, copies in, compute, closes.
+    ALL, the ids that follow each position (-1: none). Order: opens, table, compute, closes.
     """
 
     step: int
@@ -154,8 +171,6 @@ class StepPlan:
     opens: tuple[RowOpen, ...] = ()
     closes: tuple[int, ...] = ()
     targets: IntArray | None = None
-    copies_in: tuple[CopyJob, ...] = ()
-    copies_out: tuple[CopyJob, ...] = ()
     masked_rows: tuple[int, ...] = ()
 
 
@@ -196,13 +211,34 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """Outcome of one CopyJob. A failed load is a hole."""
+    """Outcome of the CopyBatch of that number: ok[k] says that chunk k has arrived, bool [n].
 
-    job: int
-    ok: bool
-    nbytes: int
-    seconds: float
+    A load that failed is a hole, to be computed again; a store that failed has not happened. `error` says why the first
+    of them failed. The result of a batch comes before that of the step that waits for it.
+    """
+
+    number: int
+    ok: NDArray[np.bool_]
+    nbytes: int = 0
+    seconds: float = 0.0
     error: str | None = None
+
+
+class EventKind(StrEnum):
+    """What a scheduler may wait for besides the results of its plans."""
+
+    COPY = "copy"
+    STAGE = "stage"
+    GRAMMAR = "grammar"
+    TIMER = "timer"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something is awaited: a result that will come by itself, or (TIMER) the moment `at`, in seconds on the clock."""
+
+    kind: EventKind
+    at: float | None = None
 
 
 @dataclass(slots=True)
@@ -223,10 +259,35 @@ class StepOutput:
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     queue_seconds: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def refusal(cls, reasons: Mapping[str, str]) -> StepOutput:
+        """Requests that could not run, and why."""
+        return cls(finished={id: (FinishReason.ERROR, reason) for id, reason in reasons.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """Slots of a tier: free + cached + referenced == total, those that only copies use being cached; and what moved.
+
+    Counted since the engine started: chunks `loaded` from this tier to the device and `saved` to it from a faster one,
+    the seconds that both took, and chunks `failed` in either.
+    """
+
+    tier: Tier
+    total: int
+    free: int
+    cached: int
+    referenced: int
+    loaded: int = 0
+    saved: int = 0
+    failed: int = 0
+    load_seconds: float = 0.0
+    save_seconds: float = 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot for metrics and progress bars; totals count since the engine started."""
+    """A snapshot for metrics and progress bars; totals count since the engine started. `tiers`: the fastest first."""
 
     running: int
     waiting: int
@@ -238,11 +299,15 @@ class SchedulerStats:
     preemptions: int
     prompt_tokens: int
     generation_tokens: int
+    tiers: tuple[TierStats, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Rows [start, stop) of dimension 0 of one tensor lie on `device` in `format`."""
+    """Rows [start, stop) of dimension 0 of one tensor lie on `device` in `format`.
+
+    Places are named `device` (what the worker computes on), `host` and `disk`: only a runtime knows which those are.
+    """
 
     tensor: str
     device: str
@@ -253,7 +318,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class PlacedUnits:
-    """`units` of KV (pairs of a block's sequence and a head) or of activations (sequences) lie on `device`.
+    """`units` of KV (chunks) or of activations (sequences of a block) lie on `device`.
 
     `compute` says where attention to that KV runs.
     """
@@ -294,7 +359,9 @@ class Partition:
 class Placement:
     """Which bytes live where, and when they move; the runtime executes exactly this.
 
-    Split over several devices, `weights` are rows of each rank's own shard, the same for every rank.
+    Split over several devices, `weights` are rows of each rank's own shard, as many for every rank: of a matrix whose
+    columns are cut the shard has all rows. Layers of a pipeline lie on their own stage. A resident
+    placement names its chunks of KV: so many slots the runtime has.
     """
 
     weights: tuple[Placed, ...]
@@ -305,6 +372,11 @@ class Placement:
     activations: tuple[PlacedUnits, ...] = ()
     block: BlockSchedule | None = None
     partition: Partition | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of KV in all places."""
+        return sum(part.units for part in self.kv)
 
 
 @dataclass(frozen=True, slots=True)

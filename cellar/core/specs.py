@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cellar.core.dtypes import DTYPE_BYTES
+from cellar.core.formats import Format
 
 # First axis of tensors of which a step reads a few rows only; all other matrices are multiplied by.
 _TABLES = ("vocab", "position")
@@ -32,14 +33,46 @@ class HeadRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One stored tensor, whole: its name, its shape as [out, in], how its elements are written."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: Format
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Rows, and columns unless all, of the stored part number `part`; ranges have a step of 1."""
+
+    part: int
+    rows: range
+    columns: range | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a tensor that is a piece of another takes of it: the other's shape, and regions that stand behind one
+    another in the piece. A cut is taken of what is stored, before anything is joined, reordered or packed.
+    """
+
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor of a model.
 
-    `name` is the key under which a layer's forward finds it (`qkv`). `axes` names each dimension
-    (`("heads", "embed")`). `stored` are the names in the checkpoint, concatenated along dimension 0 in
+    `name` is the key under which a layer's forward finds it (`qkv`). `axes` names each dimension: `vocab`, `position`,
+    `embed`, `words`; in layers `qkv` and `heads` (rows of q, k and v; columns of what attention made), `gate_up` and
+    `mlp` likewise. Sharding and placement cut along them (`units.py`).
+    `stored` are the names in the checkpoint, concatenated along dimension 0 in
     this order; empty means that the tensor is made (a tied head has its source's name here).
-    `parts` are the rows that each of them has; empty means equal shares. `transposed` says that the stored
+    `parts` are the rows that each of them has; empty means equal shares. `formats` say how each is written; empty means
+    plain numbers. `transposed` says that the stored
     matrix is [in, out] and is to be turned to [out, in]. `heads` says that the stored rows come in another order.
+    `cut`: the tensor is a piece of the one that `stored`, `parts` and `formats` describe.
     """
 
     name: str
@@ -50,6 +83,25 @@ class TensorSpec:
     transposed: bool = False
     parts: tuple[int, ...] = ()
     heads: HeadRows | None = None
+    formats: tuple[Format, ...] = ()
+    cut: Cut | None = None
+
+    def stored_parts(self) -> tuple[StoredPart, ...]:
+        """What is stored; of a tensor that is made, itself."""
+        shape = self.shape if self.cut is None else self.cut.shape
+        count = len(self.parts) or len(self.stored) or 1
+        rows = self.parts or (shape[0] // count,) * count
+        names = self.stored or (self.name,) * count
+        formats = self.formats or (Format(self.dtype),) * count
+        return tuple(
+            StoredPart(name, (n, *shape[1:]), format) for name, n, format in zip(names, rows, formats, strict=True)
+        )
+
+    def regions(self) -> tuple[Region, ...]:
+        """What of it is taken, in order."""
+        if self.cut is not None:
+            return self.cut.regions
+        return tuple(Region(p, range(part.shape[0])) for p, part in enumerate(self.stored_parts()))
 
     @property
     def size(self) -> int:
@@ -58,8 +110,32 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes at `dtype`."""
-        return int(self.size * DTYPE_BYTES[self.dtype])
+        """Bytes in memory: at `dtype`, or in the formats of its parts."""
+        if not self.formats:
+            return int(self.size * DTYPE_BYTES[self.dtype])
+        whole, parts = range(self.shape[-1]), self.stored_parts()
+        return sum(
+            parts[r.part].format.nbytes((len(r.rows), len(r.columns or whole)) if len(self.shape) == 2 else self.shape)
+            for r in self.regions()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One piece of a step: a product (named as its matrix is), an addition (a vector), or a layer's attention.
+
+    `flops` count 2 per multiply-add, `nbytes` the weights that are read once, `kv_elements` those of K and V.
+    """
+
+    name: str
+    flops: int
+    nbytes: int = 0
+    kv_elements: int = 0
+
+
+def _operation(tensor: TensorSpec, num_tokens: int) -> Operation:
+    """A matrix is multiplied by; what vectors add is not counted."""
+    return Operation(tensor.name, 2 * num_tokens * tensor.size if len(tensor.shape) == 2 else 0, tensor.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +155,14 @@ class LayerSpec:
         """Bytes of the layer's weights."""
         return sum(t.nbytes for t in self.tensors)
 
-    def flops(self, num_tokens: int, context: int) -> int:
-        """FLOPs of `num_tokens` new tokens that attend to `context` tokens each (2 per multiply-add)."""
-        matrices = sum(t.size for t in self.tensors if len(t.shape) == 2)
-        seen = context if self.window is None else min(context, self.window)
-        return num_tokens * (2 * matrices + 4 * self.num_heads * self.head_dim * seen)
+    def operations(self, num_tokens: int, context: int) -> Iterator[Operation]:
+        """What `num_tokens` new tokens that attend to `context` tokens each need of this layer, in order."""
+        for tensor in self.tensors:
+            yield _operation(tensor, num_tokens)
+            if tensor.name == "qkv":
+                seen = context if self.window is None else min(context, self.window)
+                kv = 2 * self.num_kv_heads * self.head_dim * seen * num_tokens
+                yield Operation("attention", 4 * num_tokens * self.num_heads * self.head_dim * seen, kv_elements=kv)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +212,10 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as a checkpoint's config.json defines it, in the dtype it runs in."""
+    """A model as a checkpoint's config.json defines it, in the dtype it runs in; or what one rank has of it.
+
+    `elsewhere`: stored tensors of which other ranks have all.
+    """
 
     model_type: str
     dtype: str
@@ -153,6 +235,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     tied_head: bool = False
+    elsewhere: frozenset[str] = frozenset()
     options: Mapping[str, float | int | str | bool] = field(default_factory=dict)
 
     def tensors(self) -> Iterator[TensorSpec]:
@@ -162,22 +245,44 @@ class ModelSpec:
             yield from layer.tensors
         yield from self.head
 
+    def named_tensors(self) -> Iterator[tuple[str, TensorSpec]]:
+        """All tensors under names that are their own: `embed`, `layers.7.qkv`, `lm_head` (but not a tied one)."""
+        for t in self.embedding:
+            yield t.name, t
+        for layer in self.layers:
+            for t in layer.tensors:
+                yield f"layers.{layer.index}.{t.name}", t
+        for t in self.head:
+            if not (self.tied_head and t.name == "lm_head"):
+                yield t.name, t
+
     def num_parameters(self) -> int:
         """Parameters; a tied head counts once."""
-        return sum(t.size for t in self.tensors() if not (self.tied_head and t.name == "lm_head"))
+        return sum(t.size for _, t in self.named_tensors())
 
     def nbytes(self) -> int:
         """Bytes of the weights in memory; a tied head counts once."""
-        return sum(t.nbytes for t in self.tensors() if not (self.tied_head and t.name == "lm_head"))
+        return sum(t.nbytes for _, t in self.named_tensors())
+
+    def operations(self, num_tokens: int, context: int, num_sampled: int) -> Iterator[Operation]:
+        """What a step of `num_tokens` tokens with `context` tokens behind each needs, `num_sampled` of them sampled.
+
+        The one account of a model's work: FLOPs, bytes, prices and benchmarks are sums of it. Tables of which a step
+        reads a few rows are left out; norms of the embedding and the head are there for their bytes.
+        """
+        for tensor in self.embedding:
+            if tensor.axes[0] not in _TABLES:
+                yield _operation(tensor, num_tokens)
+        for layer in self.layers:
+            yield from layer.operations(num_tokens, context)
+        for tensor in self.head:
+            yield _operation(tensor, num_sampled)
 
     def flops(self, num_tokens: int, context: int, num_sampled: int) -> int:
-        """FLOPs of a step of `num_tokens` tokens with `context` tokens behind each, `num_sampled` of them sampled."""
-        head = 2 * sum(t.size for t in self.head if len(t.shape) == 2)
-        entry = 2 * sum(t.size for t in self.embedding if len(t.shape) == 2 and t.axes[0] not in _TABLES)
-        layers = sum(layer.flops(num_tokens, context) for layer in self.layers)
-        return layers + num_tokens * entry + num_sampled * head
+        """FLOPs of such a step."""
+        return sum(operation.flops for operation in self.operations(num_tokens, context, num_sampled))
 
     def step_nbytes(self, contexts: int) -> int:
         """Fewest bytes that a decode step reads: all weights but the embedding tables, and `contexts` tokens of KV."""
-        weights = sum(t.nbytes for t in self.tensors() if t not in self.embedding or t.axes[0] not in _TABLES)
+        weights = sum(operation.nbytes for operation in self.operations(0, 0, 0))
         return weights + contexts * self.kv.nbytes_per_token()

@@ -2,8 +2,9 @@
 
 Words: a *cell* is a piece of a model that is computed for a batch at once; a *node* is one use of a cell by one
 request; a *task* is one cell computed for the nodes of a batch. Every value that a node reads or writes lies in a
-row of a *bank*: a bank holds the values of one shape and dtype of one model, on every worker an array
-[num_rows, *shape]. Whatever a node reads (another node's output, a value of the request, zeros) is a row.
+row of a *bank*: a bank holds the values of one shape and dtype of one model. Every worker has an array of its own for
+each, [num_rows, *shape], whose rows are those of the requests that it runs. Whatever a node reads (another node's
+output, a value of the request, zeros) is a row.
 
 Index letters: task t, node n (position in a plan), input i, output o. All ranges are half-open.
 bfloat16 crosses as float32, since NumPy has no such type.
@@ -27,8 +28,8 @@ ZERO_ROW = 0
 
 
 class NodeFlag(IntEnum):
-    """State of one node's result. NAN: a floating output is not finite. FAILED: the cell raised, or returned a wrong
-    shape, for this node even when it ran alone; `TaskResult.errors` says why."""
+    """State of one node's result. NAN: a floating output is not finite (`Port.infinite`: is NaN). FAILED: the cell
+    raised, or returned a wrong shape, for this node even when it ran alone; `TaskResult.errors` says why."""
 
     OK = 0
     NAN = 1
@@ -50,7 +51,8 @@ class Port:
     """One input or output of a cell, without the batch dimension.
 
     `bank` indexes `CellModelSpec.banks`; None is an output that no input of the model could read: it is computed and
-    perhaps returned, never kept. An integer input from outside is in [0, high) if `high` is set.
+    perhaps returned, never kept. An integer input from outside is in [0, high) if `high` is set. `infinite`: an output
+    may be infinite (a masked logit is -inf); NaN is a failure anyway.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Port:
     dtype: str
     bank: int | None
     high: int | None = None
+    infinite: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,8 @@ class CellModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class CellCapacity:
-    """rows[m][b]: rows of bank b of model m; the same on every worker, and a multiple of the bank's width.
+    """rows[m][b]: rows of bank b of model m on each worker, a multiple of the bank's width. Those of a request are
+    all on one worker; all requests together have `num_workers` times as many.
 
     `run_ahead`: plans on their way that keep a worker busy, 2 where it computes while the host goes on. `max_tasks`:
     tasks of a plan that suit it, more where a task is short beside what a plan costs the host.
@@ -115,18 +119,6 @@ class Upload:
 
 
 @dataclass(frozen=True, slots=True)
-class StateCopy:
-    """bank[rows] on this worker = bank[rows] on worker `source`, before the tasks: a subgraph has moved.
-
-    The rows have the same numbers on both; what wrote them has committed, and nobody writes them meanwhile.
-    """
-
-    bank: int
-    rows: IntArray
-    source: int
-
-
-@dataclass(frozen=True, slots=True)
 class TaskPlan:
     """One call of a worker: 1..MaxTasksToSubmit tasks of one cell, to be run in order, with no wait between them.
 
@@ -138,7 +130,7 @@ class TaskPlan:
     emits     one per output: the nodes whose output goes back to the host, ascending; None: nobody's
 
     Within a task rows are written once and no row is both read and written, so nodes may run in any order; a later
-    task may read or overwrite what an earlier one wrote. Order: uploads, copies, tasks.
+    task may read or overwrite what an earlier one wrote. Order: uploads, tasks. All rows are the worker's own.
     """
 
     plan: int
@@ -150,7 +142,6 @@ class TaskPlan:
     rows: IntArray
     emits: tuple[IntArray | None, ...]
     uploads: tuple[Upload, ...] = ()
-    copies: tuple[StateCopy, ...] = ()
 
     @property
     def num_tasks(self) -> int:

@@ -1,142 +1,113 @@
-"""ChunkPool: the slots of one tier. Who references each, which chunk it holds, which may be taken.
-
-A slot is in exactly one of three states:
-
-    free        no reference, no identity       taken first
-    cached      no reference, an identity       taken next, least recently used first
-    referenced  one reference or more, with or without an identity
-"""
+"""SlotPool: the slots of one tier. What each holds, who uses it, and which are free."""
 
 from __future__ import annotations
-
-from collections import OrderedDict
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
+from cellar.core.messages import Tier
+from cellar.kv.states import FREE, LEGAL, LOADING, PRIVATE, RESIDENT, SAVING, State
 
 Slots = NDArray[np.int32]
+Chunks = NDArray[np.int32]
+"""Numbers of chunks in the directory."""
 
 
-class ChunkPool:
-    """`num_slots` slots, numbered from 0; each holds one chunk."""
+class SlotPool:
+    """`num_slots` slots, numbered from 0; each holds one chunk.
 
-    def __init__(self, num_slots: int) -> None:
+    state [slot]       see `states.py`; `move` is the only way to change it
+    references [slot]  sequences that use it (of the device's tier alone)
+    pins [slot]        copies under way that read or write it
+    chunk [slot]       what it holds or is going to hold, -1: nothing with an identity
+    """
+
+    def __init__(self, tier: Tier, num_slots: int) -> None:
+        self.tier = tier
         self.num_slots = num_slots
-        self._references = np.zeros(num_slots, np.int32)
-        self._identity: list[bytes | None] = [None] * num_slots
-        self._slot: dict[bytes, int] = {}
+        self.state = np.zeros(num_slots, np.int8)
+        self.references = np.zeros(num_slots, np.int32)
+        self.pins = np.zeros(num_slots, np.int32)
+        self.chunk = np.full(num_slots, -1, np.int32)
+        self.num_referenced = 0  # slots that sequences use
         self._free = list(range(num_slots - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
         """Slots that hold nothing."""
         return len(self._free)
 
-    @property
-    def num_cached(self) -> int:
-        """Slots that hold a chunk which nobody references."""
-        return len(self._cached)
+    def move(self, slots: Slots, to: int) -> None:
+        """Change the state of slots. Raises IntegrityError for a change that the table does not allow."""
+        legal = LEGAL[self.state[slots], to]
+        if not legal.all():
+            at = int(slots[int(np.argmin(legal))])
+            raise IntegrityError(
+                f"slot {at} of tier {self.tier.name} cannot go from {State(self.state[at]).name} to {State(to).name}"
+            )
+        self.state[slots] = to
 
-    @property
-    def num_available(self) -> int:
-        """Slots that `take` could hand out."""
-        return len(self._free) + len(self._cached)
-
-    def find(self, identities: Sequence[bytes]) -> Slots:
-        """Slot of each chunk, or -1. Does not count as a use."""
-        slot = self._slot
-        return np.fromiter((slot.get(i, -1) for i in identities), np.int32, len(identities))
-
-    def num_unreferenced(self, slots: Slots) -> int:
-        """How many of `slots` nobody references."""
-        return int(np.count_nonzero(self._references[slots] == 0))
-
-    def take(self, count: int) -> Slots | None:
-        """`count` slots with one reference each, or None (and no change) if fewer are available.
-
-        Free slots go first, then cached chunks in order of last use, which are lost.
-        """
-        if count > self.num_available:
-            return None
-        split = max(0, len(self._free) - count)
-        slots = self._free[split:]
-        slots.reverse()
+    def take(self, count: int, state: int) -> Slots:
+        """`count` free slots, at most `num_free`."""
+        split = len(self._free) - count
+        if split < 0:
+            raise IntegrityError(f"{count} slots of tier {self.tier.name} were counted as free, but are not")
+        taken = self._free[split:]
+        taken.reverse()
         del self._free[split:]
-        for _ in range(count - len(slots)):
-            slot, _none = self._cached.popitem(last=False)
-            self._unname(slot)
-            slots.append(slot)
-        taken = np.array(slots, np.int32)
-        self._references[taken] = 1
-        return taken
+        slots = np.array(taken, np.int32)
+        self.move(slots, state)
+        return slots
+
+    def give_back(self, slots: Slots) -> None:
+        """Slots that nobody uses and that hold nothing are free again."""
+        self.move(slots, FREE)
+        self.chunk[slots] = -1
+        self._free += slots.tolist()
 
     def hold(self, slots: Slots) -> None:
-        """One reference more for each of `slots` (distinct), which hold chunks."""
-        if np.count_nonzero(self._references[slots] == 0):
-            for slot in slots.tolist():
-                self._cached.pop(slot, None)
-        self._references[slots] += 1
+        """One reference more for each of `slots` (distinct)."""
+        before = self.references[slots]
+        self.num_referenced += int(np.count_nonzero(before == 0))
+        self.references[slots] = before + 1
 
     def drop(self, slots: Slots) -> None:
-        """One reference less for each of `slots` (distinct).
-
-        Those that nobody references any more become cached, the first of `slots` as the oldest, or free
-        if they have no identity. Raises IntegrityError for a slot that was not referenced.
-        """
-        left = self._references[slots] - 1
+        """One reference less for each of `slots` (distinct). Raises IntegrityError for one that had none."""
+        left = self.references[slots] - 1
         if slots.size and left.min() < 0:
             raise IntegrityError(f"slots {slots[left < 0].tolist()} were released more often than taken")
-        self._references[slots] = left
-        for slot in slots[left == 0].tolist():
-            if self._identity[slot] is None:
-                self._free.append(slot)
-            else:
-                self._cached[slot] = None
+        self.num_referenced -= int(np.count_nonzero(left == 0))
+        self.references[slots] = left
 
-    def name(self, slot: int, identity: bytes) -> bool:
-        """Give a referenced slot its identity. False if it has one, or another slot holds an equal chunk."""
-        if identity in self._slot or self._identity[slot] is not None:
-            return False
-        self._identity[slot] = identity
-        self._slot[identity] = slot
-        return True
+    def unused(self, slots: Slots) -> NDArray[np.bool_]:
+        """Which of `slots` no sequence and no copy uses."""
+        found: NDArray[np.bool_] = (self.references[slots] == 0) & (self.pins[slots] == 0)
+        return found
 
-    def forget(self, slots: Slots) -> None:
-        """Take the identity from those of `slots` that are referenced exactly once."""
-        for slot in slots[self._references[slots] == 1].tolist():
-            if self._identity[slot] is not None:
-                self._unname(slot)
-
-    def check(self, references: NDArray[np.int32] | None = None) -> None:
-        """Raise IntegrityError unless every slot is in one state and, if given, `references` [num_slots] are true."""
-        held = self._references
-        if held.size and held.min() < 0:
-            raise IntegrityError(f"slots {np.flatnonzero(held < 0).tolist()} have negative references")
-        if references is not None and not np.array_equal(held, references):
-            wrong = np.flatnonzero(held != references)
-            raise IntegrityError(
-                f"slots {wrong.tolist()} have {held[wrong].tolist()} references, but {references[wrong].tolist()} users"
-            )
-        free, cached, used = set(self._free), set(self._cached), set(np.flatnonzero(held).tolist())
-        if len(free) != len(self._free):
-            raise IntegrityError("a slot stands twice in the free list")
-        if free & cached or free & used or cached & used or len(free) + len(cached) + len(used) != self.num_slots:
-            raise IntegrityError(
-                f"free {len(free)} + cached {len(cached)} + referenced {len(used)} do not part {self.num_slots} slots"
-            )
-        named = {slot: identity for slot, identity in enumerate(self._identity) if identity is not None}
-        if {identity: slot for slot, identity in named.items()} != self._slot or len(named) != len(self._slot):
-            raise IntegrityError("identities and slots do not map one to one")
-        if free & named.keys() or not cached <= named.keys():
-            raise IntegrityError("a free slot has an identity, or a cached one has none")
-
-    def _unname(self, slot: int) -> None:
-        identity = self._identity[slot]
-        if identity is None:
-            raise IntegrityError(f"slot {slot} has no identity to lose")
-        del self._slot[identity]
-        self._identity[slot] = None
+    def check(self, references: NDArray[np.int32] | None, pins: NDArray[np.int32]) -> None:
+        """Raise IntegrityError unless users and copies are as given, and free are those that hold nothing."""
+        name = self.tier.name
+        if self.num_referenced != int(np.count_nonzero(self.references)):
+            raise IntegrityError(f"the slots of tier {name} that sequences use are miscounted")
+        for what, counted, true in (("references", self.references, references), ("pins", self.pins, pins)):
+            if true is not None and not np.array_equal(counted, true):
+                wrong = np.flatnonzero(counted != true)
+                raise IntegrityError(
+                    f"slots {wrong.tolist()} of tier {name} have {counted[wrong].tolist()} {what}, "
+                    f"but {true[wrong].tolist()} users"
+                )
+        free = np.zeros(self.num_slots, np.bool_)
+        free[self._free] = True
+        if len(self._free) != int(free.sum()):
+            raise IntegrityError(f"a slot of tier {name} stands twice in the free list")
+        if not np.array_equal(free, self.state == FREE):
+            raise IntegrityError(f"free list and states of tier {name} differ")
+        used = (self.references > 0) | (self.pins > 0)
+        if (free & used).any() or (free & (self.chunk >= 0)).any():
+            raise IntegrityError(f"a free slot of tier {name} is used, or holds a chunk")
+        named = (self.state == RESIDENT) | (self.state == SAVING)
+        if (named & (self.chunk < 0)).any() or ((self.state == PRIVATE) & (self.chunk >= 0)).any():
+            raise IntegrityError(f"identities and states of tier {name} differ")
+        if ((self.state == PRIVATE) & ~used).any() or ((self.state == LOADING) & (self.pins == 0)).any():
+            raise IntegrityError(f"a slot of tier {name} is kept, but nobody uses it")

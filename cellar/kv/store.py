@@ -1,145 +1,357 @@
-"""KVStore: which chunks of which sequences are resident; gives orders, moves no byte (Pensieve §3.4.3).
+"""KVStore: which chunks of which sequences are resident, and where; gives orders, moves no byte (Pensieve §3.4.3).
 
-One tier so far, the device. A lookup answers per chunk and a reservation names copies and ranges to compute,
-so that more tiers change the answers and not the questions.
+The scheduler asks what is there (`find`), gets memory (`reserve`, `extend`), says what has become of it (`commit`,
+`release`, `forget`), hands on the copies that were decided (`copies`) and brings their results (`commit_copy`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyJob
-from cellar.kv.hashing import Chain, root_identity
-from cellar.kv.pool import ChunkPool, Slots
+from cellar.core.messages import CopyBatch, CopyResult, Tier, TierStats
+from cellar.kv.identity import Chain, chunk_identity, salted_identity
+from cellar.kv.movement import Movement
+from cellar.kv.policy import LeastRecentlyUsed, Policy
+from cellar.kv.pool import Chunks, Slots
+from cellar.kv.shelves import NO_SLOTS, Shelves
+from cellar.kv.states import LOADING, PRIVATE, RESIDENT
 
-NO_SLOTS: Slots = np.empty(0, np.int32)
+_TOKEN_BYTES = np.dtype(np.int32).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Where the chunks of a sequence are, one element per chunk; the last may be partly filled. -1: nowhere.
+
+    chunk   its number in the directory; for a column that no whole chunk fills, the tail it begins with
+    tokens  how many of its tokens are there: all, those of a tail, or 0
+    tier    the fastest tier that has it, by its place on the shelves
+    slot    its slot there       state   that slot's state: RESIDENT, SAVING, or LOADING if it is on its way
+    """
+
+    chunk: Chunks
+    tokens: NDArray[np.int32]
+    tier: NDArray[np.int8]
+    slot: Slots
+    state: NDArray[np.int8]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return int(self.tokens.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Memory for a sequence: the slot of each of its chunks, and how they get their content.
 
-    `compute` are the half-open ranges of positions that are nowhere, ascending; what lies between them is
-    resident, or on its way by `copies_in`.
+    `compute` are the half-open ranges of positions that are nowhere, ascending; what lies between them is resident, or
+    will be once the batches `awaits` have ended well. `conversation` is the one that the sequence belongs to.
     """
 
     slots: Slots
     compute: tuple[tuple[int, int], ...]
-    copies_in: tuple[CopyJob, ...]
     num_cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class KVStats:
-    """Slots by state: free + cached + referenced == total."""
-
-    total: int
-    free: int
-    cached: int
-    referenced: int
+    conversation: int
+    awaits: frozenset[int] = frozenset()
 
 
 class KVStore:
-    """Chunks of `chunk_size` tokens in `num_slots` slots.
+    """Chunks of `chunk_size` tokens: `num_slots` on the device, and `tiers` says how many in each slower tier.
 
-    `namespace` is all that makes K and V of equal tokens differ between stores: model, dtype, rotary.
+    `root` is what all identities begin with: see `identity.root_identity`. Without slower tiers a chunk that is
+    reclaimed is lost, and partly filled tails are not kept. `policy` says what goes first.
     """
 
-    def __init__(self, num_slots: int, chunk_size: int, namespace: bytes = b"") -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        chunk_size: int,
+        root: bytes = b"",
+        tiers: Mapping[Tier, int] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
         self.chunk_size = chunk_size
-        self._namespace = namespace
-        self._pool = ChunkPool(num_slots)
+        self._root = root
+        self._shelves = Shelves({Tier.DEVICE: num_slots, **(tiers or {})}, policy or LeastRecentlyUsed())
+        self._movement = Movement(self._shelves)
+        self._has_tiers = len(self._shelves.tiers) > 1
 
     @property
     def num_available(self) -> int:
-        """Slots that a reservation could get: free ones and cached ones."""
-        return self._pool.num_available
+        """Slots of the device that a reservation could get: free ones, and those of chunks that nobody uses."""
+        return self._shelves.num_available(0)
+
+    @property
+    def num_moving(self) -> int:
+        """Batches of copies under way."""
+        return self._movement.num_moving
+
+    @property
+    def num_returning(self) -> int:
+        """Slots of the device that could be reclaimed once copies under way have ended."""
+        return self._movement.num_returning
 
     def chain(self, salt: bytes) -> Chain:
         """An empty chain of identities for one sequence; only equal salts share."""
-        return Chain(root_identity(self._namespace, salt), self.chunk_size)
+        return Chain(salted_identity(self._root, salt), self.chunk_size)
 
-    def lookup(self, tokens: NDArray[np.int32], salt: bytes = b"") -> Slots:
-        """Slots of the leading whole chunks of `tokens` [n], -1 where a chunk is not resident.
+    # -- what is there ----------------------------------------------------------------------------
 
-        It goes on past missing chunks. At least the last token is left to be computed, since its logits are
-        wanted: [(n - 1) // chunk_size] answers.
-        """
-        return self.find(self.chain(salt), tokens)
+    def find(self, chain: Chain, tokens: NDArray[np.int32]) -> Residency:
+        """Where the chunks of `tokens` [n] are; it goes on past missing ones.
 
-    def find(self, chain: Chain, tokens: NDArray[np.int32]) -> Slots:
-        """`lookup` for a sequence whose chain is kept, so that nothing is hashed twice."""
-        num_chunks = (len(tokens) - 1) // self.chunk_size
-        return self._pool.find(chain.grow(tokens, num_chunks)[:num_chunks])
-
-    def reserve(self, found: Slots, num_tokens: int, keep_free: int = 0) -> Reservation | None:
-        """References on the chunks that a lookup found, and new slots for the rest of `num_tokens` tokens.
-
-        None, and nothing is changed, if fewer than `keep_free` slots would stay available.
+        At least the last token is left to be computed, since its logits are wanted: all chunks before it, and what
+        tails hold of the others.
         """
         size = self.chunk_size
+        whole = (len(tokens) - 1) // size
+        chunks = self._shelves.directory.find(chain.grow(tokens, whole)[:whole])
+        filled = np.where(chunks >= 0, np.int32(size), np.int32(0))
+        if self._has_tiers:
+            chunks, filled = np.append(chunks, np.int32(-1)), np.append(filled, np.int32(0))
+            for column in np.flatnonzero(chunks < 0).tolist():
+                begin = column * size
+                held = tokens[begin : min(begin + size, len(tokens) - 1)].tobytes()
+                chunk, nbytes = self._shelves.directory.find_tail(chain.parent(column), held)
+                chunks[column], filled[column] = chunk, nbytes // _TOKEN_BYTES
+        return self._residency(chunks, filled)
+
+    def _residency(self, chunks: Chunks, filled: NDArray[np.int32]) -> Residency:
+        shelves = self._shelves
+        tier = np.full(len(chunks), -1, np.int8)
+        slot = np.full(len(chunks), -1, np.int32)
+        state = np.zeros(len(chunks), np.int8)
+        there = chunks >= 0
+        for number in reversed(range(len(shelves.tiers))):
+            slots = shelves.directory.slot[number, chunks]
+            here = there & (slots >= 0)
+            tier[here], slot[here] = number, slots[here]
+            state[here] = shelves.pools[number].state[slots[here]]
+        return Residency(chunks, filled, tier, slot, state)
+
+    # -- memory for sequences ---------------------------------------------------------------------
+
+    def reserve(
+        self,
+        found: Residency | None,
+        num_tokens: int,
+        keep_free: int = 0,
+        *,
+        name: tuple[bytes, str] | None = None,
+        now: float = 0.0,
+    ) -> Reservation | None:
+        """References on what was found on the device, and new slots for the rest of `num_tokens` tokens.
+
+        What other tiers hold is loaded. `name` is the conversation's; without one the sequence belongs to that of the
+        deepest chunk that it extends. None, and nothing is changed, if fewer than `keep_free` slots would stay
+        available.
+        """
+        shelves, size = self._shelves, self.chunk_size
         slots = np.full(-(-num_tokens // size), -1, np.int32)
-        slots[: len(found)] = found
-        missing = np.flatnonzero(slots < 0)
+        filled = np.zeros(len(slots), np.int32)
+        load = np.zeros(len(slots), np.bool_)
+        chunks = NO_SLOTS
+        if found is not None and (found.chunk >= 0).any():
+            there, chunks = found.chunk >= 0, found.chunk[found.chunk >= 0]
+            at_once = there & (found.tier == 0) & ((found.tokens == size) | self._is_free_to_write(found))
+            slots[: len(there)][at_once] = found.slot[at_once]
+            filled[: len(there)] = found.tokens
+            load[: len(there)] = there & ~at_once
         hits = slots[slots >= 0]
-        left = self._pool.num_available - self._pool.num_unreferenced(hits) - len(missing)
-        if left < keep_free:
+        new = (slots < 0) & ~load
+        left = shelves.num_available(0) - int(np.count_nonzero(shelves.may_leave(0, hits)))
+        if left - int(new.sum()) - int(load.sum()) < keep_free:
             return None
-        self._pool.hold(hits)  # before taking, or a hit could be reclaimed
-        fresh = self._pool.take(len(missing))
-        if fresh is None:
-            raise IntegrityError(f"{len(missing)} slots were counted as available, but could not be taken")
-        slots[missing] = fresh
-        return Reservation(slots, _ranges(missing, size, num_tokens), (), len(hits) * size)
+        inherited = self._inherited(found) if found is not None and name is None else -1
+        conversation = shelves.conversations.join(name, inherited, now)
+        shelves.hold(hits)  # before taking, or a hit could be reclaimed
+        awaits = {self._movement.fills(slot) for slot in hits.tolist()} if self._has_tiers else set()
+        slots[new] = self._take(int(new.sum()), PRIVATE, now)
+        if found is not None and load.any():
+            slots[load] = self._take(int(load.sum()), LOADING, now)
+            awaits |= self._load(found, load[: len(found.chunk)], slots)
+        if len(chunks):
+            shelves.share(chunks, conversation, now)
+        awaits.discard(-1)
+        return Reservation(slots, _ranges(filled, size, num_tokens), int(filled.sum()), conversation, frozenset(awaits))
 
-    def extend(self, count: int) -> Slots | None:
+    def extend(self, count: int, now: float = 0.0) -> Slots | None:
         """`count` new slots for chunks to be computed, or None (and no change)."""
-        return self._pool.take(count)
+        if count > self._shelves.num_available(0):
+            return None
+        return self._take(count, PRIVATE, now)
 
-    def commit(self, slots: Sequence[int], identities: Sequence[bytes]) -> None:
-        """Chunks whose tokens and KV are now final get their identity.
+    def commit(self, slots: Sequence[int], chain: Chain, first: int, conversation: int) -> None:
+        """Chunks `first` and later of a sequence, whose tokens and KV are now final, get their identity.
 
-        Of two equal chunks the later one gets none and is freed with its last reference.
+        `chain` has grown as far. Of two equal chunks the later one gets none and is freed with its last reference.
         """
-        for slot, identity in zip(slots, identities, strict=True):
-            self._pool.name(slot, identity)
+        directory = self._shelves.directory
+        before = directory.get(chain.parent(first))
+        for column, slot in enumerate(slots, first):
+            chunk = self._name(slot, chain.identities[column], (column + 1) * self.chunk_size, conversation)
+            if before >= 0:
+                directory.grown[before] = True
+            before = chunk
 
-    def release(self, slots: Slots) -> None:
-        """Drop one reference on each chunk of a sequence, given in order.
+    def keep_tail(self, slot: int, chain: Chain, tokens: NDArray[np.int32], conversation: int) -> None:
+        """The last chunk of a sequence that ends is partly filled: it is found by its exact tokens from now on.
 
-        Those with an identity stay cached; leading chunks, the cheapest to compute again, become the oldest
-        and are lost first (§3.4.3.1).
+        `tokens` are all whose KV is there.
         """
-        self._pool.drop(slots)
+        column = len(tokens) // self.chunk_size
+        held = tokens[column * self.chunk_size :].tobytes()
+        if not self._has_tiers or not held:
+            return
+        held_by = int(self._shelves.device.chunk[slot])
+        if held_by >= 0 and not self._shelves.directory.is_tail(held_by):
+            return  # others use it as the whole chunk that it was before its sequence was cut
+        parent = chain.parent(column)
+        self._name(slot, chunk_identity(parent, held), len(tokens), conversation, (parent, held))
+
+    def release(self, slots: Slots, conversation: int, now: float = 0.0) -> None:
+        """A sequence ends: one reference less on each of its chunks; those with an identity stay cached."""
+        self._shelves.conversations.leave(conversation, now)
+        self._shelves.drop(slots)
 
     def forget(self, slots: Slots) -> None:
-        """Chunks that turned out not to count, or to be wrong, lose their identity, unless others use them."""
-        self._pool.forget(slots)
+        """Chunks that turned out not to count, or to be wrong, lose their identity in every tier and in copies under
+        way, unless others use them.
+        """
+        device = self._shelves.device
+        chunks = device.chunk[slots[device.references[slots] == 1]]
+        self._shelves.remove(chunks[chunks >= 0])
 
-    def stats(self) -> KVStats:
-        """A snapshot; O(1)."""
-        pool = self._pool
-        return KVStats(pool.num_slots, pool.num_free, pool.num_cached, pool.num_slots - pool.num_available)
+    # -- copies -----------------------------------------------------------------------------------
+
+    def save(self, slots: Slots, now: float = 0.0) -> None:
+        """Copy what is on the device alone to the next tier, as far as there is room: its sequence was suspended."""
+        self._movement.save(slots, now)
+
+    def copies(self, now: float) -> Sequence[CopyBatch]:
+        """Copies decided since the last call, with those that memory pressure asks for."""
+        if not self._has_tiers:
+            return ()
+        self._movement.balance(now)
+        return self._movement.orders()
+
+    def commit_copy(self, result: CopyResult) -> Slots:
+        """Take in a result; -> slots that sequences wait for and that hold nothing: the load of their chunk failed."""
+        return self._movement.commit(result)
+
+    # -- counts -----------------------------------------------------------------------------------
+
+    def stats(self) -> TierStats:
+        """Of the device's tier; O(1)."""
+        return self._stats(0)
+
+    def tier_stats(self) -> tuple[TierStats, ...]:
+        """Of every tier, the fastest first."""
+        return tuple(self._stats(number) for number in range(len(self._shelves.tiers)))
+
+    def _stats(self, tier: int) -> TierStats:
+        pool = self._shelves.pools[tier]
+        free, referenced = pool.num_free, pool.num_referenced
+        moved = self._movement.moved[tier]
+        return TierStats(
+            tier=pool.tier,
+            total=pool.num_slots,
+            free=free,
+            cached=pool.num_slots - free - referenced,
+            referenced=referenced,
+            loaded=moved.loaded,
+            saved=moved.saved,
+            failed=moved.failed,
+            load_seconds=moved.load_seconds,
+            save_seconds=moved.save_seconds,
+        )
 
     def check_integrity(self, references: NDArray[np.int32] | None = None) -> None:
-        """Raise IntegrityError unless free + cached + referenced == total, identities and slots map one to one,
-        and (if given) `references` [num_slots], the users of each slot as its owner counts them, are true."""
-        self._pool.check(references)
+        """Raise IntegrityError unless in every tier free + cached + referenced == total, slots and chunks map one to
+        one, what may leave is what nobody uses, and (if given) `references` [num_slots], the users of each slot of the
+        device as its owner counts them, are true.
+        """
+        self._shelves.check(references, self._movement.pins())
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _take(self, count: int, state: int, now: float) -> Slots:
+        slots = self._shelves.take(0, count, state, now)
+        if slots is None:
+            raise IntegrityError(f"{count} slots were counted as available, but could not be taken")
+        self._shelves.device.hold(slots)
+        return slots
+
+    def _is_free_to_write(self, found: Residency) -> NDArray[np.bool_]:
+        """Which chunks lie in slots of the device that a sequence may take for itself and write on in."""
+        device = self._shelves.device
+        slots = np.where(found.tier == 0, found.slot, np.int32(0))
+        free: NDArray[np.bool_] = device.unused(slots) & (device.state[slots] == RESIDENT)
+        free &= found.tier == 0
+        return free
+
+    def _load(self, found: Residency, columns: NDArray[np.bool_], slots: Slots) -> set[int]:
+        """Have the chunks in `columns` copied to their new slots; -> the batches."""
+        batches = set()
+        for tier in np.unique(found.tier[columns]).tolist():
+            part = np.flatnonzero(columns & (found.tier == tier))
+            # A copy of a tail is its sequence's own, to be written on in; the tail stays where it is.
+            chunks = np.where(found.tokens[part] == self.chunk_size, found.chunk[part], np.int32(-1))
+            whole = part[chunks >= 0]
+            self._shelves.expect(slots[whole], found.chunk[whole])
+            batches.add(self._movement.load(tier, found.slot[part], slots[part], chunks))
+        return batches
+
+    def _inherited(self, found: Residency) -> int:
+        """The conversation of the deepest chunk that was found, if it ends there: all else is a fork."""
+        deepest = int(found.chunk[np.flatnonzero(found.chunk >= 0)[-1]]) if (found.chunk >= 0).any() else -1
+        if deepest < 0 or self._shelves.directory.grown[deepest]:
+            return -1
+        return self._shelves.conversations.latest(int(self._shelves.directory.audience[deepest]))
+
+    def _name(
+        self, slot: int, identity: bytes, end: int, conversation: int, tail: tuple[bytes, bytes] | None = None
+    ) -> int:
+        """Give a referenced slot its identity, unless it has one or another slot has it; -> the chunk."""
+        shelves, directory = self._shelves, self._shelves.directory
+        held = int(shelves.device.chunk[slot])
+        chunk = directory.get(identity)
+        if chunk >= 0 and directory.slot[0, chunk] >= 0:
+            return chunk
+        if held >= 0:
+            if not directory.is_tail(held):
+                raise IntegrityError(f"slot {slot} has another identity already")
+            shelves.clear(0, np.array([held], np.int32))  # the sequence has written on in it
+            chunk = directory.get(identity)
+        if chunk >= 0:
+            shelves.settle(slot, chunk)
+            shelves.classify(np.array([chunk], np.int32))
+            return chunk
+        audience = shelves.conversations.audience(conversation)
+        if tail is None:
+            chunk = directory.add(identity, end, audience)
+        else:
+            chunk = directory.add_tail(identity, *tail, end, audience)
+        shelves.conversations.count(audience, 1)
+        shelves.settle(slot, chunk)
+        return chunk
 
 
-def _ranges(missing: NDArray[np.intp], chunk_size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
-    """Runs of adjacent missing chunks as ranges of positions; the last may end within a chunk."""
-    if not len(missing):
+def _ranges(filled: NDArray[np.int32], chunk_size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
+    """What is to be computed of chunks that begin with so many tokens each; the last may end within a chunk."""
+    begins = np.arange(len(filled)) * chunk_size
+    ends = np.minimum(begins + chunk_size, num_tokens)
+    begins = begins + filled
+    missing = begins < ends
+    begins, ends = begins[missing], ends[missing]
+    if not len(begins):
         return ()
-    breaks = np.flatnonzero(np.diff(missing) > 1)
-    firsts = missing[np.concatenate(([0], breaks + 1))].tolist()
-    lasts = missing[np.concatenate((breaks, [len(missing) - 1]))].tolist()
-    return tuple(
-        (first * chunk_size, min((last + 1) * chunk_size, num_tokens))
-        for first, last in zip(firsts, lasts, strict=True)
-    )
+    apart = begins[1:] > ends[:-1]
+    begins, ends = begins[np.concatenate(([True], apart))], ends[np.concatenate((apart, [True]))]
+    return tuple(zip(begins.tolist(), ends.tolist(), strict=True))

@@ -46,7 +46,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         raise fields.refusal("multi_query_group_num", f"num_attention_heads {heads} must be a multiple of it")
     if dim % 4:
         raise fields.refusal("kv_channels", "half of it is rotated in pairs, so it must be a multiple of 4")
-    vocab, num_layers = fields.integer("padded_vocab_size", 65024), fields.integer("num_layers", 28)
+    vocab, num_layers = fields.integer("padded_vocab_size", 65024), fields.layers("num_layers", 28)
     biased = fields.flag("add_bias_linear", False)
     rope = _rope(fields, dim, max_model_len)
     kv = kv_spec((None,) * num_layers, kv_heads, dim, dtype, chunk_size)

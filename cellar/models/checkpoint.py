@@ -23,11 +23,16 @@ PICKLED = "pytorch_model.bin"
 INDEX = ".index.json"
 """After the name of what would be one file: the tensors of several."""
 
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems allow."""
+
 # Bytes read from a file before its map is let go.
 WINDOW = 64 * 2**20
 
-# Element types of safetensors that are plain numbers, and their bytes; the others belong to quantized formats.
-FLOATS = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+# Element types of safetensors that are plain numbers, and the bytes of all that are read; the others belong to
+# quantized formats.
+FLOATS = ("F64", "F32", "BF16", "F16")
+ELEMENT_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I64": 8, "I32": 4, "I8": 1, "U8": 1, "F8_E4M3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +55,39 @@ class Checkpoint:
         self.tensors: Mapping[str, StoredTensor] = _tensors(directory)
         self._pickled = PickledFiles()
 
-    def read(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """A tensor in blocks of rows, each with the number of its first row; use a block before asking for the next."""
+    def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Iterator[tuple[int, Tensor]]:
+        """A tensor, or some rows and columns of it, in blocks of rows; use a block before asking for the next.
+
+        Each comes with the number of its first row, counted from the first that was asked for.
+        """
         stored = self.tensors[name]
-        rows = stored.shape[0]
-        step = max(1, WINDOW // max(1, math.prod(stored.shape[1:]) * FLOATS[stored.dtype]))
-        for first in range(0, rows, step):
-            stop = min(rows, first + step)
+        if not stored.shape:
+            yield 0, self._number(stored.file, name)
+            return
+        rows = range(stored.shape[0]) if rows is None else rows
+        step = max(1, WINDOW // max(1, math.prod(stored.shape[1:]) * ELEMENT_BYTES[stored.dtype]))
+        for first in range(rows.start, rows.stop, step):
+            stop = min(rows.stop, first + step)
             if _is_pickled(stored.file):
-                yield first, self._pickled.rows(stored.file, name, first, stop)
+                block = self._pickled.rows(stored.file, name, first, stop)
+                yield first - rows.start, block if columns is None else block[:, columns.start : columns.stop]
                 continue
             with _open(stored.file) as file:
-                yield first, file.get_slice(name)[first:stop]
+                there = file.get_slice(name)
+                if columns is None:
+                    yield first - rows.start, there[first:stop]
+                else:
+                    yield first - rows.start, there[first:stop, columns.start : columns.stop]
+
+    def _number(self, file: Path, name: str) -> Tensor:
+        """A tensor without dimensions."""
+        if _is_pickled(file):
+            raise CheckpointError(
+                f"{name} in {file} is a single number, which is read of safetensors only; convert it."
+            )
+        with _open(file) as opened:
+            number: Tensor = opened.get_tensor(name)
+            return number
 
 
 def _tensors(directory: Path) -> dict[str, StoredTensor]:
@@ -88,8 +114,13 @@ def _indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
     try:
         places = json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"]
         wanted = {name: directory / str(file) for name, file in places.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{directory / index} is damaged ({error}); get it again.") from error
+    for named in set(map(str, places.values())):
+        if not _is_inside(named):
+            raise CheckpointError(
+                f"{directory / index} names {named[:80]!r}, but may name files of its own folder only; get it again."
+            )
     files = sorted(set(wanted.values()))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -101,6 +132,13 @@ def _indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
                 f"{index} of {directory} says that {name} is in {file.name}, but it is not; get both again."
             )
     return {name: tensor for tensors in found.values() for name, tensor in tensors.items()}
+
+
+def _is_inside(file: str) -> bool:
+    """True for a path that a file system can have, and that leads out of no folder."""
+    parts = Path(file).parts
+    short = all(len(part.encode(errors="replace")) <= LONGEST_NAME for part in parts)
+    return bool(parts) and short and ".." not in parts and not Path(file).is_absolute() and "\0" not in file
 
 
 def _headers(file: Path) -> dict[str, StoredTensor]:

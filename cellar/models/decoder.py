@@ -20,11 +20,11 @@ from torch import Tensor
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import KVGroup, KVSpec, LayerSpec, ModelSpec, TensorSpec
 from cellar.models.fields import Fields
-from cellar.models.model import Hidden, LayerContext, Weights
+from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, gathered, plain, summed
 from cellar.models.rope import rope_spec
 from cellar.ops.embedding import embedding
-from cellar.ops.fused import norm_gated_linear, norm_linear
-from cellar.ops.linear import linear
+from cellar.ops.linear.definition import linear
+from cellar.ops.linear.fused import norm_gated_linear, norm_linear
 from cellar.ops.norm import add_rms_norm, rms_norm
 
 
@@ -58,7 +58,7 @@ def head_dim_of(fields: Fields, hidden_size: int, num_heads: int) -> int:
         return fields.integer("head_dim", 0)
     if hidden_size % num_heads:
         raise CheckpointError(
-            f"hidden_size {hidden_size} in config.json is no multiple of num_attention_heads {num_heads}; "
+            f"hidden_size {hidden_size} in config.json is not a multiple of num_attention_heads {num_heads}; "
             "give head_dim, too."
         )
     return hidden_size // num_heads
@@ -103,7 +103,7 @@ def decoder_spec(
     """Everything static about such a model. Raises CheckpointError or ConfigError for what is not supported."""
     if shape.num_heads % shape.num_kv_heads:
         raise CheckpointError(
-            f"num_attention_heads {shape.num_heads} in config.json is no multiple of num_key_value_heads "
+            f"num_attention_heads {shape.num_heads} in config.json is not a multiple of num_key_value_heads "
             f"{shape.num_kv_heads}; every KV head must serve as many heads."
         )
     rope = rope_spec(fields, shape.head_dim, shape.max_position, max_model_len)
@@ -201,32 +201,43 @@ class Decoder:
 
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden."""
-        return Hidden(embedding(tokens, weights["embed"]))
+        return Hidden(embedding(tokens, plain(weights)["embed"]))
 
-    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
-        """x += out(attention(norm(x))); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
-        spec = self.spec
-        get = weights.get
+    def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        """q, k, v = norm(x) W, of each head normed again in some models."""
+        tensors = plain(weights)
         qkv, residual = norm_linear(
-            h.residual, h.delta, weights["input_norm"], self._eps, weights["qkv"], get("qkv_bias")
+            h.residual, h.delta, tensors["input_norm"], self._eps, weights["qkv"], tensors.get("qkv_bias")
         )
-        q, k, v = qkv.view(-1, sum(self._split), spec.head_dim).split_with_sizes(self._split, dim=1)
+        q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
         if "q_norm" in weights:
-            q = rms_norm(q, weights["q_norm"], self._eps)
-            k = rms_norm(k, weights["k_norm"], self._eps)
-        attended = ctx.attend(j, q, k, v, rotate=True)
-        delta = linear(attended.flatten(1), weights["out"], get("out_bias"))
+            q = rms_norm(q, tensors["q_norm"], self._eps)
+            k = rms_norm(k, tensors["k_norm"], self._eps)
+        return Projected(q, k, v, residual)
+
+    def after_attention(
+        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+    ) -> Hidden:
+        """x += out(attended); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
+        tensors, comm = plain(weights), ctx.comm
+        delta = summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
         x, residual = norm_gated_linear(
-            residual, delta, weights["post_norm"], self._eps, weights["gate_up"], get("gate_up_bias"), self._activation
+            residual,
+            delta,
+            tensors["post_norm"],
+            self._eps,
+            weights["gate_up"],
+            tensors.get("gate_up_bias"),
+            self._activation,
         )
-        return Hidden(residual, linear(x, weights["down"], get("down_bias")))
+        return Hidden(residual, summed(linear(x, weights["down"], tensors.get("down_bias")), comm))
 
     def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
         """Hidden rows after the last norm, if there is one: [n, hidden]."""
         if "norm" not in weights:
             return h.residual if h.delta is None else h.residual + h.delta
-        return add_rms_norm(h.residual, h.delta, weights["norm"], self._eps)[0]
+        return add_rms_norm(h.residual, h.delta, plain(weights)["norm"], self._eps)[0]
 
-    def head(self, weights: Weights, h: Hidden) -> Tensor:
+    def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows [n, hidden] -> logits [n, vocab]."""
-        return linear(self.final_hidden(weights, h), weights["lm_head"], None)
+        return gathered(linear(self.final_hidden(weights, h), weights["lm_head"]), comm)

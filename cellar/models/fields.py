@@ -12,6 +12,11 @@ from typing import Any
 
 from cellar.core.errors import CheckpointError
 
+MOST = 2**28
+"""No dimension of a model, and no context, is larger."""
+
+MOST_LAYERS = 4096
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -100,12 +105,16 @@ class Fields:
             raise self.refusal(name, "it must be a list of names")
         return value
 
-    def integer(self, name: str, default: int, least: int = 1) -> int:
-        """A whole number of at least `least`."""
+    def integer(self, name: str, default: int, least: int = 1, most: int = MOST) -> int:
+        """A whole number in [least, most]."""
         value = self._given(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.refusal(name, f"it must be a whole number of at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.refusal(name, f"it must be a whole number from {least} to {most}")
         return value
+
+    def layers(self, name: str, default: int) -> int:
+        """How many layers there are."""
+        return self.integer(name, default, most=MOST_LAYERS)
 
     def number(self, name: str, default: float) -> float:
         """A positive number."""

@@ -59,7 +59,7 @@ def _snapshot(name: str) -> Path:
         ) from error
     except (LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(
-            f"model {name} is no directory here, and the hub is out of reach; give a directory or connect to a network."
+            f"model {name} is not a directory here, and the hub cannot be reached; give one, or connect to a network."
         ) from error
     except Exception as error:
         # The client's other errors have no common base class; none of them is a defect of ours.

@@ -37,7 +37,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         tied_head=fields.flag("tie_word_embeddings", False),
-        windows=(None,) * fields.integer("num_hidden_layers", 32),
+        windows=(None,) * fields.layers("num_hidden_layers", 32),
         eos_token_ids=fields.token_ids("eos_token_id", 2),
         bos_token_id=fields.first_token_id("bos_token_id", 1),
         qkv_bias=attention_bias,

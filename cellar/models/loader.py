@@ -6,9 +6,8 @@ moment is the weights so far and the tensor at hand.
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,27 +15,32 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import CheckpointError
-from cellar.core.specs import HeadRows, ModelSpec, TensorSpec
-from cellar.models.checkpoint import FLOATS, Checkpoint
+from cellar.core.specs import HeadRows, ModelSpec, StoredPart, TensorSpec
+from cellar.models.checkpoint import Checkpoint
+from cellar.models.quantization import module_of
+from cellar.models.quantized import QUANTIZED_READERS, Get
+from cellar.models.random import fill_random, key_of
+from cellar.models.readers import PLAIN
+from cellar.ops.linear.definition import as_linear
+from cellar.ops.linear.weight import LinearWeight, Weight
+from cellar.quant.matrix import Quantized, quantized, stacked
+from cellar.quant.weight import QuantizedWeight, StackedWeight
 
-Transform = Callable[[TensorSpec, Tensor], Tensor]
+Transform = Callable[[TensorSpec, Tensor], Weight]
 
 # Tensors of old checkpoints that follow from config.json: frequencies of the rotary embedding, a format version.
 _HARMLESS = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|^(model\.)?decoder\.version$")
+# Scales of activations and of the KV cache, which keep the run's dtype.
+_UNUSED_SCALE = re.compile(r"\.(input|output|q|k|v|attn)_(scale|zero_point)$|\.(input|output)_global_scale$")
 
 
 @dataclass(frozen=True)
 class LoadedWeights:
     """The arguments `weights` of a model's functions: of `embed`, of each `layer`, and of `head`."""
 
-    embedding: dict[str, Tensor]
-    layers: list[dict[str, Tensor]]
-    head: dict[str, Tensor]
-
-
-def is_linear(tensor: TensorSpec) -> bool:
-    """True for a matrix that `linear` multiplies by (and that may be packed), false for tables, norms and biases."""
-    return len(tensor.shape) == 2 and tensor.name not in ("embed", "positions")
+    embedding: dict[str, Weight]
+    layers: list[dict[str, Weight]]
+    head: dict[str, Weight]
 
 
 def load(
@@ -45,15 +49,18 @@ def load(
     """Read a checkpoint's weights in the dtype of `spec`.
 
     `transform(tensor_spec, tensor)` is applied to each tensor as soon as it is there, e.g. to pack it, and the
-    original is freed before the next is read. A tied head is the very tensor of the embedding unless `transform`
-    changes it. Raises CheckpointError if files or tensors are missing, damaged, of another shape, or too many.
+    original is freed before the next is read; quantized matrices stay what they are. A tied head is the very tensor of
+    the embedding unless `transform` changes it. Raises CheckpointError if files or tensors are missing, damaged, of
+    another shape, or too many.
     """
     checkpoint = Checkpoint(directory)
     sources = _sources(spec, checkpoint)
     kind = torch.device(device)
 
-    def make(tensor: TensorSpec) -> Tensor:
-        return _joined(tensor, [sources[stored] for stored in tensor.stored], checkpoint, kind)
+    def make(tensor: TensorSpec) -> Weight:
+        if any(part.format.layout != "plain" for part in tensor.stored_parts()):
+            return _read_quantized(tensor, sources, checkpoint, kind)
+        return _quantized(tensor, _joined(tensor, sources, checkpoint, kind))
 
     return _assembled(spec, make, transform)
 
@@ -61,39 +68,96 @@ def load(
 def dummy(
     spec: ModelSpec, device: torch.device | str = "cpu", seed: int = 0, transform: Transform | None = None
 ) -> LoadedWeights:
-    """Random weights in the dtype of `spec`, a function of seed, tensor and kind of device.
+    """Random weights in the dtype of `spec`, a function of seed, tensor, row and column: a shard's are the whole's.
 
     Matrices keep the scale of what they multiply (deviation in^-1/2), norms are 1, biases small: activations
     stay finite in every dtype.
     """
     kind = torch.device(device)
 
-    return _assembled(spec, lambda tensor: _random(tensor, seed, kind), transform)
+    return _assembled(spec, lambda tensor: _quantized(tensor, _random(tensor, seed, kind)), transform)
 
 
-def _assembled(spec: ModelSpec, make: Callable[[TensorSpec], Tensor], transform: Transform | None) -> LoadedWeights:
+def _assembled(spec: ModelSpec, make: Callable[[TensorSpec], Weight], transform: Transform | None) -> LoadedWeights:
     """Make all tensors: embedding, each layer, head."""
-    change = transform or (lambda _, tensor: tensor)
 
-    def made(tensors: Iterable[TensorSpec]) -> dict[str, Tensor]:
-        return {tensor.name: change(tensor, make(tensor)) for tensor in tensors}
+    def changed(tensor: TensorSpec, weight: Weight) -> Weight:
+        # What is quantized is in its form already.
+        return weight if transform is None or not isinstance(weight, Tensor) else transform(tensor, weight)
 
-    embedding = made(spec.embedding)
+    def made(tensors: Iterable[TensorSpec]) -> dict[str, Weight]:
+        return {tensor.name: changed(tensor, make(tensor)) for tensor in tensors}
+
+    tables = {tensor.name: make(tensor) for tensor in spec.embedding}
+    embedding = {tensor.name: changed(tensor, tables[tensor.name]) for tensor in spec.embedding}
     layers = [made(layer.tensors) for layer in spec.layers]
     head = made(tensor for tensor in spec.head if not (spec.tied_head and tensor.name == "lm_head"))
     if spec.tied_head:
         tied = next(tensor for tensor in spec.head if tensor.name == "lm_head")
-        head["lm_head"] = change(tied, embedding["embed"])
+        head["lm_head"] = changed(tied, tables["embed"])
     return LoadedWeights(embedding, layers, head)
 
 
-def _joined(tensor: TensorSpec, names: list[str], checkpoint: Checkpoint, device: torch.device) -> Tensor:
-    """The stored parts under one another, in the dtype and on the device of the run."""
+def _quantized(tensor: TensorSpec, matrix: Tensor) -> Weight:
+    """A matrix in the formats that the parts of its spec have; as it is where they are plain."""
+    if not tensor.formats:
+        return matrix
+    regions = tensor.regions()
+    rows = matrix.split_with_sizes([len(region.rows) for region in regions])
+    return _stack(
+        [
+            quantized(piece, tensor.formats[region.part]) if tensor.formats[region.part].is_quantized else piece
+            for piece, region in zip(rows, regions, strict=True)
+        ]
+    )
+
+
+def _read_quantized(
+    tensor: TensorSpec, names: Mapping[str, str], checkpoint: Checkpoint, device: torch.device
+) -> LinearWeight:
+    """The stored regions, each in its own format."""
+    found: list[Quantized | Tensor] = []
+    parts = tensor.stored_parts()
+    for region in tensor.regions():
+        part = parts[region.part]
+        if part.format.is_quantized:
+            get = _getter(module_of(part.name), names, checkpoint, device)
+            found.append(QUANTIZED_READERS[part.format.layout].read(part, region, get))
+            continue
+        columns = part.shape[1] if region.columns is None else len(region.columns)
+        piece = torch.empty((len(region.rows), columns), dtype=getattr(torch, tensor.dtype), device=device)
+        PLAIN.read(checkpoint, names[part.name], region, piece, transposed=tensor.transposed)
+        found.append(piece)
+    return _stack(found)
+
+
+def _stack(parts: Sequence[Quantized | Tensor]) -> LinearWeight:
+    """One weight of these rows: one matrix where all have one format."""
+    same = [part for part in parts if isinstance(part, Quantized)]
+    whole = stacked(same) if len(same) == len(parts) else None
+    if whole is not None:
+        return QuantizedWeight(whole)
+    return StackedWeight([QuantizedWeight(p) if isinstance(p, Quantized) else as_linear(p) for p in parts])
+
+
+def _getter(module: str, names: Mapping[str, str], checkpoint: Checkpoint, device: torch.device) -> Get:
+    def get(suffix: str, rows: range | None, columns: range | None) -> Tensor | None:
+        name = names.get(module + suffix)
+        if name is None:
+            return None
+        blocks = [block for _, block in checkpoint.read(name, rows, columns)]
+        return (torch.cat(blocks) if len(blocks) > 1 else blocks[0].clone()).to(device)
+
+    return get
+
+
+def _joined(tensor: TensorSpec, names: Mapping[str, str], checkpoint: Checkpoint, device: torch.device) -> Tensor:
+    """The stored regions under one another, in the dtype and on the device of the run."""
     whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-    for part, name in zip(whole.split_with_sizes(list(_parts(tensor))), names, strict=True):
-        target = part.T if tensor.transposed else part
-        for first, block in checkpoint.read(name):
-            target[first : first + len(block)].copy_(block.to(device))
+    parts, regions = tensor.stored_parts(), tensor.regions()
+    for target, region in zip(whole.split_with_sizes([len(r.rows) for r in regions]), regions, strict=True):
+        name = names[parts[region.part].name]
+        PLAIN.read(checkpoint, name, region, target, transposed=tensor.transposed)
     if tensor.heads is not None:
         _reorder(whole, tensor.heads)
     return whole
@@ -112,35 +176,44 @@ def _random(tensor: TensorSpec, seed: int, device: torch.device) -> Tensor:
     made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
     if tensor.name.endswith("norm"):
         return made.fill_(1.0)
-    key = f"{seed} {tensor.name} {' '.join(tensor.stored)}".encode()
-    number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-    generator = torch.Generator(device).manual_seed(number)
-    deviation = tensor.shape[-1] ** -0.5 if len(tensor.shape) == 2 else 0.02
-    return made.normal_(0.0, deviation, generator=generator)
-
-
-def _parts(tensor: TensorSpec) -> tuple[int, ...]:
-    """Rows of each stored tensor."""
-    return tensor.parts or (tensor.shape[0] // len(tensor.stored),) * len(tensor.stored)
+    whole = tensor.shape if tensor.cut is None else tensor.cut.shape
+    is_matrix = len(whole) == 2
+    every = range(whole[1] if is_matrix else 1)
+    deviation = whole[1] ** -0.5 if is_matrix else 0.02
+    parts, regions = tensor.stored_parts(), tensor.regions()
+    for target, region in zip(made.split_with_sizes([len(r.rows) for r in regions]), regions, strict=True):
+        key = key_of(seed, parts[region.part].name)
+        fill_random(target if is_matrix else target[:, None], key, region.rows, region.columns or every, deviation)
+    if tensor.heads is not None:
+        _reorder(made, tensor.heads)
+    return made
 
 
 def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
     """Name in the specs -> name in the checkpoint, for every stored tensor, each of the right shape and type."""
     found: dict[str, str] = {}
+    embed, is_tied = spec.embedding[0].stored, _is_tied(spec)
     for tensor in spec.tensors():
-        for stored, rows in zip(tensor.stored, _parts(tensor), strict=True):
-            name = _name_in(checkpoint, stored)
-            if name is None and spec.tied_head and stored == spec.embedding[0].stored[0]:
+        for part in tensor.stored_parts():
+            if part.format.layout != "plain":
+                found |= _check_quantized(checkpoint, part)
+                continue
+            name = _name_in(checkpoint, part.name)
+            if name is None and is_tied and part.name == embed[0]:
                 name = _name_in(checkpoint, "lm_head.weight")
             if name is None:
                 raise CheckpointError(
-                    f"{checkpoint.directory} has no tensor {stored}, which its config.json calls for; get both again."
+                    f"{checkpoint.directory} has no tensor {part.name}, which its config.json calls for; get both "
+                    "again."
                 )
-            _check(checkpoint, name, (rows, *tensor.shape[1:]), tensor.transposed)
-            found[stored] = name
+            PLAIN.check(checkpoint, name, part, transposed=tensor.transposed)
+            found[part.name] = name
     extra = {name for name in checkpoint.tensors if not _HARMLESS.search(name)} - set(found.values())
-    if spec.tied_head and "lm_head.weight" in extra:
-        _check_equal(checkpoint, found[spec.embedding[0].stored[0]], "lm_head.weight")
+    extra -= {_name_in(checkpoint, stored) for stored in spec.elsewhere}
+    if any(tensor.formats for tensor in spec.tensors()):
+        extra = {name for name in extra if not _is_needless(checkpoint, name)}
+    if is_tied and "lm_head.weight" in extra:
+        _check_equal(checkpoint, found[embed[0]], "lm_head.weight")
         extra.remove("lm_head.weight")
     if extra:
         raise CheckpointError(
@@ -150,24 +223,45 @@ def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
+def _check_quantized(checkpoint: Checkpoint, part: StoredPart) -> dict[str, str]:
+    """What a module's tensors are called in the checkpoint, each of the right shape and type."""
+    found: dict[str, str] = {}
+    for wanted in QUANTIZED_READERS[part.format.layout].tensors(part):
+        stored = module_of(part.name) + wanted.suffix
+        name = _name_in(checkpoint, stored)
+        if name is None:
+            if wanted.optional:
+                continue
+            raise CheckpointError(
+                f"{checkpoint.directory} has no tensor {stored}, which its quantization config calls for; check that "
+                "both belong together."
+            )
+        there = checkpoint.tensors[name]
+        if there.shape not in wanted.shapes or there.dtype not in wanted.dtypes:
+            shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+            raise CheckpointError(
+                f"{name} in {there.file} is {there.dtype} {list(there.shape)}, but the quantization config calls for "
+                f"{' or '.join(wanted.dtypes)} {shapes}; check that both belong together."
+            )
+        found[stored] = name
+    return found
+
+
+def _is_needless(checkpoint: Checkpoint, name: str) -> bool:
+    """Scales of what is not quantized here, and the biases of zeros that some tools write for every module."""
+    if _UNUSED_SCALE.search(name):
+        return True
+    return name.endswith(".bias") and all(not bool(block.any()) for _, block in checkpoint.read(name))
+
+
+def _is_tied(spec: ModelSpec) -> bool:
+    """True if the head is the embedding, in memory (`tied_head`) or in the checkpoint alone, as for a shard."""
+    return any(tensor.name == "lm_head" and tensor.stored == spec.embedding[0].stored for tensor in spec.head)
+
+
 def _name_in(checkpoint: Checkpoint, stored: str) -> str | None:
     """The name as it is, or without its leading `model.` (a checkpoint of the model without its head)."""
     return next((name for name in (stored, stored.removeprefix("model.")) if name in checkpoint.tensors), None)
-
-
-def _check(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], transposed: bool) -> None:
-    there = checkpoint.tensors[name]
-    if there.dtype not in FLOATS:
-        raise CheckpointError(
-            f"{name} in {there.file} is stored as {there.dtype}, but only {', '.join(FLOATS)} are read; "
-            "use a checkpoint that is not quantized."
-        )
-    wanted = shape[::-1] if transposed else shape
-    if there.shape != wanted:
-        raise CheckpointError(
-            f"{name} in {there.file} has shape {list(there.shape)}, but config.json calls for {list(wanted)}; "
-            "check that they belong together."
-        )
 
 
 def _check_equal(checkpoint: Checkpoint, embed: str, head: str) -> None:

@@ -7,13 +7,20 @@ the next norm can fuse it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias, cast
 
 from torch import Tensor
 
 from cellar.core.specs import ModelSpec
+from cellar.ops.linear.weight import Weight
 
-Weights = Mapping[str, Tensor]
+Weights: TypeAlias = Mapping[str, Weight]
+"""What a function of a model finds under the names of its tensor specs: matrices in any format, plain tensors."""
+
+
+def plain(weights: Weights) -> Mapping[str, Tensor]:
+    """The same weights, to look up norms, biases and tables in: these are plain tensors, whatever the matrices are."""
+    return cast("Mapping[str, Tensor]", weights)
 
 
 class Hidden(NamedTuple):
@@ -21,6 +28,29 @@ class Hidden(NamedTuple):
 
     residual: Tensor
     delta: Tensor | None = None
+
+
+class Projected(NamedTuple):
+    """What the first half of a layer leaves: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], not yet
+    rotated, and the residual [tokens, hidden] that the second half adds to.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    residual: Tensor
+
+
+class Comm(Protocol):
+    """Collectives among the ranks that share the tensors of a model (`sharding.py`). Every rank calls all of them, in
+    the same order; all get the same bits.
+    """
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in the order of ranks; it may be `x`, changed in place."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, w_r] of every rank r side by side: [n, sum of w_r]."""
 
 
 class LayerContext(Protocol):
@@ -34,6 +64,10 @@ class LayerContext(Protocol):
     def cos_sin(self) -> Tensor | None:
         """Rotary table float32 [max_position, rotary_dim], cosines then sines; None if the model has none."""
 
+    @property
+    def comm(self) -> Comm | None:
+        """The other ranks; None where one device has the whole model."""
+
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Write k, v into layer j's cache, then attend; `rotate`: turn q and k by their positions first.
 
@@ -42,7 +76,11 @@ class LayerContext(Protocol):
 
 
 class Model(Protocol):
-    """One architecture. Weights are arguments, so that they may lie anywhere and come in any format."""
+    """One architecture. Weights are arguments, so that they may lie anywhere and come in any format.
+
+    A layer comes in halves, with attention between them: what runs there, and what else runs beside it, is the
+    caller's affair. `run_layer` is the whole.
+    """
 
     @property
     def spec(self) -> ModelSpec:
@@ -51,11 +89,32 @@ class Model(Protocol):
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden."""
 
-    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
-        """Layer j over all tokens of the step."""
+    def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        """Layer j up to its q, k and v, over all tokens of the step."""
 
-    def head(self, weights: Weights, h: Hidden) -> Tensor:
+    def after_attention(
+        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+    ) -> Hidden:
+        """Layer j from what attention made of q, k and v on; attended: [tokens, heads, head_dim]."""
+
+    def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows (already selected) [n, hidden] -> logits [n, vocab], in the weights' dtype or float32."""
 
     def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
         """Hidden rows after the last norm: [n, hidden]."""
+
+
+def run_layer(model: Model, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
+    """Layer j: its first half, attention, its second half."""
+    q, k, v, residual = model.before_attention(j, weights, h, ctx)
+    return model.after_attention(j, weights, residual, ctx.attend(j, q, k, v, rotate=model.spec.rope is not None), ctx)
+
+
+def summed(x: Tensor, comm: Comm | None) -> Tensor:
+    """A product of which every rank has computed a part."""
+    return x if comm is None else comm.all_reduce(x)
+
+
+def gathered(x: Tensor, comm: Comm | None) -> Tensor:
+    """A product of which every rank has computed some columns."""
+    return x if comm is None else comm.all_gather(x)

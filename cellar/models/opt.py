@@ -26,11 +26,11 @@ from cellar.core.errors import CheckpointError
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
-from cellar.models.model import Hidden, LayerContext, Weights
+from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, gathered, plain, summed
 from cellar.models.rope import context_length
 from cellar.ops.activation import activate
 from cellar.ops.embedding import embedding
-from cellar.ops.linear import linear
+from cellar.ops.linear.definition import linear
 from cellar.ops.norm import add_layer_norm
 
 ARCHITECTURE = "OPTForCausalLM"
@@ -44,11 +44,11 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     """Everything static about the model that a config.json defines."""
     fields = Fields(config, ARCHITECTURE)
     e, f = fields.integer("hidden_size", 768), fields.integer("ffn_dim", 3072)
-    heads, num_layers = fields.integer("num_attention_heads", 12), fields.integer("num_hidden_layers", 12)
+    heads, num_layers = fields.integer("num_attention_heads", 12), fields.layers("num_hidden_layers", 12)
     words, vocab = fields.integer("word_embed_proj_dim", e), fields.integer("vocab_size", 50272)
     positions = fields.integer("max_position_embeddings", 2048)
     if e % heads:
-        raise CheckpointError(f"hidden_size {e} in config.json is no multiple of num_attention_heads {heads}.")
+        raise CheckpointError(f"hidden_size {e} in config.json is not a multiple of num_attention_heads {heads}.")
     if not fields.flag("layer_norm_elementwise_affine", True):
         raise fields.refusal("layer_norm_elementwise_affine", "only norms with weights are supported")
     bias, tied = fields.flag("enable_bias", True), fields.flag("tie_word_embeddings", True)
@@ -137,46 +137,54 @@ class OPT:
 
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden: the words (projected if narrower) plus the positions."""
-        words = embedding(tokens, weights["embed"])
+        words = embedding(tokens, plain(weights)["embed"])
         if "project_in" in weights:
             words = linear(words, weights["project_in"], None)
-        return Hidden(words, embedding(ctx.positions + POSITION_OFFSET, weights["positions"]))
+        return Hidden(words, embedding(ctx.positions + POSITION_OFFSET, plain(weights)["positions"]))
 
-    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
-        """Norms first: x += attention(norm(x)), then likewise mlp. Norms last: x = norm(x + attention(x)), likewise."""
+    def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        """q, k, v = norm(x) W; with norms last x W."""
         if self._norm_first:
             x, residual = _norm(h.residual, h.delta, weights, "input_norm")
-            x, residual = _norm(residual, self._attention(j, weights, x, ctx), weights, "post_norm")
-            return Hidden(residual, self._mlp(weights, x))
-        x = _sum(h)
-        x, _ = _norm(x, self._attention(j, weights, x, ctx), weights, "input_norm")
-        x, _ = _norm(x, self._mlp(weights, x), weights, "post_norm")
+        else:
+            x = residual = _sum(h)
+        qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
+        q, k, v = qkv.view(-1, 3, self.spec.num_heads, self.spec.head_dim).unbind(1)
+        return Projected(q, k, v, residual)
+
+    def after_attention(
+        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+    ) -> Hidden:
+        """Norms first: x += out(attended), x += mlp(norm(x)). Norms last: x = norm(x + out(attended)), likewise."""
+        delta = summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), ctx.comm)
+        if self._norm_first:
+            x, residual = _norm(residual, delta, weights, "post_norm")
+            return Hidden(residual, self._mlp(weights, x, ctx.comm))
+        x, _ = _norm(residual, delta, weights, "input_norm")
+        x, _ = _norm(x, self._mlp(weights, x, ctx.comm), weights, "post_norm")
         return Hidden(x)
 
     def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
         """Hidden rows after the last norm, before any projection to the words' width: [n, hidden]."""
         return _norm(h.residual, h.delta, weights, "norm")[0] if "norm" in weights else _sum(h)
 
-    def head(self, weights: Weights, h: Hidden) -> Tensor:
+    def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows [n, hidden] -> logits [n, vocab]."""
         x = self.final_hidden(weights, h)
         if "project_out" in weights:
             x = linear(x, weights["project_out"], None)
-        return linear(x, weights["lm_head"], None)
+        return gathered(linear(x, weights["lm_head"]), comm)
 
-    def _attention(self, j: int, weights: Weights, x: Tensor, ctx: LayerContext) -> Tensor:
-        qkv = linear(x, weights["qkv"], weights.get("qkv_bias"))
-        q, k, v = qkv.view(-1, 3, self.spec.num_heads, self.spec.head_dim).unbind(1)
-        return linear(ctx.attend(j, q, k, v).flatten(1), weights["out"], weights.get("out_bias"))
-
-    def _mlp(self, weights: Weights, x: Tensor) -> Tensor:
-        up = activate(linear(x, weights["up"], weights.get("up_bias")), self._activation)
-        return linear(up, weights["down"], weights.get("down_bias"))
+    def _mlp(self, weights: Weights, x: Tensor, comm: Comm | None) -> Tensor:
+        biases = plain(weights)
+        up = activate(linear(x, weights["up"], biases.get("up_bias")), self._activation)
+        return summed(linear(up, weights["down"], biases.get("down_bias")), comm)
 
 
 def _norm(residual: Tensor, delta: Tensor | None, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
     """(norm(residual + delta), residual + delta)."""
-    return add_layer_norm(residual, delta, weights[name], weights[name + "_bias"], NORM_EPS)
+    norms = plain(weights)
+    return add_layer_norm(residual, delta, norms[name], norms[name + "_bias"], NORM_EPS)
 
 
 def _sum(h: Hidden) -> Tensor:

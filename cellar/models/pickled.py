@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError if it is damaged, older than torch 1.6, or holds anything else than tensors.
     """
+    _check_stored(file)
     try:
         loaded: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
@@ -67,6 +69,17 @@ class PickledFiles:
 def dtype_of(tensor: Tensor) -> str:
     """The type of a tensor's elements in the words of safetensors (F32, BF16)."""
     return _NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
+
+
+def _check_stored(file: Path) -> None:
+    """torch stores what it saves as it is; a file that is compressed could be a thousand times its size in memory."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            packed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError):
+        return  # torch says what is wrong with it
+    if packed:
+        raise CheckpointError(f"{file} is compressed, which torch.save does not do; get it again, or as safetensors.")
 
 
 def _is_plain(value: Any) -> bool:

@@ -33,7 +33,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         activation=fields.activation("hidden_act", "silu"),
         tied_head=fields.flag("tie_word_embeddings", False),
-        windows=layer_windows(fields, fields.integer("num_hidden_layers", 32)),
+        windows=layer_windows(fields, fields.layers("num_hidden_layers", 32)),
         eos_token_ids=fields.token_ids("eos_token_id", None),
         bos_token_id=fields.first_token_id("bos_token_id", None),
         qkv_bias=attention_bias,

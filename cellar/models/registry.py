@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import torch
 
 from cellar.core.dtypes import dtype_name
-from cellar.core.errors import CheckpointError
+from cellar.core.errors import CheckpointError, ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.models import chatglm, llama, mistral, opt, qwen2, qwen3
 from cellar.models.model import Model
+from cellar.models.quantization import quantized_on_loading, with_scheme
+from cellar.quant.config import read_scheme
 
 Config = Mapping[str, Any]
 
@@ -41,10 +43,22 @@ MODELS: dict[str, ModelModule] = {
 }
 
 
-def open_model(config: Config, dtype: str, chunk_size: int = 32, max_model_len: int | None = None) -> Model:
+# Where a config says how its weights are quantized; the second name is that of older tools.
+_QUANTIZED = ("quantization_config", "compression_config")
+
+
+def open_model(
+    config: Config,
+    dtype: str,
+    chunk_size: int = 32,
+    max_model_len: int | None = None,
+    quantization: str | None = None,
+) -> Model:
     """The model that a config.json defines, to run in `dtype` with at most `max_model_len` tokens (default: its own).
 
-    Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow.
+    `quantization`: int4, int8 or fp8, to which a plain checkpoint's matrices are quantized when they are loaded.
+    Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow,
+    or a checkpoint that is quantized already.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
@@ -52,13 +66,37 @@ def open_model(config: Config, dtype: str, chunk_size: int = 32, max_model_len: 
         of = f" ({', '.join(map(str, names))})" if isinstance(names, list) and names else ""
         raise CheckpointError(f"model_type {kind!r}{of} is not supported; supported are {', '.join(MODELS)}.")
     module = MODELS[kind]
-    return module.model(module.spec(config, dtype_name(dtype), chunk_size, max_model_len))
+    plain = {name: value for name, value in config.items() if name not in _QUANTIZED}
+    spec = module.spec(plain, dtype_name(dtype), chunk_size, max_model_len)
+    beyond = [end for end in spec.eos_token_ids if end >= spec.vocab_size]
+    if beyond:
+        raise CheckpointError(
+            f"eos_token_id {beyond[0]} is not among the {spec.vocab_size} tokens of the vocabulary; "
+            "correct config.json, or generation_config.json if it stands there."
+        )
+    return module.model(_in_formats(spec, config, quantization))
+
+
+def _in_formats(spec: ModelSpec, config: Config, quantization: str | None) -> ModelSpec:
+    """The spec with the formats that the checkpoint has, or the option wants."""
+    stored = next((config[name] for name in _QUANTIZED if config.get(name) is not None), None)
+    if stored is None:
+        return spec if quantization is None else quantized_on_loading(spec, quantization)
+    if not isinstance(stored, Mapping):
+        raise CheckpointError(f"quantization_config in config.json is {stored!r}; it must be an object.")
+    scheme = read_scheme(stored)
+    if quantization is not None:
+        raise ConfigError(
+            f"quantization is {quantization}, but the checkpoint is quantized already ({scheme.method}); leave the "
+            "option out."
+        )
+    return with_scheme(spec, scheme)
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """config.json of a directory (or that file). End symbols that only generation_config.json names are added.
 
-    Raises CheckpointError if there is none, or it is no JSON object.
+    Raises CheckpointError if there is none, or it is not a JSON object.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_json(file)
@@ -117,8 +155,8 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} cannot be read ({error.strerror}); give a directory in Hugging Face's layout."
         ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON ({error}); get it again.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON ({error}); get it again.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} holds no JSON object; get it again.")
+        raise CheckpointError(f"{file} does not hold a JSON object; get it again.")
     return value

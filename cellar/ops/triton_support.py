@@ -5,7 +5,8 @@ A kernel is a function under `@kernel`, in a module that says
     if TYPE_CHECKING:
         import triton.language as tl
 
-and is launched as `my_kernel[grid](...)`. CUDA tensors run it compiled, CPU tensors in Triton's interpreter (tests).
+and is launched as `my_kernel[grid](...)`. CUDA tensors run it compiled, CPU tensors in Triton's interpreter (tests). On
+meta tensors it computes nothing, as torch's own operations: so `compile_jobs.py` lists what has to be compiled.
 Traps of the interpreter: bf16 arithmetic is garbage, so load and convert to float32, and pass `tl.dot` upcast
 operands where `interpreted(x)` is true; mask with a large negative number, not -inf; no waiting for other programs.
 """
@@ -16,6 +17,8 @@ import importlib.util
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,7 +35,7 @@ def triton_available() -> bool:
 
 def interpreted(x: Tensor) -> bool:
     """True if a kernel that is given `x` runs in the interpreter."""
-    return not x.is_cuda
+    return x.is_cpu
 
 
 def dependent_launch(x: Tensor) -> dict[str, Any]:
@@ -46,6 +49,30 @@ def dependent_launch(x: Tensor) -> dict[str, Any]:
     return {"PDL": False}
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a kernel was launched with: tensors on the meta device, numbers, constants and options."""
+
+    kernel: Kernel
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+# Who notes the launches on meta tensors; one list per thread, and only while `noted_launches` is open.
+_NOTES: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)
+
+
+@contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """The launches on meta tensors that happen inside, in their order."""
+    notes: list[Launch] = []
+    token = _NOTES.set(notes)
+    try:
+        yield notes
+    finally:
+        _NOTES.reset(token)
+
+
 class Kernel:
     """A Triton kernel that is not turned into one before its first launch."""
 
@@ -57,8 +84,13 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             first = next(a for a in args if isinstance(a, Tensor))
-            if not interpreted(first):
+            if first.is_cuda:
                 return self.compiled[grid](*args, **kwargs)
+            if first.is_meta:
+                notes = _NOTES.get()
+                if notes is not None:
+                    notes.append(Launch(self, args, kwargs))
+                return None
             with _library_interpreted():
                 return self._interpreted[grid](*args, **kwargs)
 

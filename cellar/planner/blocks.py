@@ -1,4 +1,4 @@
-"""Block sizes and weight traffic of the zig-zag and the diagonal block schedule (002, A.2): closed forms.
+"""Block sizes and weight traffic of the zig-zag and the diagonal block schedule (FlexGen §A.2): closed forms.
 
 Weights are swapped with one memory of `memory` bytes; no CPU attention; two bytes an element. `layer` are the bytes of
 one layer's weights, `hidden` those of a token's activations, `kv` those of a token's K and V in all layers.

@@ -1,7 +1,7 @@
 """Published and measured times, and constants fitted to them.
 
-PaLM on TPU v4 (arXiv 2211.05102, tables 2 and 3; 004): 2,048 tokens of prompt, 64 generated. Steps of a model on a
-machine: whatever was measured there (`cellar.bench.steps`).
+PaLM on TPU v4 (Pope et al., tables 2 and 3): 2,048 tokens of prompt, 64 generated. Steps of a model on a
+machine: whatever was measured there (`cellar.bench.measured_steps`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from cellar.core.hardware import Measure
+from cellar.core.hardware import Measure, Table
 from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.partition import BF16, INT8, Choice, Formats, Work, choices, torus
-from cellar.planner.steps import StepPrices, StepWork
+from cellar.planner.steps import StepPrices
+from cellar.planner.work import StepWork
 
 PROMPT, GENERATE = 2048, 64
 
@@ -115,15 +116,30 @@ def fit(cases: Sequence[Case], models: dict[str, Dimensions], machine: Machine) 
     return float(matmul), float(hbm), float(network), float(hop)
 
 
+STEP_COLUMNS = ("tokens", "sampled", "attended", "resident", "prompts", "seconds")
+
+
+def table_name(model: str, dtype: str) -> str:
+    """Where a model's steps are in a profile: by the last part of its name, and the type it computes in."""
+    return f"steps.{model.rstrip('/').split('/')[-1].lower()}.{dtype}"
+
+
+def read_steps(table: Table) -> list[tuple[StepWork, float]]:
+    """The rows as `fit_steps` wants them."""
+    found = []
+    for row in table.rows:
+        tokens, sampled, attended, resident, prompts, seconds = (float(value) for value in row)
+        found.append((StepWork(int(tokens), int(sampled), attended, resident, bool(prompts)), seconds))
+    return found
+
+
 # Shares and seconds a step before its steps were seen: products, memory, both in attention, and what does not grow.
 STEP_GUESS = np.array([0.7, 0.7, 0.3, 0.5, 1e-3])
 STEP_LOOSE = np.array([1.0, 1.0, 1.0, 1.0, 2.0])
 STEP_TRUST = 0.3
 
 
-def fit_steps(
-    d: Dimensions, machine: Machine, formats: Formats, dtype: str, seen: Sequence[tuple[StepWork, float]]
-) -> Machine:
+def fit_steps(d: Dimensions, machine: Machine, formats: Formats, seen: Sequence[tuple[StepWork, float]]) -> Machine:
     """A machine whose constants make the cost model meet measured steps of one model: (work, seconds) of each.
 
     Fitted are the shares that products and attention reach of compute and memory, and the seconds of a step that do not
@@ -132,7 +148,7 @@ def fit_steps(
     """
 
     def prices(log: np.ndarray) -> StepPrices:
-        return StepPrices(d, _with_steps(machine, *np.exp(log)), formats, dtype=dtype)
+        return StepPrices(d, _with_steps(machine, *np.exp(log)), formats)
 
     def errors(log: np.ndarray) -> np.ndarray:
         candidate = prices(log)
@@ -156,3 +172,28 @@ def _with_steps(machine: Machine, matmul: float, hbm: float, scores: float, cach
             step_seconds=Measure(float(step), "s", "fitted"),
         ),
     )
+
+
+KERNELS = ("matmul", "attention_matmul", "attention_hbm", "product_overlap", "layer_seconds", "eager_seconds")
+KERNEL_GUESS = np.array([0.7, 0.3, 0.7, 0.8, 1e-5, 2e-4])
+
+
+def fit_kernels(d: Dimensions, machine: Machine, formats: Formats, seen: Sequence[tuple[StepWork, float]]) -> Machine:
+    """A machine with the KERNELS constants that meet an accelerator's steps: (work, seconds), decodes and prompts.
+
+    The share of the memory's rate is left as it is: it can be measured alone. Least squares of log times.
+    """
+
+    def candidate(values: np.ndarray) -> Machine:
+        constants = {
+            name: replace(getattr(machine.constants, name), value=float(value), source="fitted")
+            for name, value in zip(KERNELS, values, strict=True)
+        }
+        return replace(machine, constants=replace(machine.constants, **constants))
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        prices = StepPrices(d, candidate(values), formats)
+        return np.array([np.log(prices.seconds(work) / taken) for work, taken in seen])
+
+    bounds = np.full(6, 1e-7), np.array([1.0, 1.0, 1.0, 1.0, 1e-4, 1e-3])
+    return candidate(least_squares(errors, KERNEL_GUESS, bounds=bounds, x_scale=KERNEL_GUESS, diff_step=1e-3).x)

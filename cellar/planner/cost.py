@@ -7,7 +7,6 @@ groups, each as its overlap says; `lower_bound` is what no order of the same wor
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cellar.core.specs import ModelSpec
@@ -17,7 +16,8 @@ from cellar.core.specs import ModelSpec
 class Dimensions:
     """The numbers of a model that a cost needs. E `embed`, F `mlp`, H `heads`, K `kv_heads`, D `head_dim`.
 
-    `windows` are the layers' sliding windows (None: full); `parallel` says that attention and MLP share their input.
+    `windows` are the layers' sliding windows (None: full); `parallel` says that attention and MLP share their input;
+    `chunk` are the tokens of a chunk of the KV cache, its unit.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Dimensions:
     parallel: bool
     tied: bool
     windows: tuple[int | None, ...] = ()
+    chunk: int = 32
 
     @property
     def attention_elements(self) -> int:
@@ -67,6 +68,10 @@ class Dimensions:
         """Elements of K and V of one token in one layer."""
         return 2 * self.kv_heads * self.head_dim
 
+    def chunks(self, tokens: int) -> int:
+        """Chunks that hold the K and V of one sequence of so many tokens."""
+        return -(-tokens // self.chunk)
+
     def seen(self, context: float) -> float:
         """Tokens that a layer attends to at this context, on average over the layers."""
         if not self.windows or all(w is None for w in self.windows):
@@ -93,76 +98,7 @@ def dimensions(spec: ModelSpec) -> Dimensions:
         parallel=bool(spec.options.get("parallel_block", False)),
         tied=spec.tied_head,
         windows=windows if any(w is not None for w in windows) else (),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """One piece of a step on one device: FLOPs, and the bytes of weights, activations and KV that it touches."""
-
-    name: str
-    flops: float
-    weight_bytes: float = 0.0
-    activation_bytes: float = 0.0
-    kv_bytes: float = 0.0
-
-    @property
-    def nbytes(self) -> float:
-        """All bytes that pass the device's memory."""
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes
-
-
-def layer_operations(
-    d: Dimensions, batch: float, new: float, context: float, *, weight_bytes: float = 2.0, kv_bytes: float = 2.0
-) -> tuple[Operation, ...]:
-    """Operations of one layer for `batch` sequences of `new` tokens that end at `context` tokens each.
-
-    `weight_bytes` and `kv_bytes` are per element; activations have two bytes. A prompt's own tokens see half of
-    themselves on average (causal), and what was before wholly.
-    """
-    tokens = batch * new
-    seen = d.seen(context - (new - 1) / 2)
-    q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
-    width = d.mlp * (2 if d.gated else 1)
-    return (
-        Operation(
-            "qkv",
-            2 * tokens * d.embed * (q + 2 * kv),
-            d.embed * (q + 2 * kv) * weight_bytes,
-            2 * tokens * (d.embed + q + 2 * kv),
-        ),
-        Operation(
-            "attention",
-            4 * tokens * q * seen,
-            0.0,
-            4 * tokens * q,
-            batch * (d.seen(context) + (new if new > 1 else 0)) * d.kv_elements() * kv_bytes,
-        ),
-        Operation("out", 2 * tokens * q * d.embed, q * d.embed * weight_bytes, 2 * tokens * (q + d.embed)),
-        Operation("up", 2 * tokens * d.embed * width, d.embed * width * weight_bytes, 2 * tokens * (d.embed + width)),
-        Operation("down", 2 * tokens * d.mlp * d.embed, d.mlp * d.embed * weight_bytes, 2 * tokens * (d.mlp + d.embed)),
-    )
-
-
-def head_operation(d: Dimensions, sampled: float, weight_bytes: float = 2.0) -> Operation:
-    """The logits of `sampled` positions."""
-    return Operation(
-        "head",
-        2 * sampled * d.head_elements,
-        d.head_elements * weight_bytes,
-        2 * sampled * (d.embed + 2 * d.vocab),
-    )
-
-
-def totals(operations: Iterable[Operation]) -> Operation:
-    """The sum of operations."""
-    listed = tuple(operations)
-    return Operation(
-        "total",
-        sum(o.flops for o in listed),
-        sum(o.weight_bytes for o in listed),
-        sum(o.activation_bytes for o in listed),
-        sum(o.kv_bytes for o in listed),
+        chunk=spec.kv.chunk_size,
     )
 
 
@@ -230,6 +166,11 @@ class Timeline:
         return max(busy, key=lambda name: busy[name]) if busy else "nothing"
 
 
-def model_flops_utilization(parameters: float, tokens: float, seconds: float, devices: int, peak: float) -> float:
-    """MFU as 004 counts it: 2 FLOPs a parameter and token, none for attention, over the peak of the 16-bit type."""
-    return 2 * parameters * tokens / (seconds * devices * peak)
+def product_flops(d: Dimensions, tokens: float, sampled: float) -> float:
+    """FLOPs of a model's products for so many tokens, of which `sampled` get logits; none for attention or lookups."""
+    return 2 * (tokens * d.layers * d.layer_elements + sampled * d.head_elements)
+
+
+def flops_utilization(flops: float, seconds: float, devices: int, peak: float) -> float:
+    """MFU: the share of the devices' peak that `flops` in `seconds` are."""
+    return flops / (seconds * devices * peak)

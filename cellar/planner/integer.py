@@ -1,7 +1,7 @@
-"""From shares to counts: rows of every tensor class, sequences of KV and of activations, each wholly in one tier.
+"""From shares to counts: rows of every tensor class, chunks of KV, sequences of activations, each wholly in one tier.
 
 The same linear model as `linear.solve`, with integer variables: per layer the rows of qkv, out, up and down in each
-tier, of the KV the pairs of sequence and head, of the activations the sequences. HiGHS' branch and bound finds them.
+tier, of the KV the chunks, of the activations the sequences. HiGHS' branch and bound finds them.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ class RowClass:
     row_bytes: float
 
 
-def row_classes(d: Dimensions, weight_bytes: float, cut: int = 1) -> tuple[RowClass, ...]:
-    """The matrices [out, in] of a layer, as `models` names them; rows of one of `cut` devices."""
+def row_classes(d: Dimensions, weight_bytes: float, cut: int = 1, gathered: int = 1) -> tuple[RowClass, ...]:
+    """The matrices [out, in] of a layer, as `models` names them; rows of one device's shard.
+
+    `cut` devices share heads and the MLP's columns: rows of qkv and of gate and up, columns of out and down. `gathered`
+    devices share the embedding's dimension: columns of the former, rows of the latter.
+    """
     q, kv = d.heads * d.head_dim, d.kv_heads * d.head_dim
-    up = ("gate_up", 2 * d.mlp) if d.gated else ("up", d.mlp)
+    embed, mlp = d.embed // gathered, d.mlp // cut
+    up = ("gate_up", 2 * mlp) if d.gated else ("up", mlp)
     return (
-        RowClass("qkv", (q + 2 * kv) // cut, d.embed * weight_bytes),
-        RowClass("out", d.embed // cut, q * weight_bytes),
-        RowClass(up[0], up[1] // cut, d.embed * weight_bytes),
-        RowClass("down", d.embed // cut, d.mlp * weight_bytes),
+        RowClass("qkv", (q + 2 * kv) // cut, embed * weight_bytes),
+        RowClass("out", embed, q // cut * weight_bytes),
+        RowClass(up[0], up[1], embed * weight_bytes),
+        RowClass("down", embed, mlp * weight_bytes),
     )
 
 
@@ -45,7 +50,7 @@ def row_classes(d: Dimensions, weight_bytes: float, cut: int = 1) -> tuple[RowCl
 class IntegerPlan:
     """A plan whose shares are counts. `rows[class]` are rows in device, host and disk, the same in every layer.
 
-    `kv` counts pairs of sequence and head per kind of SHARES, `hidden` sequences per tier.
+    `kv` counts chunks per kind of SHARES (a shard's chunk has its heads alone), `hidden` sequences per tier.
     """
 
     plan: OffloadPlan
@@ -58,9 +63,8 @@ class IntegerPlan:
 def integer(relaxed: OffloadPlan) -> IntegerPlan | None:
     """The best integer plan of the same block, or None if the last rows do not fit."""
     p = relaxed.problem
-    classes = row_classes(p.d, p.block.formats.weight_bytes, p.part.cut * p.part.gathered)
-    heads = max(p.d.kv_heads // p.part.cut, 1)
-    to_shares, totals = _shares_of_counts(p, classes, heads)
+    classes = row_classes(p.d, p.block.formats.weight_bytes, p.part.cut, p.part.gathered)
+    to_shares, totals = _shares_of_counts(p, classes)
     counts = to_shares.shape[1]
     repeats = [p.repeats("prefill"), p.repeats("decode")]
     rows, limits = [], []
@@ -116,7 +120,7 @@ def _groups(classes: int) -> list[list[int]]:
     return [*([3 * i, 3 * i + 1, 3 * i + 2] for i in range(classes)), [n, n + 1, n + 2], list(range(n + 3, n + 8))]
 
 
-def _shares_of_counts(p: Problem, classes: tuple[RowClass, ...], heads: int) -> tuple[Vector, Vector]:
+def _shares_of_counts(p: Problem, classes: tuple[RowClass, ...]) -> tuple[Vector, Vector]:
     """Matrix from counts to shares, and the total of each group."""
     n = 3 * len(classes)
     matrix = np.zeros((len(SHARES), n + 8))
@@ -126,10 +130,10 @@ def _shares_of_counts(p: Problem, classes: tuple[RowClass, ...], heads: int) -> 
             matrix[TENSORS["weights"][tier], 3 * i + tier] = c.row_bytes / layer
     for i, at in enumerate(TENSORS["hidden"]):
         matrix[at, n + i] = 1 / p.block.bls
-    pairs = p.block.bls * heads
+    chunks = p.block.bls * p.d.chunks(p.job.prompt + p.job.generate)
     for i, at in enumerate(TENSORS["kv"]):
-        matrix[at, n + 3 + i] = 1 / pairs
-    return matrix, np.array([*(float(c.rows) for c in classes), float(p.block.bls), float(pairs)])
+        matrix[at, n + 3 + i] = 1 / chunks
+    return matrix, np.array([*(float(c.rows) for c in classes), float(p.block.bls), float(chunks)])
 
 
 def _upper(p: Problem, totals: Vector, groups: list[list[int]], counts: int) -> Vector:

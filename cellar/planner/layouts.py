@@ -6,9 +6,9 @@ Letters: B batch, L new tokens of a sequence, S tokens of its context, E embed, 
     w_in E_xGF_zy    w_out F_zyE_x    w_q E_xH_zyD    w_k, w_v E_xK_(prefix of zy that divides K)D    w_o H_zyDE_x
 
 so prefill and decode may use different layouts of one stored model. With `gather` = g of "", x, xy, xyz the batch is
-cut over g and the weights are gathered over g before use (004: weight-stationary, X, XY, XYZ weight-gathered). Weight-
-stationary with one chip along x is 1D, else 2D. Attention spreads the other axes over heads first (`head_axes`), then
-over the batch: all of them heads is 004's by-heads, none is by-batch, a part is what grouped-query attention wants.
+cut over g and the weights are gathered over g before use (Pope et al.: weight-stationary, X, XY, XYZ weight-gathered).
+Weight-stationary with one chip along x is 1D, else 2D. Attention spreads the other axes over heads first (`head_axes`),
+then over the batch: all of them heads is the paper's by-heads, none is by-batch, a part is for grouped-query attention.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shares of a block as a linear program: solved, given, searched over block shapes; and what they cost.
 
-002, equation 1. Variables are the shares and the seconds of one layer's prefill and decode step; duals of the memory
-rows say what one more byte would buy.
+FlexGen, equation 1. Variables are the shares and the seconds of one layer's prefill and decode step; duals of the
+memory rows say what one more byte would buy.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def search(
     gbs: tuple[int, ...] = GBS,
     batches: tuple[int, ...] = BATCHES,
 ) -> list[OffloadPlan]:
-    """The best plan of every block shape that fits, highest throughput first (002: at most 20 batches of a block)."""
+    """The best plan of every block shape that fits, highest throughput first (FlexGen: at most 20 batches a block)."""
     found = []
     for form in formats:
         for schedule in schedules:

@@ -63,6 +63,7 @@ class Constants:
     """What turns peak rates into times. All are shares of a peak unless they say seconds or bytes/s.
 
     `attention_*` are what attention over a cache reaches of the two peaks that products reach `matmul` and `hbm` of.
+    Of a product's compute and memory the longer hides `product_overlap` of the shorter.
     `step_seconds` pass once in each step, whatever its size. A step with prompts is launched kernel by kernel, which
     takes the host `eager_seconds` a layer: the step lasts at least that long.
     """
@@ -72,6 +73,7 @@ class Constants:
     attention_matmul: Measure
     attention_hbm: Measure
     network: Measure
+    product_overlap: Measure
     layer_seconds: Measure
     step_seconds: Measure
     eager_seconds: Measure
@@ -133,17 +135,22 @@ class Machine:
                 return self.disk.capacity.value if self.disk else 0.0
 
 
-# Big bf16 products reach about 0.7 of the peak of A100 and H100 in cuBLAS, streaming kernels 0.85 of the HBM rate, NCCL
-# 0.75 of NVLink's. Attention's shares are those of our kernels on an H200 (docs/performance/simulate.md).
+# Fitted to the steps of Llama-3-8B on an H200 and judged on those of Llama-2-7B, within 6 % of all of them
+# (docs/performance/h200-llama-3-8b.md; `calibration.fit_kernels`; a test repeats both).
+H200_MATMUL, H200_ATTENTION_MATMUL, H200_ATTENTION_HBM = 0.735, 0.342, 0.819
+H200_OVERLAP, H200_LAYER, H200_EAGER = 0.555, 1.55e-5, 2.125e-4
+
+# What our kernels reach on an H200, assumed for others of its kind; NCCL reaches 0.75 of NVLink's rate.
 _GPU = Constants(
-    matmul=_share(0.70, "assumed"),
-    hbm=_share(0.85, "assumed"),
-    attention_matmul=_share(0.22, "assumed"),
-    attention_hbm=_share(0.50, "assumed"),
+    matmul=_share(H200_MATMUL, "assumed"),
+    hbm=_share(0.90, "assumed"),  # the H200 of docs/performance/h200-llama-3-8b.md reads 4.31 of 4.8 TB/s
+    attention_matmul=_share(H200_ATTENTION_MATMUL, "assumed"),
+    attention_hbm=_share(H200_ATTENTION_HBM, "assumed"),
     network=_share(0.75, "assumed"),
-    layer_seconds=_seconds(10e-6, "assumed"),  # a few launches inside a captured graph
+    product_overlap=_share(H200_OVERLAP, "assumed"),
+    layer_seconds=_seconds(H200_LAYER, "assumed"),  # launches inside a captured graph, and kernels that start and end
     step_seconds=_seconds(0.0, "assumed"),
-    eager_seconds=_seconds(2.9e-4, "assumed"),
+    eager_seconds=_seconds(H200_EAGER, "assumed"),
     overlap=_share(0.95, "assumed"),
     host_attention=_rate(100 * GB, "assumed"),  # bytes of KV that the CPU attends to per second
     device_usable=_share(0.90, "assumed"),
@@ -163,14 +170,14 @@ def _pcie(h2d: float, d2h: float, source: Origin) -> tuple[Link, Link]:
 
 
 def flexgen_t4() -> Machine:
-    """The machine of FlexGen (002, table 1): one T4, 208 GB of memory, 1.5 TB of cloud disk."""
+    """The machine of FlexGen (table 1): one T4, 208 GB of memory, 1.5 TB of cloud disk."""
     to_device, to_host = _pcie(12.9 * GB, 12.9 * GB, "assumed")  # PCIe 3 x16 after protocol overhead
     return Machine(
         name="T4",
         device=Device(
             "NVIDIA T4",
             "gpu",
-            _bytes(16 * GIB, "datasheet"),
+            _bytes(14.75 * GIB, "measured"),  # what the driver offers of the datasheet's 16 GB
             _rate(320 * GB, "datasheet"),
             _flops(65e12, "datasheet", "float16", "bfloat16"),
             _seconds(5e-6, "assumed"),
@@ -181,19 +188,20 @@ def flexgen_t4() -> Machine:
         host=Device("Xeon 2 GHz", "cpu", _bytes(208 * GIB, "datasheet"), _rate(80 * GB, "assumed")),
         to_device=to_device,
         to_host=to_host,
-        disk=Device("cloud SSD", "disk", _bytes(1500 * GB, "datasheet"), _rate(2 * GB, "measured")),  # 002, section 6
-        disk_write=_rate(1 * GB, "measured"),  # 002, section 6
+        disk=Device("cloud SSD", "disk", _bytes(1500 * GB, "datasheet"), _rate(2 * GB, "measured")),  # FlexGen §6
+        disk_write=_rate(1 * GB, "measured"),  # FlexGen §6
         networks=(Network("Ethernet", 1 << 20, _rate(2 * GB, "assumed"), _seconds(50e-6, "assumed")),),
         constants=Constants(
-            matmul=_share(0.318, "fitted"),  # 002 table 4: 4.59e16 FLOPs of prefill in 2,220 s are 20.7 TFLOP/s
+            matmul=_share(0.318, "fitted"),  # FlexGen table 4: 4.59e16 FLOPs of prefill in 2,220 s are 20.7 TFLOP/s
             hbm=_share(0.78, "assumed"),
             attention_matmul=_share(0.318, "fitted"),  # part of the same 2,220 s
             attention_hbm=_share(0.78, "assumed"),
             network=_share(1.0, "assumed"),
+            product_overlap=_share(1.0, "assumed"),
             layer_seconds=_seconds(2e-4, "assumed"),  # eager PyTorch: some ten launches and Python
             step_seconds=_seconds(0.0, "assumed"),
             eager_seconds=_seconds(0.0, "assumed"),  # it is in layer_seconds
-            overlap=_share(0.90, "fitted"),  # 002 table 5: between 0.59 (none) and 0.69 (all) tok/s
+            overlap=_share(0.90, "fitted"),  # FlexGen table 5: between 0.59 (none) and 0.69 (all) tok/s
             host_attention=_rate(14 * GB, "fitted"),  # between 30B of table 5 (8.8 GB/s) and 175B of table 4 (17 GB/s)
             device_usable=_share(0.95, "assumed"),
             host_usable=_share(0.95, "assumed"),
@@ -201,9 +209,9 @@ def flexgen_t4() -> Machine:
             read_cached=_share(0.29, "fitted"),
             # 620 GB of KV are written to a disk of 1 GB/s in 261 s (table 4), of which the link takes 48.
             write_cached=_share(0.66, "fitted"),
-            disk_op_seconds=_seconds(4.5e-3, "fitted"),  # 002 table 4: 124 s for 23,808 small writes of the decode
+            disk_op_seconds=_seconds(4.5e-3, "fitted"),  # FlexGen table 4: 124 s for 23,808 small writes of the decode
         ),
-        price=Measure(0.05, "dollars/h", "measured"),  # 002, section 6.3: 250 W at 0.2 dollars per kWh
+        price=Measure(0.05, "dollars/h", "measured"),  # FlexGen §6.3: 250 W at 0.2 dollars per kWh
     )
 
 
@@ -241,7 +249,7 @@ def _gpu(name: str, gigabytes: float, rate: float, bf16: float, launch: float) -
 
 def a100() -> Machine:
     """A100 SXM 80 GB, PCIe 4, NVLink 3."""
-    # 40.96 dollars an hour for eight: 002, section 6.3.
+    # 40.96 dollars an hour for eight: FlexGen §6.3.
     device = _gpu("A100 80 GB", 80, 2039, 312, 4)
     return _server("A100", device, _pcie(25 * GB, 25 * GB, "assumed"), 300 * GB, 25 * GB, 5.12)
 
@@ -256,10 +264,10 @@ def h200() -> Machine:
     """H200 SXM: an H100 with 141 GB at 4.8 TB/s. The PCIe rate was measured with pinned memory."""
     device = _gpu("H200 SXM", 141, 4800, 989, 3)
     machine = _server("H200", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 5.0)
-    # The same constants, but here they are known: they meet the steps of Llama-3-8B within 13 % (a test holds it).
-    seen = ("matmul", "hbm", "attention_matmul", "attention_hbm", "layer_seconds", "eager_seconds")
-    measured = {name: replace(getattr(_GPU, name), source="measured") for name in seen}
-    return replace(machine, constants=replace(_GPU, **measured))
+    # The same constants, but here they are known.
+    seen = ("matmul", "attention_matmul", "attention_hbm", "product_overlap", "layer_seconds", "eager_seconds")
+    fitted = {name: replace(getattr(_GPU, name), source="fitted") for name in seen}
+    return replace(machine, constants=replace(_GPU, **fitted, hbm=replace(_GPU.hbm, source="measured")))
 
 
 def tpu_v4(count: int = 64) -> Machine:
@@ -288,6 +296,7 @@ def tpu_v4(count: int = 64) -> Machine:
             attention_matmul=_share(TPU_MATMUL, "fitted"),
             attention_hbm=_share(TPU_HBM, "fitted"),
             network=_share(TPU_NETWORK, "fitted"),
+            product_overlap=_share(1.0, "assumed"),
             layer_seconds=_seconds(0.0, "assumed"),
             eager_seconds=_seconds(0.0, "assumed"),
             device_usable=_share(1.0, "assumed"),
@@ -371,9 +380,24 @@ def from_profile(profile: Profile) -> Machine:
         to_host=up,
         disk=disk,
         disk_write=_wire(profile, host.name, disk.name).bandwidth if disk else None,
-        networks=(Network("links", count, down.bandwidth, _seconds(1e-5, "assumed")),) if count > 1 else (),
+        networks=_joined(profile, device, count, down) if count > 1 else (),
         constants=_of_measured(host),
     )
+
+
+def _joined(profile: Profile, device: Device, count: int, to_device: Link) -> tuple[Network, ...]:
+    """What joins the devices of a profile: as measured from one to another, else as the library knows this device, else
+    the way through the host.
+    """
+    others = {d.name for d in profile.devices if d.kind == "gpu" and d.name != device.name}
+    for link in profile.links:
+        if link.source == device.name and link.target in others:
+            hop = link.latency or _seconds(1e-5, "assumed")
+            return (Network("peer copies", count, link.bandwidth, hop),)
+    words = set(re.split(r"[^a-z0-9]+", f"{profile.machine} {device.name}".lower()))
+    known = next((make().networks for name, make in LIBRARY.items() if name in words), ())
+    # The library's first network is that of one host, as the profile's devices are.
+    return known[:1] or (Network("PCIe", count, to_device.bandwidth, _seconds(1e-5, "assumed")),)
 
 
 def processor(profile: Profile) -> Machine:
@@ -398,6 +422,7 @@ def processor(profile: Profile) -> Machine:
         to_host=within,
         constants=replace(
             _of_measured(host),
+            product_overlap=_share(1.0, "assumed"),
             layer_seconds=_seconds(LAYER_LAUNCHES * start, "assumed"),
             eager_seconds=_seconds(0.0, "assumed"),
         ),

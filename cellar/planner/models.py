@@ -32,7 +32,7 @@ def decoder_spec(
         TensorSpec("input_norm", (embed,), dtype, ("embed",)),
         TensorSpec("qkv", (sum(qkv), embed), dtype, ("qkv", "embed"), parts=qkv),
         TensorSpec("out", (embed, heads * head_dim), dtype, ("embed", "heads")),
-        TensorSpec(entry[0], (entry[1], embed), dtype, ("mlp", "embed")),
+        TensorSpec(entry[0], (entry[1], embed), dtype, ("gate_up" if gated else "mlp", "embed")),
         TensorSpec("down", (embed, mlp), dtype, ("embed", "mlp")),
     )
     table = TensorSpec("embed", (vocab, embed), dtype, ("vocab", "embed"))

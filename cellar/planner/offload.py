@@ -1,4 +1,4 @@
-"""A model larger than its device: which share of weights, KV and activations lies in which tier (002, §4.3 and A.3).
+"""A model larger than its device: which share of weights, KV and activations lies in which tier (FlexGen §4.3, §A.3).
 
 Outside, block shapes, formats and schedules are enumerated; inside, everything is linear in the shares, so HiGHS finds
 the best ones (`linear`). A layer's step is a list of terms, each so many seconds on one channel for one kind of tensor,
@@ -18,9 +18,11 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.planner.cost import Dimensions, head_operation, layer_operations, totals
+from cellar.planner.cost import Dimensions
+from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
-from cellar.planner.partition import BF16, Formats
+from cellar.planner.partition import BF16, Formats, block_work
+from cellar.planner.sharding import Mesh
 
 Vector = NDArray[np.float64]
 
@@ -196,10 +198,11 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
     host_rate = machine.host.bandwidth.value / part.sharers
     attention_rate = c.host_attention.value / part.sharers
     hbm_peak = machine.device.bandwidth.value
-    hbm, peak = hbm_peak * c.hbm.value, machine.flops("bfloat16")
+    hbm, peak = hbm_peak * c.hbm.value, machine.flops(block.formats.compute)
     rate = peak * c.matmul.value
     attention_hbm, attention_flops = hbm_peak * c.attention_hbm.value, peak * c.attention_matmul.value
     operation = c.disk_op_seconds.value
+    one = block_work(d, Layout(Mesh()), "", "switch")  # of one token, on one device
     layers, wire, gathering = part.layers, float("inf"), 0.0
     if machine.networks:
         wire = machine.networks[-1 if part.stages > machine.per_host else 0].bandwidth.value * c.network.value
@@ -212,15 +215,15 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
         hidden, grown = hidden_token * tokens, kv_token * tokens
         # The cache that one layer reads; a prompt's own K and V are at hand.
         cache = 0.0 if prefill else kv_token * bls * d.seen(context)
-        listed = layer_operations(d, block.gbs, new, context, weight_bytes=wb, kv_bytes=kb)
-        work = totals(o for o in listed if o.name != "attention")
-        attend = next(o for o in listed if o.name == "attention")
-        linear = max(work.flops / rate, (work.weight_bytes + work.activation_bytes) / hbm) / part.cut
-        linear_bound = max(work.flops / peak, work.nbytes / hbm_peak) / part.cut
+        each = block.gbs * new
+        flops, touched = one.flops * each, one.weight_elements * wb + 2.0 * one.activation_elements * each
+        both = flops / rate, touched / hbm
+        linear = (max(both) + (1 - c.product_overlap.value) * min(both)) / part.cut
+        linear_bound = max(flops / peak, touched / hbm_peak) / part.cut
         # A stage hands its activations on once, which is a layer's share of it in each layer.
         passing = hidden / wire / layers if part.stages > 1 else 0.0
         fixed = block.batches * (linear + c.layer_seconds.value + talk)
-        scores = attend.flops * block.batches / part.cut
+        scores = 4 * one.query_elements * each * d.seen(context - (new - 1) / 2) * block.batches / part.cut
         q = q_token * tokens
         terms = [
             Term("device", "compute", m["none"], fixed, block.batches * linear_bound / fixed),
@@ -257,8 +260,8 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
         ]
         return tuple(terms)
 
-    head = head_operation(d, bls, 2.0)
-    head_seconds = max(head.flops / rate, block.batches * head.weight_bytes / hbm) / part.cut
+    head_bytes = d.head_elements * block.formats.table_bytes
+    head_seconds = max(2 * bls * d.head_elements / rate, block.batches * head_bytes / hbm) / part.cut
     return Problem(
         d,
         machine,
@@ -285,10 +288,11 @@ def _memories(
 ) -> tuple[Memory, ...]:
     m, layers = _masks(), part.layers
     s, n, gbs = job.prompt, job.generate, block.gbs
-    tables = (d.head_elements + d.table_elements) * 2.0 / part.cut
-    kv_all = kv_token * layers * block.bls * (s + n) * kv_growth(job, block.schedule)
+    tables = (d.head_elements + d.table_elements) * block.formats.table_bytes / part.cut
+    held = d.chunks(s + n) * d.chunk  # chunks are kept whole
+    kv_all = kv_token * layers * block.bls * held * kv_growth(job, block.schedule)
     hidden_all = hidden_token * s * block.bls
-    kv_batch = kv_token * gbs * (s + n)
+    kv_batch = kv_token * gbs * held
     device = Memory(
         "device",
         m["w device"] * weights * layers

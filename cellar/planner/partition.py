@@ -3,36 +3,52 @@
 Price of one block on every device (all do the same): the products take as long as the slowest of matrix units, memory
 and the gathering of weights, which is prefetched; attention follows, then the collectives on activations, of which
 nothing hides unless they are `looped` into the products. Bandwidth of a collective is the network's whole rate per
-device, as in 004; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer network.
+device, as in Pope et al.; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer network.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.layouts import GATHERS, Layout, Local, Move, Product, block_program
-from cellar.planner.machines import Machine
+from cellar.planner.machines import Constants, Machine
 from cellar.planner.sharding import Kind, Mesh, volume
 
 
 @dataclass(frozen=True, slots=True)
 class Formats:
-    """Bytes per element of stored weights and KV (with their scales). Activations have two."""
+    """Bytes per element of stored weights and KV (with their scales). Activations have two.
+
+    `compute` is the dtype of the products: what is stored in fewer bits is unpacked to it.
+    """
 
     name: str
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
+    compute: str = "bfloat16"
+
+    @property
+    def table_bytes(self) -> float:
+        """Bytes per element of tables and head, which are not quantized."""
+        return max(2.0, self.weight_bytes)
 
 
 BF16 = Formats("bf16")
+FLOAT32 = Formats("float32", 4.0, 4.0, "float32")
 # One scale of two bytes per output channel is nothing beside it; 4 bits in groups of 64 with scale and minimum are 4.5.
 INT8 = Formats("int8", 1.0, 2.0)
 INT4 = Formats("int4", 4.5 / 8, 2.0)
 INT4_KV4 = Formats("int4+kv4", 4.5 / 8, 4.5 / 8)
+FORMATS = {form.name: form for form in (BF16, INT8, INT4, INT4_KV4, FLOAT32)}
+
+
+def formats_of(dtype: str) -> Formats:
+    """How a model is stored that runs in `dtype` as it is; float16 costs what bfloat16 does."""
+    return FLOAT32 if dtype == "float32" else BF16
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +214,7 @@ def block_timeline(
     c, mesh = machine.constants, layout.mesh
     unit = block_work(d, layout, outer, machine.networks[0].topology if machine.networks else "switch")
     tokens = float(work.tokens)
-    peak, hbm_peak = machine.flops("bfloat16"), machine.device.bandwidth.value
+    peak, hbm_peak = machine.flops(formats.compute), machine.device.bandwidth.value
 
     def on_device(flops: float, nbytes: float, matmul: float, hbm: float) -> tuple[Channel, Channel]:
         return (
@@ -226,6 +242,7 @@ def block_timeline(
     elif exposed:
         groups.append(Group("collectives", (talk,), 1.0, repeat))
     groups.append(Group("products", tuple(products), 1.0, repeat))
+    groups.append(Group("unhidden", unhidden(c, products), 1.0, repeat))
     seen = d.seen(work.context - (work.new - 1) / 2)
     batch = work.batch / mesh.count(layout.batch_axes)
     kv = d.kv_elements() / mesh.count(layout.kv_axes(d.kv_heads))
@@ -236,10 +253,17 @@ def block_timeline(
     if c.layer_seconds.value:
         groups.append(Group("launches", (Channel("launches", c.layer_seconds.value),), 1.0, repeat))
     elements = d.head_elements / mesh.size
-    groups.append(Group("head", on_device(2.0 * work.batch * elements, elements * 2.0, *shares)))
+    head = on_device(2.0 * work.batch * elements, elements * formats.table_bytes, *shares)
+    groups += [Group("head", head), Group("unhidden", unhidden(c, head))]
     if c.step_seconds.value:
         groups.append(Group("step", (Channel("launches", c.step_seconds.value),)))
     return Timeline(tuple(groups))
+
+
+def unhidden(c: Constants, product: Sequence[Channel]) -> tuple[Channel, ...]:
+    """What a product's compute does not hide of its memory, or the other way round; they are its first two channels."""
+    seconds = (1 - c.product_overlap.value) * min(product[0].seconds, product[1].seconds)
+    return (Channel("unhidden", seconds),) if seconds else ()
 
 
 @lru_cache(maxsize=256)
@@ -279,7 +303,7 @@ class Choice:
 
     @property
     def name(self) -> str:
-        """Layout and attention in 004's words, e.g. `2D heads`."""
+        """Layout and attention in the words of Pope et al., e.g. `2D heads`."""
         return f"{self.layout.name} {self.layout.attention}"
 
 

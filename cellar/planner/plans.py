@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from cellar.planner.cost import Dimensions, model_flops_utilization
+from cellar.planner.cost import Dimensions, flops_utilization, product_flops
 from cellar.planner.linear import OffloadPlan
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job
@@ -60,15 +60,35 @@ class Plan:
 
     @property
     def utilization(self) -> float:
-        """MFU over prefill and decode."""
-        tokens = self.replicas * self.batch * (self.job.prompt + self.job.generate)
-        peak = self.machine.flops("bfloat16")
-        return model_flops_utilization(self.d.parameters, tokens, self.latency, self.machine.num_devices, peak)
+        """MFU over prefill and decode: of the products that are needed. The last token generated is not computed on."""
+        sequences = self.replicas * self.batch
+        tokens = sequences * (self.job.prompt + self.job.generate - 1)
+        flops = product_flops(self.d, tokens, sequences * self.job.generate)
+        # A share fitted to measured steps may pass 1; what is reached then is the peak.
+        peak = self.machine.flops(self.formats.compute) * max(1.0, self.machine.constants.matmul.value)
+        return flops_utilization(flops, self.latency, self.machine.num_devices, peak)
 
     @property
     def binds(self) -> str:
         """The channel with the most busy seconds."""
         return max(self.busy, key=lambda pair: pair[1])[0]
+
+    def figures(self) -> dict[str, Any]:
+        """What the plan promises, in seconds, tokens and dollars."""
+        return {
+            "plan": self.name,
+            "machine": self.machine.name,
+            "batch": self.batch * self.replicas,
+            "latency_seconds": self.latency,
+            "prefill_seconds": self.prefill_seconds,
+            "seconds_per_token": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "dollars_per_million_tokens": self.dollars_per_million,
+            "utilization": self.utilization,
+            "lower_bound_seconds": self.bound,
+            "binds": self.binds,
+            "busy_seconds": dict(self.busy),
+        }
 
     @property
     def name(self) -> str:

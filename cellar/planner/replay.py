@@ -28,7 +28,7 @@ class Tier:
 
 
 def replay(found: IntegerPlan) -> dict[str, float]:
-    """Peak bytes per tier of this device's slice, block schedule as in figure 4 of 002.
+    """Peak bytes per tier of this device's slice, block schedule as in FlexGen's figure 4.
 
     Home allocations first (rows of weights, activations of the prompt, in the tier that the counts say); then, token by
     token, layer by layer and batch by batch, the buffers for what is loaded, the working set, and the KV as it grows.
@@ -39,9 +39,9 @@ def replay(found: IntegerPlan) -> dict[str, float]:
     s, n, gbs, bls = job.prompt, job.generate, block.gbs, block.bls
     tiers = {name: Tier() for name in TIERS}
     device, host = tiers["device"], tiers["host"]
-    device.put("tables", (d.head_elements + d.table_elements) * 2.0 / part.cut)
+    device.put("tables", (d.head_elements + d.table_elements) * block.formats.table_bytes / part.cut)
     away = on_disk = 0.0
-    for c in row_classes(d, block.formats.weight_bytes, part.cut * part.gathered):
+    for c in row_classes(d, block.formats.weight_bytes, part.cut, part.gathered):
         for i, name in enumerate(TIERS):
             rows = found.rows[c.name][i]
             for j in range(part.layers):
@@ -52,18 +52,19 @@ def replay(found: IntegerPlan) -> dict[str, float]:
     hidden = 2.0 * d.embed * s
     for i, name in enumerate(TIERS):
         tiers[name].put("hidden", found.hidden[i] * hidden)
-    pair = 2.0 * d.head_dim * block.formats.kv_bytes * part.layers * max(d.kv_heads / part.cut, 1.0)
-    pair /= max(d.kv_heads // part.cut, 1)
-    pairs = {"device": found.kv["kv.device"], "host": 0, "disk": 0}
+    # A chunk's bytes for each token that its sequence has; whole when that is s + n.
+    per_token = 2.0 * d.head_dim * block.formats.kv_bytes * part.layers * max(d.kv_heads / part.cut, 1.0)
+    chunk = per_token * d.chunk / (s + n)
+    chunks = {"device": found.kv["kv.device"], "host": 0, "disk": 0}
     for tier in ("host", "disk"):
-        pairs[tier] = found.kv[f"kv.{tier}.cpu"] + found.kv[f"kv.{tier}.device"]
+        chunks[tier] = found.kv[f"kv.{tier}.cpu"] + found.kv[f"kv.{tier}.device"]
     fetched = found.kv["kv.host.device"] + found.kv["kv.disk.device"]
-    total = sum(pairs.values())
+    total = sum(chunks.values())
     per_sequence = total / bls
 
     def batch_kv(share: float, tokens: int) -> float:
-        """K and V of one GPU batch in one layer, of a share of its pairs."""
-        return share * gbs * per_sequence * tokens * pair / part.layers
+        """K and V of one GPU batch in one layer, of a share of its chunks."""
+        return share * gbs * per_sequence * tokens * chunk / part.layers
 
     for i in range(n):
         # The i-th token attends to s + i; a diagonal block holds sequences of all ages at all times.
@@ -77,14 +78,15 @@ def replay(found: IntegerPlan) -> dict[str, float]:
                 device.put(f"hidden {side}", 2.0 * d.embed * new * gbs * (found.hidden[1] + found.hidden[2]) / bls)
                 host.put(f"hidden {side} of disk", 2.0 * d.embed * new * gbs * found.hidden[2] / bls)
                 device.put(f"cache {side}", batch_kv(fetched / total, s + i))
-                host.put(f"cache {side} of disk", batch_kv(pairs["disk"] / total, s + i))
+                host.put(f"cache {side} of disk", batch_kv(chunks["disk"] / total, s + i))
                 device.put("working", working_bytes(d, gbs * new, part.cut))
-                device.put(f"new cache {side}", batch_kv(1 - pairs["device"] / total, new))
+                fresh = (1 - chunks["device"] / total) * gbs * new * per_token / part.layers
+                device.put(f"new cache {side}", fresh)
                 device.free("working")
                 if j == part.layers - 1:
                     device.put("logits", logits_bytes(d, gbs, part.cut))
                     device.free("logits")
             if j == 0:
                 for name in TIERS:
-                    tiers[name].put("kv", pairs[name] * length * pair)
+                    tiers[name].put("kv", chunks[name] * length * chunk)
     return {name: tier.peak for name, tier in tiers.items()}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
+from cellar.core.config import step_tokens
 from cellar.planner.cost import Dimensions
 from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
@@ -21,27 +22,30 @@ from cellar.planner.partition import (
 from cellar.planner.plans import Plan, ways
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-PIECE_TOKENS = 65_536  # of a prompt's step that keeps one device busy
+PIECE_TOKENS = 65_536  # of a prompt's step that keeps several devices busy
 
 
 def resident_bytes(d: Dimensions, formats: Formats, tensor: int, stages: int) -> float:
     """Bytes of weights on one device; the first and the last stage also hold the tables."""
     layers = d.layers // stages * d.layer_elements * formats.weight_bytes
-    return (layers + (d.head_elements + d.table_elements) * 2.0) / tensor
+    return (layers + (d.head_elements + d.table_elements) * formats.table_bytes) / tensor
 
 
-def resident_plans(d: Dimensions, machine: Machine, job: Job, formats: Iterable[Formats]) -> list[Plan]:
+def resident_plans(
+    d: Dimensions, machine: Machine, job: Job, formats: Iterable[Formats], batches: Sequence[int] = BATCHES
+) -> list[Plan]:
     """Plans with all weights and KV in device memory: per split and batch the best layout of each phase."""
     found = []
     for form in formats:
         for t, p, copies in ways(machine.num_devices, d.layers):
-            found += _resident_batches(d, machine, job, form, t, p, copies)
+            found += _resident_batches(d, machine, job, form, (t, p, copies), batches)
     return found
 
 
 def _resident_batches(
-    d: Dimensions, machine: Machine, job: Job, form: Formats, t: int, p: int, copies: int
+    d: Dimensions, machine: Machine, job: Job, form: Formats, split: tuple[int, int, int], batches: Sequence[int]
 ) -> list[Plan]:
+    t, p, _ = split
     padded = padded_heads(d, t)
     capacity = machine.usable("device")
     if padded is None or resident_bytes(padded, form, t, p) >= capacity:
@@ -55,9 +59,9 @@ def _resident_batches(
             return []
         boxes = ((torus(t), ""),)
     layers, held = d.layers // p, resident_bytes(padded, form, t, p)
-    context = job.prompt + job.generate
+    context = d.chunks(job.prompt + job.generate) * d.chunk
     found = []
-    for batch in BATCHES:
+    for batch in batches:
         micro = min(p, batch)
         step = -(-batch // micro)
         room = capacity - held - logits_bytes(d, step, t)
@@ -73,7 +77,7 @@ def _resident_batches(
             kv = kv_bytes_per_chip(padded, decode.layout, batch, context, form) / p
             for pieces, prefill in _prompts(padded, machine, job, form, decode, batch, (t, p), capacity - held - kv):
                 possible = True
-                plan = _resident(d, machine, job, form, (t, p, copies), batch, pieces, micro, prefill, decode, kv)
+                plan = _resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode, kv)
                 best = plan if best is None or plan.latency < best.latency else best
         if best is not None:
             found.append(best)
@@ -109,14 +113,15 @@ def _prompts(
 ) -> Iterator[tuple[int, Choice]]:
     """Ways to cut a batch of prompts into steps, each with its fastest layout on the decode's mesh.
 
-    The fewest steps whose activations fit into `room` bytes, and steps of PIECE_TOKENS; stages want a step each.
+    The fewest steps whose activations fit into `room` bytes, and steps of PIECE_TOKENS (on one device:
+    `step_tokens`); stages want a step each.
     """
     pieces, stages = min(split[1], batch), split[1]
     fits = False
     while pieces <= batch:
         each = -(-batch // pieces)
         tokens = each * job.prompt
-        small = tokens <= max(PIECE_TOKENS, job.prompt)
+        small = tokens <= max(PIECE_TOKENS if split != (1, 1) else step_tokens(machine.device.kind), job.prompt)
         if not fits or small:
             work = Work(each, job.prompt, job.prompt)
             best: Choice | None = None

@@ -7,11 +7,13 @@ by the LP for the three pure ways to split it: every device a shard, every devic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from cellar.core.errors import CapacityError, ConfigError
+from cellar.planner.advice import does_not_fit, gib
 from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job, Schedule
@@ -59,6 +61,10 @@ def find(
     """Search all plans and choose. Raises CapacityError if nothing fits, ConfigError for an impossible wish."""
     if job.prompt < 1 or job.generate < 1:
         raise ConfigError(f"prompt {job.prompt} and generate {job.generate} must each be at least 1 token.")
+    if max_latency is not None and not 0 < max_latency < math.inf:
+        raise ConfigError(
+            f"max_latency is {max_latency:g}; it must be a positive number of seconds, or be left out for no bound."
+        )
     resident = resident_plans(d, machine, job, formats)
     offloaded = offload_plans(d, machine, job, formats, schedules, None)
     if max_latency is not None:
@@ -66,7 +72,7 @@ def find(
         offloaded += offload_plans(d, machine, job, formats, schedules, max_latency)
     plans = resident + offloaded
     if not plans:
-        raise CapacityError(_does_not_fit(d, machine, job, formats))
+        raise CapacityError(does_not_fit(d, machine, job, formats))
     allowed = plans if max_latency is None else [plan for plan in plans if plan.latency <= max_latency]
     if not allowed:
         raise ConfigError(_too_slow(plans, max_latency or 0.0))
@@ -99,31 +105,6 @@ def _shape(plan: Plan) -> tuple[object, ...]:
     """Plans of one shape differ in batch alone."""
     names = (plan.prefill.name, plan.decode.name) if plan.prefill and plan.decode else ()
     return plan.kind, plan.tensor, plan.stages, plan.formats.name, names
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
-
-
-def _does_not_fit(d: Dimensions, machine: Machine, job: Job, formats: Sequence[Formats]) -> str:
-    form = min(formats, key=lambda f: f.weight_bytes)
-    weights = d.layers * d.layer_elements * form.weight_bytes + (d.head_elements + d.table_elements) * 2
-    kv = (job.prompt + job.generate) * d.kv_elements() * d.layers * form.kv_bytes
-    room = machine.num_devices * machine.usable("device")
-    room += machine.num_hosts * (machine.usable("host") + machine.usable("disk"))
-    if weights + kv <= room:
-        device = machine.usable("device")
-        layer = d.layer_elements * form.weight_bytes
-        return (
-            f"{machine.name} has {_gib(device)} a device, but two layers' weights ({_gib(2 * layer)}), the tables and "
-            f"one sequence's activations need more; take a device with more memory, int4 weights or a shorter prompt."
-        )
-    need = weights + kv
-    return (
-        f"the weights ({_gib(weights)} in {form.name}) and one sequence's KV ({_gib(kv)}) need {_gib(need)}, but "
-        f"{machine.name} has {_gib(room)} in devices, hosts and disks; take "
-        f"{-(-need // (room / machine.num_devices)):.0f} such devices, or a smaller format."
-    )
 
 
 def _too_slow(plans: Sequence[Plan], wish: float) -> str:
@@ -170,9 +151,9 @@ def _link_warning(chosen: Plan, link: float) -> list[str]:
     p = plan.problem
     part = p.part
     per_step = away * part.layers * p.d.layer_elements * chosen.formats.weight_bytes / part.cut / part.gathered
-    rate = chosen.machine.flops("bfloat16") * chosen.machine.constants.matmul.value
+    rate = chosen.machine.flops(chosen.formats.compute) * chosen.machine.constants.matmul.value
     hide = rate * chosen.formats.weight_bytes / 2 / link * away / part.gathered
     return [
-        f"every step streams {_gib(per_step)} of weights over {link / 1e9:.3g} GB/s: {per_step / link:.3g} s a token "
+        f"every step streams {gib(per_step)} of weights over {link / 1e9:.3g} GB/s: {per_step / link:.3g} s a token "
         f"whatever the batch, and {hide:,.0f} sequences in flight would hide it (this plan has {plan.block.bls:,})."
     ]

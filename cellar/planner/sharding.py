@@ -1,4 +1,4 @@
-"""The sharding algebra of 004 as data: which dimension of a tensor lies over which axes of the mesh.
+"""The sharding algebra of Pope et al. as data: which dimension of a tensor lies over which axes of the mesh.
 
 A tensor is written `B_xLE_zy +x`: dimensions B, L, E; B cut over axis x, E over z then y (z the coarser), and the chips
 along x hold partial sums. Collectives are functions from one such state to another; each has its exact volume, the
@@ -62,7 +62,7 @@ class Sharded:
         """Read `B_xLE_zy +x`. Raises ConfigError for what the notation does not allow."""
         match = _TENSOR.fullmatch(text)
         if match is None:
-            raise ConfigError(f"{text!r} is no sharded tensor; write it as B_xLE_zy, partial sums as ' +x'.")
+            raise ConfigError(f"{text!r} is not a sharded tensor; write it as B_xLE_zy, partial sums as ' +x'.")
         terms = _TERM.findall(match[1])
         found = cls("".join(d for d, _ in terms), tuple(a for _, a in terms), match[2] or "")
         used = "".join(found.axes) + found.partial
@@ -116,7 +116,7 @@ def all_gather(tensor: Sharded, dim: str, axes: str) -> Sharded:
 def reduce_scatter(tensor: Sharded, dim: str, axes: str) -> Sharded:
     """`F_zy +x` scattered over x into F is `F_zyx`."""
     if not axes or not set(axes) <= set(tensor.partial):
-        raise ConfigError(f"{tensor} is no partial sum over {axes!r}.")
+        raise ConfigError(f"{tensor} is not a partial sum over {axes!r}.")
     left = "".join(a for a in tensor.partial if a not in axes)
     return replace(tensor.with_axes(dim, tensor.of(dim) + axes), partial=left)
 
@@ -124,7 +124,7 @@ def reduce_scatter(tensor: Sharded, dim: str, axes: str) -> Sharded:
 def all_reduce(tensor: Sharded, axes: str) -> Sharded:
     """`BL +x` summed over x is `BL` on every chip."""
     if not axes or not set(axes) <= set(tensor.partial):
-        raise ConfigError(f"{tensor} is no partial sum over {axes!r}.")
+        raise ConfigError(f"{tensor} is not a partial sum over {axes!r}.")
     return replace(tensor, partial="".join(a for a in tensor.partial if a not in axes))
 
 

@@ -7,68 +7,24 @@ a price as soon as its counts are known. A test holds the two equal.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
-
 from cellar.core.errors import CapacityError
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
 from cellar.planner.offload import logits_bytes, working_bytes
-from cellar.planner.partition import BF16, Formats, Work, block_work, choices, kv_bytes_per_chip, padded_heads
+from cellar.planner.partition import BF16, Formats, Work, block_work, choices, kv_bytes_per_chip, padded_heads, unhidden
 from cellar.planner.resident import resident_bytes
 from cellar.planner.sharding import Mesh
-
-Positions = NDArray[np.integer]
+from cellar.planner.work import Positions, StepCost, StepWork, step_work
 
 TYPICAL = (32, 1024)
 """Sequences and context of the decode for which the layout over several devices is chosen."""
 
 
-class StepWork(NamedTuple):
-    """Counts of one step, positions averaged over the layers where some have windows.
-
-    `attended` sums over the tokens the positions that each attends to, `resident` over the spans those whose K and V
-    are read. `prompts` says that some tokens are a prompt's.
-    """
-
-    tokens: int
-    sampled: int
-    attended: float
-    resident: float
-    prompts: bool = False
-
-
-def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[int | None, ...] = ()) -> StepWork:
-    """The counts of spans [start, stop) of positions, prompts among them.
-
-    `windows` are as in `Dimensions`: one for each layer, or none if all layers see everything.
-    """
-    a, b = start.astype(np.int64), stop.astype(np.int64)
-    new = b - a
-    tokens = int(new.sum())
-    if not windows:
-        return StepWork(tokens, sampled, float((new * (a + b + 1)).sum()) / 2, int(b.sum()), True)
-    attended = resident = 0.0
-    for window in set(windows):
-        share = windows.count(window) / len(windows)
-        limit = _ALL if window is None else window
-        whole = np.clip(np.minimum(b, limit) - a, 0, None)  # tokens that see all that is before them
-        attended += share * float((whole * (2 * a + whole + 1) / 2 + (new - whole) * limit).sum())
-        resident += share * float(np.minimum(b, limit + new - 1).sum())
-    return StepWork(tokens, sampled, attended, resident, True)
-
-
-_ALL = 1 << 40  # a window that no context reaches
-
-
 class StepPrices:
     """Seconds of steps of one model on one machine. `layout` (default: `serving_layout`) lies over all its devices.
 
-    `dtype` is that of the products: a processor without an accelerator computes in float32. Raises CapacityError if the
-    model cannot be cut over the devices.
+    Raises CapacityError if the model cannot be cut over the devices.
     """
 
     def __init__(
@@ -77,9 +33,8 @@ class StepPrices:
         machine: Machine,
         formats: Formats = BF16,
         layout: Layout | None = None,
-        dtype: str = "bfloat16",
     ) -> None:
-        self.machine, self.formats, self.dtype = machine, formats, dtype
+        self.machine, self.formats = machine, formats
         self.layout = layout or serving_layout(d, machine, formats)
         mesh = self.layout.mesh
         padded = padded_heads(d, mesh.size)
@@ -87,7 +42,7 @@ class StepPrices:
         self.d = padded
         c, layers = machine.constants, padded.layers
         unit = block_work(padded, self.layout, "", machine.networks[0].topology if machine.networks else "switch")
-        peak, bandwidth = machine.flops(dtype), machine.device.bandwidth.value
+        peak, bandwidth = machine.flops(formats.compute), machine.device.bandwidth.value
         self._peak, self._bandwidth = peak, bandwidth
         # Seconds per FLOP and per byte, in products and in attention.
         self._flop, self._byte = 1 / (peak * c.matmul.value), 1 / (bandwidth * c.hbm.value)
@@ -107,7 +62,23 @@ class StepPrices:
         self._eager = c.eager_seconds.value * layers
         self._launches = c.layer_seconds.value * layers + c.step_seconds.value
         elements = padded.head_elements / mesh.size
-        self._sampled_flops, self._head_bytes = 2 * elements, max(2.0, formats.weight_bytes) * elements
+        self._sampled_flops, self._head_bytes = 2 * elements, formats.table_bytes * elements
+        self.cost = StepCost(
+            token_flops=self._token_flops * self._flop,
+            token_bytes=self._token_bytes * self._byte,
+            weights=self._weight_bytes * self._byte,
+            attended=self._attended_flops * self._attention_flop,
+            resident=self._resident_bytes * self._attention_byte,
+            sampled=self._sampled_flops * self._flop,
+            head=self._head_bytes * self._byte,
+            launches=self._launches,
+            eager=self._eager,
+            gathers=self._gathers,
+            unhidden=1 - c.product_overlap.value,
+            talk=self._talk,
+            token_talk=self._token_talk,
+            windows=padded.windows,
+        )
 
     def work(self, start: Positions, stop: Positions, sampled: int) -> StepWork:
         """The counts of a step of this model."""
@@ -122,26 +93,17 @@ class StepPrices:
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step; the sum of `timeline`, without making one."""
-        flop, byte = self._flop, self._byte
-        products = max(
-            self._token_flops * work.tokens * flop,
-            (self._weight_bytes + self._token_bytes * work.tokens) * byte,
-            self._gathers,
-        )
-        attention = max(
-            self._attended_flops * work.attended * self._attention_flop,
-            self._resident_bytes * work.resident * self._attention_byte,
-        )
-        head = max(self._sampled_flops * work.sampled * flop, self._head_bytes * byte) if work.sampled else 0.0
-        found = products + attention + head + self._launches + self._talk + self._token_talk * work.tokens
-        return max(found, self._eager) if work.prompts else found
+        return self.cost.seconds(work)
 
     def timeline(self, work: StepWork) -> Timeline:
         """Busy channels of a step, with their bounds at peak rates."""
         reached = (self._flop, self._byte)
         attended = (self._attended_flops * work.attended, self._resident_bytes * work.resident)
+        c = self.machine.constants
+        products = self._on_device(self._token_flops * work.tokens, self._products_bytes(work), *reached)
         groups = [
-            Group("products", self._on_device(self._token_flops * work.tokens, self._products_bytes(work), *reached)),
+            Group("products", products),
+            Group("unhidden", unhidden(c, products)),
             Group("attention", self._on_device(*attended, self._attention_flop, self._attention_byte)),
             Group("launches", (Channel("launches", self._launches),)),
         ]
@@ -152,9 +114,8 @@ class StepPrices:
             talk = Channel("collectives", self._talk + self._token_talk * work.tokens)
             groups.append(Group("collectives", (talk,)))
         if work.sampled:
-            groups.append(
-                Group("head", self._on_device(self._sampled_flops * work.sampled, self._head_bytes, *reached))
-            )
+            head = self._on_device(self._sampled_flops * work.sampled, self._head_bytes, *reached)
+            groups += [Group("head", head), Group("unhidden", unhidden(c, head))]
         waits = self._eager - sum(group.seconds for group in groups)
         if work.prompts and waits > 0:
             groups.append(Group("launching", (Channel("launches", waits),)))

@@ -23,8 +23,12 @@ def offload_plans(
     formats: Iterable[Formats],
     schedules: Sequence[Schedule] = ("zigzag",),
     max_latency: float | None = None,
+    sizes: Sequence[int] = OFFLOAD_GBS,
+    counts: Sequence[int] = OFFLOAD_BATCHES,
 ) -> list[Plan]:
-    """Plans of the LP for each pure split over the devices of the machine."""
+    """Plans of the LP for each pure split over the devices of the machine: blocks of `counts` batches of `sizes`."""
+    if machine.device.kind == "cpu":
+        return []  # its memory is the host's
     n = machine.num_devices
     sharers = min(n, machine.per_host)
     found = []
@@ -41,7 +45,8 @@ def offload_plans(
                     parts.append((n, 1, 1, Slice(d.layers, cut=n, sharers=sharers)))
         for t, p, copies, part in parts:
             for schedule in schedules:
-                found += _offloaded(d, machine, job, form, schedule, t, p, copies, part, max_latency)
+                blocks = [[Block(size, count, form, schedule) for count in counts] for size in sizes]
+                found += _offloaded(d, machine, job, blocks, (t, p, copies), part, max_latency)
     return found
 
 
@@ -49,23 +54,19 @@ def _offloaded(
     d: Dimensions,
     machine: Machine,
     job: Job,
-    form: Formats,
-    schedule: Schedule,
-    t: int,
-    p: int,
-    copies: int,
+    blocks: Sequence[Sequence[Block]],
+    split: tuple[int, int, int],
     part: Slice,
     max_latency: float | None,
 ) -> list[Plan]:
     found = []
-    for gbs in OFFLOAD_GBS:
-        for batches in OFFLOAD_BATCHES:
-            block = Block(gbs, batches, form, schedule)
-            solved = solve(problem(d, machine, job, block, _talking(d, machine, job, gbs, part)), max_latency)
+    for growing in blocks:
+        for block in growing:
+            solved = solve(problem(d, machine, job, block, _talking(d, machine, job, block.gbs, part)), max_latency)
             if solved is None:
-                break
+                break  # more batches need more of everything
             if any(solved.share(name) < 1 - 1e-6 for name in ("weights.device", "hidden.device", "kv.device")):
-                found.append(_offload_plan(solved, machine, t, p, copies))
+                found.append(_offload_plan(solved, machine, *split))
     return found
 
 

@@ -6,25 +6,27 @@ Three implementations: `local.py` (this process), `process.py` (another process,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.messages import CopyResult, StepResult
+from cellar.core.messages import CopyBatch, CopyResult, StepResult, Tier
 
 PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
+ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a runtime has room for: chunks of KV cache on the device, and rows."""
+    """What a runtime has room for: chunks of KV cache on the device and (`tiers`) below it, and rows."""
 
     num_slots: int
     num_rows: int
     chunk_size: int
     max_model_len: int
+    tiers: Mapping[Tier, int] = field(default_factory=dict)
 
 
 class Worker(Protocol[PlanT_contra]):
@@ -42,25 +44,41 @@ class Worker(Protocol[PlanT_contra]):
         """Hand over a plan; never blocks."""
 
 
-class Runtime(Protocol[PlanT_contra]):
-    """Runs plans on a device."""
+class Workers(Protocol[PlanT_contra, ResultT_co]):
+    """What an engine asks of any runtime: plans in, results out."""
 
     @property
     def workers(self) -> Sequence[Worker[PlanT_contra]]:
-        """One for a transformer."""
+        """Worker k has id k. One for a transformer."""
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Hand over copies between tiers; never blocks, and needs no plan to run.
+
+        A batch that a step waits for comes before that step's plan; its result comes out of `poll`.
+        """
+
+    def poll(self, timeout: float | None) -> Sequence[ResultT_co | CopyResult]:
+        """Results so far; waits up to `timeout` seconds (None: for ever) for a first one or `wake`.
+
+        Those of one worker come in the order of its plans, that of a batch before the step that waits for it.
+        """
+
+    def wake(self) -> None:
+        """End a waiting `poll` from another thread."""
+
+    def close(self) -> None:
+        """Stop the workers and free the device's memory."""
+
+
+class Runtime(Workers[PlanT_contra, StepResult], Protocol[PlanT_contra]):
+    """Runs transformer steps on a device."""
 
     @property
     def capacity(self) -> Capacity:
         """Fixed at start."""
 
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
-        """Results so far, FIFO per worker; waits up to `timeout` seconds (None: for ever) for a first one or `wake`."""
-
-    def wake(self) -> None:
-        """End a waiting `poll` from another thread."""
+        """Results so far."""
 
     def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
         """Token bit masks for the masked rows of a submitted step."""
-
-    def close(self) -> None:
-        """Stop the workers and free the device's memory."""

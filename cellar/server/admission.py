@@ -121,7 +121,7 @@ class Admission:
                 or their_tokens + tokens > self._limits.max_queued_tokens
             ):
                 raise unavailable(
-                    f"{others} requests with {their_tokens} prompt tokens wait already; try again later.",
+                    f"{others} requests with {their_tokens} prompt tokens are already waiting; try again later.",
                     retry_after=2,
                 )
             self._waiting.add(requests, tokens)

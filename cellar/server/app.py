@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from fastapi.responses import JSONResponse, Response
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
-from cellar.prompts import Prompt
+from cellar.engine.prompts import Prompt
 from cellar.server import errors, page
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
@@ -34,8 +35,11 @@ from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
 from cellar.server.stream import ClientGone, EventStream, until_gone
 from cellar.server.tools import tool_use
-from cellar.text.grammar import check_grammar
+from cellar.text.expendable import Budget
+from cellar.text.grammar import GrammarCheck
+from cellar.text.rendering import Rendering
 from cellar.text.tokenizer import Tokenizer
+from cellar.text.tools.registry import parser_of
 from cellar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -68,8 +72,18 @@ class Api:
         self.metrics = Metrics(model.names[0], host.stats, shared)
         waiting = None if shared is None else shared.waiting()
         self.desk = Desk(host, limits, self.metrics, server.enable_log_requests, waiting)
-        self._tool_call_parser = server.tool_call_parser
+        budget = Budget(limits.prepare_timeout)
+        self.templates = None if model.templates is None else Rendering(model.templates, budget)
+        self._grammars = GrammarCheck(budget)
+        sources = {} if model.templates is None else model.templates.sources
+        self._tool_call_parser = server.tool_call_parser or parser_of(sources)
         self._started = int(time.time())
+
+    def close(self) -> None:
+        """End the processes that render templates and try grammars."""
+        if self.templates is not None:
+            self.templates.close()
+        self._grammars.close()
 
     # -- /v1 --------------------------------------------------------------------------------------
 
@@ -102,6 +116,8 @@ class Api:
                     raise refused("a forced tool call leaves no room for response_format.", "response_format")
                 structured = await self._grammar(tools.structured, False, "tools")
             params = body.params(structured, self.model.generation)
+            if tools.needs_special_tokens:
+                params = replace(params, skip_special_tokens=False)
             prompt = await self._conversation(
                 body, tools.tools, lambda text: self._read_text(text, bool(body.add_special_tokens))
             )
@@ -220,7 +236,7 @@ class Api:
         then: Callable[[str], T],
     ) -> T:
         """`then` of a conversation as the model sees it."""
-        templates, messages, variables = self.model.templates, body.messages or [], body.chat_template_kwargs or {}
+        templates, messages, variables = self.templates, body.messages or [], body.chat_template_kwargs or {}
         if templates is None:
             raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
         taken = {"self", "messages", "tools", "add_generation_prompt", "now"} & set(variables)
@@ -237,7 +253,7 @@ class Api:
             )
             return then(text)
 
-        return await _beside(len(repr((messages, tools, variables))), rendered)
+        return await asyncio.to_thread(rendered)
 
     async def _grammar(
         self, wanted: StructuredOutputsParams | None, by_format: bool, parameter: str | None = None
@@ -255,7 +271,7 @@ class Api:
             )
         whole_characters(wanted.text)
         try:
-            await asyncio.to_thread(check_grammar, wanted)
+            await asyncio.to_thread(self._grammars.check, wanted)
         except RequestError as error:
             raise as_api_error(error, {"structured_outputs": parameter}) from error
         return wanted
@@ -274,7 +290,7 @@ class Api:
         if model not in self.model.names:
             raise ApiError(
                 404,
-                f"the model {model[:128]!r} is not here; this server has {self.model.names[0]!r}.",
+                f"the model {model[:128]!r} does not exist; this server has {self.model.names[0]!r}.",
                 "model",
                 "model_not_found",
             )
@@ -314,6 +330,7 @@ def build_app(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        api.close()
         await host.close()
 
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -324,7 +341,7 @@ def build_app(
     errors.install(app)
     page.install(app)
     keys = read_keys(server.api_key, server.api_key_file)
-    engine_status = EngineStatus(host, model, bool(keys))
+    engine_status = EngineStatus(host, model, bool(keys), api.templates)
 
     async def engine_now() -> Response:
         """The engine at this moment, in figures; the page draws them."""

@@ -26,6 +26,9 @@ from cellar.core.errors import CellarError, ConfigError
 from cellar.server.errors import refused
 from cellar.server.host import EngineHost
 
+_ID = "batch_req_"
+_BEGINNING = f'{{"id":"{_ID}'.encode()
+
 URLS = ("/v1/completions", "/v1/chat/completions")
 
 
@@ -65,9 +68,9 @@ def _read_line(number: int, data: bytes, seen: dict[str, int]) -> BatchRequest |
     try:
         line = json.loads(data)
     except (ValueError, RecursionError) as error:
-        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON ({error}).")
+        return BadLine(number, None, "invalid_json_line", f"line {number} is not JSON ({error}).")
     if not isinstance(line, dict):
-        return BadLine(number, None, "invalid_json_line", f"line {number} is no JSON object.")
+        return BadLine(number, None, "invalid_json_line", f"line {number} is not a JSON object.")
     custom_id = line.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         return BadLine(number, None, "missing_required_parameter", f"line {number} has no custom_id; give a string.")
@@ -96,17 +99,22 @@ class ResultFile:
         """Open or create. Raises ConfigError if it is in use, or holds something else than results."""
         self._path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            # What is no file, a pipe say, holds no results to read and cannot be locked.
+            self.is_file = not path.exists() or path.is_file()
+            mode = os.O_RDWR | os.O_CREAT | os.O_APPEND if self.is_file else os.O_WRONLY
+            self._fd = os.open(path, mode, 0o666)
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written ({error.strerror}); give another file.") from error
+        self.finished: set[str] = set()
+        self.bad_lines: set[int] = set()
+        self.num_failed = 0
+        if not self.is_file:
+            return
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
             raise ConfigError(f"the output {path} is being written by another batch; wait for it to end.") from None
-        self.finished: set[str] = set()
-        self.bad_lines: set[int] = set()
-        self.num_failed = 0
         try:
             self._mend()
         except BaseException:
@@ -147,6 +155,8 @@ class ResultFile:
         with open(self._fd, "rb", closefd=False) as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
+                    if not _begins_result(data):
+                        raise self._foreign(number)
                     break
                 self._note(number, data)
                 whole += len(data)
@@ -163,9 +173,17 @@ class ResultFile:
                 self.bad_lines.add(record["error"]["line"])
                 self.num_failed += 1
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"line {number} of {self._path} is no result of a batch; give another output, so that nothing is lost."
-            ) from error
+            raise self._foreign(number) from error
+
+    def _foreign(self, number: int) -> ConfigError:
+        return ConfigError(
+            f"line {number} of {self._path} is not a result of a batch; give another output, so that nothing is lost."
+        )
+
+
+def _begins_result(data: bytes) -> bool:
+    """True if a line of ours, cut anywhere, could look like this."""
+    return data.startswith(_BEGINNING[: len(data)])
 
 
 @dataclass(slots=True)
@@ -199,16 +217,31 @@ class Batch:
         self._app = app
         self._host = host
         self._seed = seed
+        self._stopping = False
+        self._dropping = False
+
+    def stop(self) -> bool:
+        """Start no more lines; called again: drop those that run, too. -> True if some are still waited for."""
+        self._stopping, self._dropping = True, self._stopping
+        return not self._dropping
 
     async def run(
         self, requests: Path, results: ResultFile, in_flight: int, on_result: Callable[[Mapping[str, Any]], None]
     ) -> None:
-        """Answer every line that has no result yet, `in_flight` at a time. Raises CellarError if the engine ends."""
+        """Answer every line that has no result yet, `in_flight` at a time, unless it is stopped.
+
+        Cancelled, it drops what runs: what an application says to a request that is cancelled is no result. Raises
+        CellarError if the engine ends.
+        """
         lines = (line for line in read_requests(requests) if not results.has(line))
 
         async def work() -> None:
             for line in lines:  # all workers take from one iterator
+                if self._stopping:
+                    break
                 record = bad_result(line) if isinstance(line, BadLine) else await self._answer(line)
+                if self._dropping:
+                    break
                 results.append(record)
                 on_result(record)
 
@@ -216,6 +249,7 @@ class Batch:
         try:
             await asyncio.gather(*workers)
         finally:
+            self._stopping = self._dropping = True
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
@@ -228,8 +262,11 @@ class Batch:
         if body.get("seed") is None:
             body["seed"] = self._seed_of(request.custom_id)
         status, answer = await call(self._app, request.url, json.dumps(body).encode())
-        if status >= 500 and self._host.llm is None:
+        if status >= 500 and self._host.llm is None and not self._dropping:
             raise CellarError("the engine has failed; what is done is kept, so run the same command again.")
+        if status == 503 and not self._dropping:  # not the request's fault, so no answer to it
+            message = json.loads(answer)["error"]["message"]
+            raise CellarError(f"a request was refused ({message.rstrip('.')}); run the same command again.")
         return _result(request, status, json.loads(answer))
 
     def _seed_of(self, custom_id: str) -> int:
@@ -258,7 +295,7 @@ def bad_result(bad: BadLine) -> dict[str, Any]:
 
 
 def _new_id() -> str:
-    return f"batch_req_{uuid.uuid4().hex}"
+    return f"{_ID}{uuid.uuid4().hex}"
 
 
 async def call(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:

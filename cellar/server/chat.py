@@ -9,8 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 from cellar.core.messages import CompletionOutput, RequestOutput
-from cellar.outputs import Delta
-from cellar.prompts import Prompt
+from cellar.engine.outputs import Delta
+from cellar.engine.prompts import Prompt
 from cellar.server.choices import chat_logprobs, plain_table, usage, usage_of
 from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from cellar.core.errors import ConfigError
+from cellar.text.tools.registry import PARSERS
 
 
 def _option(default: Any, help: str) -> Any:
@@ -18,13 +20,15 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.")
-    served_model_name: str | None = _option(None, "Name of the model in the API; several with commas between.")
-    api_key: str | None = _option(None, "Key that clients must present; several with commas between.")
+    served_model_name: str | None = _option(None, "Name of the model in the API; several separated by commas.")
+    api_key: str | None = _option(None, "Key that clients must present; several separated by commas.")
     api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
-    allowed_origins: str | None = _option(None, "Web origins that may call the API, with commas between; * for any.")
+    allowed_origins: str | None = _option(None, "Web origins that may call the API, separated by commas; * for any.")
     api_server_count: int = _option(1, "Front processes that share the port and one engine.")
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")
-    tool_call_parser: str | None = _option(None, "How the model writes tool calls: hermes or llama3_json.")
+    tool_call_parser: str | None = _option(
+        None, f"How the model writes tool calls: {', '.join(PARSERS)}; default: as its chat template shows."
+    )
     log_level: str = _option("info", "critical, error, warning, info or debug.")
     enable_log_requests: bool = _option(False, "Log id, sizes and parameters of each request; never its text.")
 
@@ -38,12 +42,15 @@ class ServerConfig:
                 f"api_server_count is {self.api_server_count}, but fronts without a process of their own are one; "
                 "leave disable_frontend_multiprocessing out."
             )
-        if self.tool_call_parser not in (None, "hermes", "llama3_json"):
-            raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use hermes or llama3_json.")
+        if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
+            raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use one of {', '.join(PARSERS)}.")
         if self.log_level not in ("critical", "error", "warning", "info", "debug"):
             raise ConfigError(
                 f"log_level {self.log_level!r} is not known; use critical, error, warning, info or debug."
             )
+
+
+_AT_LEAST_ONE = ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_head_bytes", "max_grammar_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,16 +61,24 @@ class LimitConfig:
     max_queued_requests: int = _option(1024, "Most requests that may wait for their first token; more get a 503.")
     max_queued_tokens: int = _option(4_000_000, "Most prompt tokens that may wait; more get a 503.")
     max_body_bytes: int = _option(8 * 2**20, "Largest request body.")
+    max_head_bytes: int = _option(64 * 2**10, "Largest head of a request: its line and headers.")
+    max_connections: int | None = _option(None, "Most open connections; default: what file descriptors allow.")
+    max_connections_per_address: int | None = _option(None, "Most of them from one address; default: all.")
+    upload_timeout: float = _option(60.0, "Seconds for the head of a request to come, and again for its body.")
     max_grammar_bytes: int = _option(2**18, "Largest JSON schema, regular expression or grammar of a request.")
+    prepare_timeout: float = _option(5.0, "CPU seconds to render a request's messages or compile its grammar.")
     request_timeout: float | None = _option(None, "Seconds that a request may take; default: no limit.")
     shutdown_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM.")
 
     def __post_init__(self) -> None:
-        for name in ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_grammar_bytes"):
-            if getattr(self, name) < 1:
+        for name in (*_AT_LEAST_ONE, "max_connections", "max_connections_per_address"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.max_prompt_len is not None and self.max_prompt_len < 1:
             raise ConfigError(f"max_prompt_len is {self.max_prompt_len}; it must be at least 1.")
+        for name in ("prepare_timeout", "upload_timeout"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout}; it must be positive.")
         if self.shutdown_timeout < 0:

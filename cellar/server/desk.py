@@ -12,14 +12,14 @@ from typing import Any, cast
 from cellar.core.errors import RequestError
 from cellar.core.messages import RequestOutput
 from cellar.core.sampling import SamplingParams
-from cellar.outputs import Delta
-from cellar.prompts import Prompt
+from cellar.engine.outputs import Delta
+from cellar.engine.prompts import Prompt
+from cellar.engine.stream import AsyncLLM
 from cellar.server.admission import Admission, Ticket, Waiting
 from cellar.server.config import LimitConfig
 from cellar.server.errors import ApiError, unavailable, whole_characters
 from cellar.server.host import EngineHost
 from cellar.server.metrics import Metrics, Timing
-from cellar.stream import AsyncLLM
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The engine in a process of its own, which serves any number of fronts through one socket.
 
     front's process                              engine's process
-    AsyncLLM -> Front -> RemoteEngine -- add, finish, abort --> a reader thread each -> Engine
+    AsyncLLM -> Front -> RemoteEngine -- add, finish, abort --> a reader thread each -- messages --> Engine
                               ^                                                            |
                               +------- its frame of a step, a snapshot <-- a sender thread each
 
@@ -23,15 +23,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from cellar.core.errors import CellarError
-from cellar.core.messages import SchedulerStats, StepOutput, StepPlan
-from cellar.engine import Engine
-from cellar.front import Opened
+from cellar.core.errors import CellarError, IntegrityError
+from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
+from cellar.engine.client import StepClient
+from cellar.engine.opened import Opened
 from cellar.server.heap import one_heap, reserve_steps
 from cellar.server.wire import Call, Frame, Ready, Step
 
@@ -167,9 +168,9 @@ class Line:
 
 
 class Switchboard:
-    """Joins the fronts' connections with the engine. `run` belongs to the engine's thread."""
+    """Joins the fronts' connections with the engine; all but who listens and reads belongs to the engine's thread."""
 
-    def __init__(self, engine: Engine[StepPlan], ready: Ready, address: str) -> None:
+    def __init__(self, engine: StepClient, ready: Ready, address: str) -> None:
         self._engine = engine
         self._ready = ready
         self._listener = Listener(address, "AF_UNIX", backlog=64)
@@ -235,14 +236,47 @@ class Switchboard:
         if (owner := self._owners.pop(id, None)) is not None:
             owner[0].ids.discard(id)
 
+    def _serve(self, line: Line, call: Call) -> None:
+        """Do what a front wants for one sequence; if it cannot be done that sequence ends."""
+        id = f"{line.number}.{call.number}"
+        try:
+            if call.method == "add":
+                request = replace(call.arguments[0], id=id)
+                line.ids.add(id)
+                self._owners[id] = line, call.number
+                self._engine.add(request)
+                return
+            self._forget(id)
+            if call.method == "finish":
+                self._engine.finish(id, *call.arguments)
+            else:
+                self._engine.abort(id)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            logger.exception("a front's %s cannot be served", call.method)
+            said = f"the request has failed ({type(error).__name__}: {error})."
+            frame = Frame(finished={call.number: (FinishReason.ERROR, said)})
+            line.outbox.put(Step([frame], self._engine.stats()))
+
+    def _drop(self, line: Line) -> None:
+        """A front has gone."""
+        self._lines.pop(line.number, None)
+        line.outbox.put(None)
+        dropped = list(line.ids)
+        for id in dropped:
+            self._forget(id)
+            self._engine.abort(id)
+        if dropped and not self._closing.is_set():
+            logger.warning("a front has gone; its %d sequences are dropped", len(dropped))
+
     # -- other threads ----------------------------------------------------------------------------
 
     def _watch(self, pipe: Connection) -> None:
         """The server holds the other end of the pipe as long as it wants an engine."""
         with contextlib.suppress(EOFError, OSError):
             pipe.recv()
-        self._closing.set()
-        self._engine.wake()
+        self._engine.post(self._closing.set)
 
     def _accept(self) -> None:
         number = 0
@@ -262,31 +296,17 @@ class Switchboard:
             threading.Thread(target=self._read, args=(line,), name="cellar-reader", daemon=True).start()
 
     def _read(self, line: Line) -> None:
-        """What one front wants, until it goes."""
-        with contextlib.suppress(EOFError, OSError):
+        """What one front wants, until it goes or sends what nobody can read."""
+        try:
             while True:
-                self._call(line, line.connection.recv())
-        self._lines.pop(line.number, None)
-        line.outbox.put(None)
-        dropped = list(line.ids)
-        for id in dropped:
-            self._forget(id)
-            self._engine.abort(id)
-        if dropped and not self._closing.is_set():
-            logger.warning("a front has gone; its %d sequences are dropped", len(dropped))
-
-    def _call(self, line: Line, call: Call) -> None:
-        id = f"{line.number}.{call.number}"
-        if call.method == "add":
-            line.ids.add(id)
-            self._owners[id] = line, call.number
-            self._engine.add(replace(call.arguments[0], id=id))
-            return
-        self._forget(id)
-        if call.method == "finish":
-            self._engine.finish(id, *call.arguments)
-        else:
-            self._engine.abort(id)
+                self._engine.post(partial(self._serve, line, line.connection.recv()))
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            logger.exception("a front sends what cannot be read")
+        self._engine.post(partial(self._drop, line))
+        line.sender.join()
+        line.connection.close()
 
     def _close(self) -> None:
         self._closing.set()

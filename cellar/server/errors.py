@@ -84,7 +84,7 @@ def whole_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise refused("a text holds half of a surrogate pair, which is no character; send valid Unicode.") from None
+        raise refused("a text holds half of a surrogate pair, which is not a character; send valid Unicode.") from None
     return text
 
 
@@ -145,7 +145,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     reasons = dict.fromkeys(str(one["msg"]) for one in errors if one["loc"][:2] == first["loc"][:2])
     message = " or ".join(reason[0].lower() + reason[1:] for reason in reasons)
     if first["type"] == "json_invalid":
-        return refused(f"the body is no valid JSON ({first.get('ctx', {}).get('error', message)}).")
+        return refused(f"the body is not valid JSON ({first.get('ctx', {}).get('error', message)}).")
     if not place:
         return refused(f"the body must be a JSON object sent as application/json ({message}).")
     return refused(f"{place[0]} is not as it should be: {message}.", place[0])

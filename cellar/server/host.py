@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cellar.core.messages import SchedulerStats
-from cellar.front import Opened
-from cellar.stream import AsyncLLM
+from cellar.engine.opened import Opened
+from cellar.engine.stream import AsyncLLM
 from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig
 from cellar.text.tokenizer import Tokenizer

@@ -7,13 +7,13 @@ Whichever front is asked, the answer is the whole server's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from cellar.core.messages import RequestOutput, SchedulerStats
+from cellar.core.messages import RequestOutput, SchedulerStats, TierStats
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally
 
@@ -168,6 +168,25 @@ class Metrics:
         yield self._counter("num_preemptions", "Requests suspended for want of memory.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
+
+        yield from self._tiers(stats.tiers[1:])
+
+    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
+        """What lies below the device, and what has moved."""
+        labels = [*self._labels, "tier"]
+        for family, value in (
+            (GaugeMetricFamily("cellar:kv_tier_total_chunks", "Chunks that a tier holds.", labels=labels), "total"),
+            (GaugeMetricFamily("cellar:kv_tier_cached_chunks", "Chunks in a tier.", labels=labels), "cached"),
+            (CounterMetricFamily("cellar:kv_tier_loaded_chunks", "Chunks that came back.", labels=labels), "loaded"),
+            (CounterMetricFamily("cellar:kv_tier_saved_chunks", "Chunks that went there.", labels=labels), "saved"),
+            (CounterMetricFamily("cellar:kv_tier_failed_chunks", "Chunks not copied.", labels=labels), "failed"),
+            (CounterMetricFamily("cellar:kv_tier_load_seconds", "Time of loads.", labels=labels), "load_seconds"),
+            (CounterMetricFamily("cellar:kv_tier_save_seconds", "Time of saves.", labels=labels), "save_seconds"),
+        ):
+            for stats in tiers:
+                family.add_metric([*self._labels.values(), stats.tier.name.lower()], getattr(stats, value))
+            if tiers:
+                yield family
 
     def _gauge(self, stem: str, help: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"cellar:{stem}", help, labels=list(self._labels))

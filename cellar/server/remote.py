@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from cellar.core.errors import CellarError
 from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput
+from cellar.engine.client import Message
+from cellar.engine.engine import Mailbox
 from cellar.server.wire import Call, Frame, Ready, Step
 
 
 class RemoteEngine:
-    """Stands for an `Engine` in another process; `turn` belongs to one thread, `wake` to any.
+    """Stands for an `Engine` in another process: implements `EngineClient` for transformers.
 
     Raises CellarError or OSError from the constructor if no engine listens at `address`, and CellarError from `turn`
     once it is gone, with `reason()`. `ended` is set by `close`.
@@ -27,6 +29,9 @@ class RemoteEngine:
         self._count = 0
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._frames: list[Frame] = []  # not told yet
+        self._refused: dict[str, str] = {}  # by us, not told yet
+        self._mailbox = Mailbox(self.wake)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -41,21 +46,34 @@ class RemoteEngine:
         self.ready = ready
         self._stats = first.stats
 
-    def add(self, request: Request) -> None:
-        """Queue a request; one that could never run comes back as finished with an error."""
-        number = self._count
-        self._count += 1
-        self._numbers[request.id] = number
-        self._names[number] = request.id
-        self._send(Call("add", number, (request,)))
+    def post(self, message: Message) -> None:
+        """Have something done by the owner's thread at its next turn; ends a waiting one."""
+        self._mailbox.post(message)
 
-    def finish(self, request_id: str, num_tokens: int, reason: FinishReason) -> None:
+    def read(self) -> None:
+        """Do what was posted."""
+        self._mailbox.read()
+
+    def add(self, *requests: Request) -> None:
+        """Queue requests; one that could never run comes back as finished with an error."""
+        for request in requests:
+            if request.id in self._numbers:
+                self._refused[request.id] = f"A request with the id {request.id!r} is running; use another id."
+                continue
+            number = self._count
+            self._count += 1
+            self._numbers[request.id] = number
+            self._names[number] = request.id
+            self._send(Call("add", number, (request,)))
+
+    def finish(self, request_id: str, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         """End a request after `num_tokens` output tokens; later ones are void."""
         if (number := self._forget(request_id)) is not None:
             self._send(Call("finish", number, (num_tokens, reason)))
 
     def abort(self, request_id: str) -> None:
         """Drop a request at any moment; unknown ids are ignored."""
+        self._refused.pop(request_id, None)
         if (number := self._forget(request_id)) is not None:
             self._send(Call("abort", number))
 
@@ -64,19 +82,32 @@ class RemoteEngine:
         with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyhow; closed: nobody waits
             os.write(self._wake_write, b"\0")
 
+    def refused(self) -> Mapping[str, str]:
+        """Requests that could never run and of which no turn has told yet, as far as the engine has answered."""
+        self._receive_all()
+        refused = dict(self._refused)
+        for frame in self._frames:
+            for number, (reason, said) in frame.finished.items():
+                if reason is FinishReason.ERROR and (id := self._names.get(number)) is not None:
+                    refused[id] = str(said)
+        return refused
+
     def turn(self, timeout: float | None = None) -> list[StepOutput]:
-        """Frames that have come; waits up to `timeout` seconds (None: for ever) for one, or for a `wake`."""
-        outputs: list[StepOutput] = []
-        if self._wake_read in wait([self._pipe, self._wake_read], timeout):
+        """What has come; waits up to `timeout` seconds (None: for ever) for something, or for a message."""
+        self.read()
+        outputs = [StepOutput.refusal(self._refused)] if self._refused else []
+        self._refused = {}
+        if not (outputs or self._frames) and self._wake_read in wait([self._pipe, self._wake_read], timeout):
             with contextlib.suppress(BlockingIOError):
                 os.read(self._wake_read, 4096)
-        while self._has_message():
-            message = self._receive()
-            if isinstance(message, CellarError):
-                raise message
-            outputs += [self._output(frame) for frame in message.frames]
-            self._stats = message.stats
+        self._receive_all()
+        outputs += [self._output(frame) for frame in self._frames]
+        self._frames = []
         return outputs
+
+    def has_work(self) -> bool:
+        """True while a request has not ended, or a message is unread."""
+        return bool(len(self._mailbox) or self._numbers or self._refused)
 
     def stats(self) -> SchedulerStats:
         """The last snapshot that came."""
@@ -91,6 +122,14 @@ class RemoteEngine:
         write, self._wake_write = self._wake_write, -1
         os.close(write)
         os.close(self._wake_read)
+
+    def _receive_all(self) -> None:
+        while self._has_message():
+            message = self._receive()
+            if isinstance(message, CellarError):
+                raise message
+            self._frames += message.frames
+            self._stats = message.stats
 
     def _output(self, frame: Frame) -> StepOutput:
         """A frame with our ids. What has ended here meanwhile is left out."""

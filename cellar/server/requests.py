@@ -1,6 +1,6 @@
 """Bodies of requests: the fields that have an effect, and the SamplingParams they mean.
 
-Types are strict, as OpenAI's are: "1" is no number. Ranges are checked where SamplingParams checks them.
+Types are strict, as OpenAI's are: "1" is not a number. Ranges are checked where SamplingParams checks them.
 """
 
 from __future__ import annotations
@@ -276,4 +276,4 @@ def _bias(bias: Mapping[str, Any]) -> dict[int, Any]:
     try:
         return {int(token): value for token, value in bias.items()}
     except ValueError:
-        raise refused("logit_bias has a key that is no token id; use decimal numbers.", "logit_bias") from None
+        raise refused("logit_bias has a key that is not a token id; use decimal numbers.", "logit_bias") from None

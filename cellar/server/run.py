@@ -9,7 +9,8 @@ from pathlib import Path
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
-from cellar.front import open_front
+from cellar.engine.opened import open_front
+from cellar.engine.stream import AsyncLLM
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.engine_process import Opener
@@ -22,7 +23,6 @@ from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config, private_directory
-from cellar.stream import AsyncLLM
 
 Say = Callable[[str], None]
 
@@ -46,8 +46,8 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
         app = build_app(host, ServedModel.of(host.opened, names), server, limits)
         host.on_restart(app.state.api.metrics.restarted)
         yield_to_engine()
-    say(served_at(names, server, listener.getsockname()[1]))
-    run(app, listener, server, limits)
+    port = listener.getsockname()[1]
+    run(app, listener, server, limits, lambda: say(served_at(names, server, port)))
 
 
 def serve_by_several(
@@ -75,9 +75,10 @@ def serve_by_several(
 
 
 def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:
-    """The line that says so."""
-    host = f"[{server.host}]" if ":" in server.host else server.host
-    return f"{names[0]} is served at http://{host}:{port}/v1"
+    """The lines that say so: the API's address, and the page's, which a browser on this machine can open."""
+    nearby = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
+    api, page = (f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in (server.host, nearby))
+    return f"{names[0]} is served at {api}/v1\nOpen {page}/ in a browser to talk with it."
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:

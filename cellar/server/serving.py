@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from cellar.core.errors import ConfigError
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.connection import connections
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,20 @@ them sends a request on a connection that the server is about to close."""
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once."""
+    """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once.
+
+    `started_serving` is called when it accepts connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, started_serving: Callable[[], None] = lambda: None) -> None:
+        super().__init__(config)
+        self._started_serving = started_serving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self._started_serving()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -76,6 +90,7 @@ def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uv
     """uvicorn's options."""
     return uvicorn.Config(
         app,
+        http=connections(limits),
         log_level=server.log_level,
         access_log=server.log_level in ("info", "debug"),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
@@ -84,10 +99,16 @@ def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uv
     )
 
 
-def run(app: FastAPI, listener: socket.socket, server: ServerConfig, limits: LimitConfig) -> None:
+def run(
+    app: FastAPI,
+    listener: socket.socket,
+    server: ServerConfig,
+    limits: LimitConfig,
+    started_serving: Callable[[], None] = lambda: None,
+) -> None:
     """Run an application on a socket until a signal comes."""
     keep_what_is_here()
-    DrainingServer(server_config(app, server, limits)).run([listener])
+    DrainingServer(server_config(app, server, limits), started_serving).run([listener])
 
 
 def keep_what_is_here() -> None:

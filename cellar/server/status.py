@@ -11,9 +11,10 @@ from time import monotonic
 from typing import Any
 
 from cellar.core.errors import RequestError
-from cellar.core.messages import SchedulerStats
+from cellar.core.messages import SchedulerStats, TierStats
 from cellar.server.host import EngineHost, ServedModel
 from cellar.text.chat import ChatTemplate
+from cellar.text.rendering import Rendering
 from cellar.version import __version__
 
 PATH = "/engine/status"
@@ -22,7 +23,7 @@ PATH = "/engine/status"
 class EngineStatus:
     """The engine at this moment, and the few facts of the model by which a page suits it."""
 
-    def __init__(self, host: EngineHost, model: ServedModel, key_required: bool) -> None:
+    def __init__(self, host: EngineHost, model: ServedModel, key_required: bool, templates: Rendering | None) -> None:
         self._host = host
         self._model = model
         self._fixed: dict[str, Any] = {
@@ -31,7 +32,7 @@ class EngineStatus:
             "model": {
                 "name": model.names[0],
                 "max_model_len": model.max_model_len,
-                **template_facts(model.templates),
+                **template_facts(templates),
             },
         }
         logging.getLogger("uvicorn.access").addFilter(_not_polled)
@@ -58,12 +59,24 @@ class EngineStatus:
                     "chunks": stats.total_chunks,
                     "used_chunks": used,
                     "cached_chunks": stats.cached_chunks,
-                }
+                },
+                *(self._tier(tier) for tier in stats.tiers[1:]),
             ],
         }
 
+    def _tier(self, stats: TierStats) -> dict[str, Any]:
+        """A tier below the device. Where the device's own memory is the host's, a second share of that is `offload`."""
+        name = stats.tier.name.lower()
+        return {
+            "tier": "offload" if name == self._model.kv_tier else name,
+            "chunk_bytes": self._model.chunk_nbytes,
+            "chunks": stats.total,
+            "used_chunks": stats.referenced,
+            "cached_chunks": stats.cached,
+        }
 
-def template_facts(templates: ChatTemplate | None) -> dict[str, bool]:
+
+def template_facts(templates: ChatTemplate | Rendering | None) -> dict[str, bool]:
     """What a chat template does with a conversation, found out by rendering one.
 
     `chat`: there is a template. `reads_system`: a system message reaches the model. `continues`: nothing stands
@@ -79,7 +92,7 @@ def template_facts(templates: ChatTemplate | None) -> dict[str, bool]:
     }
 
 
-def _rendered(templates: ChatTemplate | None, messages: list[dict[str, str]]) -> str:
+def _rendered(templates: ChatTemplate | Rendering | None, messages: list[dict[str, str]]) -> str:
     """The prompt; empty if the template refuses it."""
     if not templates:
         return ""

@@ -15,19 +15,20 @@ from typing import cast
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, ConfigError
-from cellar.core.messages import SchedulerStats, StepPlan
-from cellar.engine import Engine
-from cellar.front import Front, Opened, open_reader, open_text
+from cellar.core.messages import SchedulerStats
+from cellar.engine.client import StepClient
+from cellar.engine.front import Front
+from cellar.engine.opened import Opened, open_reader, open_text
+from cellar.engine.stream import AsyncLLM
 from cellar.server.engine_process import EngineProcess, Opener
 from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
 from cellar.server.shared import Shared
 from cellar.server.wire import Ready
-from cellar.stream import AsyncLLM
 
 logger = logging.getLogger(__name__)
 
-Attach = Callable[[Ready, Engine[StepPlan]], Opened]
+Attach = Callable[[Ready, StepClient], Opened]
 
 STABLE_SECONDS = 30.0
 LONGEST_PAUSE = 30.0
@@ -45,7 +46,7 @@ class FrontMaker:
     def __init__(self) -> None:
         self._text: tuple[object, ...] | None = None
 
-    def __call__(self, ready: Ready, engine: Engine[StepPlan]) -> Opened:
+    def __call__(self, ready: Ready, engine: StepClient) -> Opened:
         """The front. Raises CheckpointError."""
         if self._text is None:
             self._text = open_text(ready.config.model, ready.checkpoint)
@@ -169,8 +170,7 @@ class Link:
                 pause = min(2 * pause, longest)
                 continue
             try:
-                # A RemoteEngine has all of an Engine that a front for streams calls.
-                return remote, self._attach(remote.ready, cast(Engine[StepPlan], remote))
+                return remote, self._attach(remote.ready, remote)
             except BaseException:
                 remote.close()
                 raise
@@ -242,6 +242,6 @@ def private_directory() -> tempfile.TemporaryDirectory[str]:
 
 def open_config(config: EngineConfig) -> Opened:
     """What the engine process runs; a name that can be sent to it."""
-    from cellar.front import open_front
+    from cellar.engine.opened import open_front
 
     return open_front(config)

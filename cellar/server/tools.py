@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
+import string
 from dataclasses import dataclass
 from typing import Any
 
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.server.errors import refused
 from cellar.server.requests import ChatRequest
-from cellar.text.tools import PARSERS, CallPiece, ListParser, Parsed, ToolParser, functions, required_schema
+from cellar.text.tools.call import CallPiece, Parsed, ToolParser
+from cellar.text.tools.registry import PARSERS, SPECIAL_TAGS
+from cellar.text.tools.required import ListParser, functions, required_schema
+
+_LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,11 @@ class ToolUse:
         """True if the answer may hold calls."""
         return self.forced is not None or self.required or self.parser is not None
 
+    @property
+    def needs_special_tokens(self) -> bool:
+        """True if calls are found by tags that are special tokens."""
+        return self.parser in SPECIAL_TAGS
+
 
 def tool_use(request: ChatRequest, parser: str | None) -> ToolUse:
     """What a request asks for. `parser` is the server's for tool_choice auto. Raises ApiError."""
@@ -65,8 +75,8 @@ def tool_use(request: ChatRequest, parser: str | None) -> ToolUse:
         return ToolUse(tools, forced=name, structured=StructuredOutputsParams(json=known[name]))
     if parser is None:
         raise refused(
-            "tools with tool_choice auto need a server started with --tool-call-parser; "
-            "name a function, or set tool_choice to required or none.",
+            "the model's chat template does not show how it writes tool calls, which tool_choice auto needs; "
+            "start the server with --tool-call-parser, name a function, or set tool_choice to required or none.",
             "tools",
         )
     return ToolUse(tools, parser, single=single)
@@ -98,10 +108,15 @@ class Calls:
                 entries.append({"index": piece.index, "function": {"arguments": piece.arguments}})
                 continue
             function = {"name": piece.name, "arguments": piece.arguments}
-            entry: dict[str, Any] = {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
+            entry: dict[str, Any] = {"id": _call_id(), "type": "function"}
             self.calls.append({**entry, "function": function})
             entries.append({"index": piece.index, **entry, "function": function.copy()})
         return parsed.content, entries
+
+
+def _call_id() -> str:
+    """Nine letters and digits: Mistral's templates refuse any other id, and all others take any."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 class _Plain:

@@ -39,11 +39,11 @@ class ChatTemplate:
     ) -> None:
         """`source` None is a model without templates: render() says so.
 
-        Raises CheckpointError for a template that is no valid Jinja.
+        Raises CheckpointError for a template that is not valid Jinja.
         """
-        sources = {"default": source} if isinstance(source, str) else dict(source or {})
-        self._templates = {name: _Template(name, text, max_characters) for name, text in sources.items()}
-        self._special_tokens = dict(special_tokens or {})
+        self.sources = {"default": source} if isinstance(source, str) else dict(source or {})
+        self._templates = {name: _Template(name, text, max_characters) for name, text in self.sources.items()}
+        self.special_tokens = dict(special_tokens or {})
 
     @classmethod
     def load(cls, directory: str | Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
@@ -91,22 +91,27 @@ class ChatTemplate:
         Raises RequestError on `messages` if they are malformed, or if the template refuses them.
         """
         template = self._choose(bool(tools))
+        if tools and not template.shows_tools:
+            raise RequestError(
+                "the model's chat template does not show tools to it; leave tools out, or use a model that knows them.",
+                "tools",
+            )
         checked = [template.message(message, index) for index, message in enumerate(_sequence(messages))]
         context = {
-            **self._special_tokens,
+            **self.special_tokens,
             "tools": None if tools is None else _checked_tools(tools),
             **{name: _plain(value, name) for name, value in variables.items()},
             "add_generation_prompt": add_generation_prompt,
         }
         if now is not None:
             context["strftime_now"] = now.strftime
-        parsed = [_with_parsed_arguments(message, index) for index, message in enumerate(checked)]
-        if parsed != checked:
+        *others, last = _forms(checked)
+        for form in others:
             try:
-                return template.render({**context, "messages": parsed})
-            except RequestError:  # a template that pastes the arguments wants them as the text they came as
-                return template.render({**context, "messages": checked})
-        return template.render({**context, "messages": checked})
+                return template.render({**context, "messages": form})
+            except RequestError:
+                continue
+        return template.render({**context, "messages": last})
 
     def _choose(self, tools: bool) -> _Template:
         if not self._templates:
@@ -139,12 +144,13 @@ class _Template:
             tree = environment.parse(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise CheckpointError(
-                f"chat template {name!r} is no valid Jinja ({error}); correct it or fetch the model again."
+                f"chat template {name!r} is not valid Jinja ({error}); correct it or fetch the model again."
             ) from error
         self._max_characters = max_characters
         self._takes_parts = _iterates_content(tree)
         self._takes_strings = not self._takes_parts or any(t.name == "string" for t in tree.find_all(nodes.Test))
         self._tests_none = any(t.name == "none" for t in tree.find_all(nodes.Test))
+        self.shows_tools = any(n.name == "tools" and n.ctx == "load" for n in tree.find_all(nodes.Name))
         roles = _compared_roles(tree)
         self._roles = {*ROLES, *roles}
         # The older name of the same: many templates print nothing of a role that they do not know.
@@ -187,6 +193,8 @@ class _Template:
                 if size > self._max_characters:
                     raise SecurityError(f"its output exceeds {self._max_characters} characters")
                 parts.append(part)
+        except MemoryError:
+            raise
         except Exception as error:
             reason = str(error).strip() or type(error).__name__
             raise RequestError(
@@ -258,6 +266,21 @@ def _part_text(part: Any, where: str) -> str:
     return text
 
 
+def _forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages as templates may want them, the likeliest first.
+
+    Most print a call's arguments as an object, a few paste the text that they came as. Most know that a message which
+    is nothing but calls has no content; those that look into it all the same get an empty one.
+    """
+    parsed = [_with_parsed_arguments(message, index) for index, message in enumerate(messages)]
+    forms = [parsed, messages, _with_content(parsed), _with_content(messages)]
+    return [form for k, form in enumerate(forms) if form not in forms[:k]]
+
+
+def _with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message if message.get("content") is not None else {**message, "content": ""} for message in messages]
+
+
 def _with_parsed_arguments(message: dict[str, Any], index: int) -> dict[str, Any]:
     """OpenAI's clients send a call's arguments as JSON text; most templates print the object."""
     calls = message.get("tool_calls")
@@ -275,7 +298,7 @@ def _parsed_call(call: Any, where: str) -> Any:
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except ValueError:
-        _refuse(f"the arguments of an entry of {where} are no valid JSON; send what the model's call held.")
+        _refuse(f"the arguments of an entry of {where} are not valid JSON; send what the model's call held.")
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -58,7 +58,9 @@ def read_generation_config(option: str, checkpoint: Path | None) -> GenerationCo
     else:
         file = Path(option).expanduser() / FILE
         if not file.is_file():
-            raise ConfigError(f"generation_config is {option!r}, but {file} is no file; give auto, vllm or its folder.")
+            raise ConfigError(
+                f"generation_config is {option!r}, but {file} is not a file; give auto, vllm or its folder."
+            )
     values = {} if file is None else read_json(file)
     found = {ours: values[theirs] for theirs, ours in _FIELDS.items() if values.get(theirs) is not None}
     config = GenerationConfig(found, tuple(token_ids(values.get("eos_token_id"))))

@@ -5,9 +5,12 @@ llguidance is optional; without it requests for structured output are refused.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -16,12 +19,15 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import StructuredOutputsParams
+from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
 from cellar.text.tokenizer import Tokenizer
 
 Mask = NDArray[np.int32]
 """int32 [ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set."""
 
 MAX_ERROR_CHARACTERS = 300
+
+_TRIAL_STACK_BYTES = 2 * 2**20
 
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between JSON's tokens: enough to indent, and no endless lines as small models like to write them."""
@@ -69,6 +75,10 @@ class GrammarCompiler:
             raise _refusal(inner.get_error())
         return _Matcher(inner, self._end_mask())
 
+    def nothing(self) -> Mask:
+        """A mask that allows no token."""
+        return np.zeros(-(-self._vocab_size // 32), np.int32)
+
     def _read_vocabulary(self) -> Any:
         from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -79,20 +89,78 @@ class GrammarCompiler:
         )
 
     def _end_mask(self) -> Mask:
-        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
+        mask = self.nothing()
         words = mask.view(np.uint32)
         for token in self._eos:
             words[token // 32] |= np.uint32(1 << (token % 32))
         return mask
 
 
-def check_grammar(wanted: StructuredOutputsParams) -> None:
-    """Refuse what no tokenizer would make compile. Takes as long as compiling. Raises RequestError."""
-    from llguidance import LLMatcher
+class GrammarCheck:
+    """Refuses what cannot be compiled, tried out in a process that may be ended; what was tried is remembered.
 
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(compiled_text(wanted))
-    if is_error:
-        raise _refusal(messages[0])
+    llguidance overflows its stack on deep schemas, and takes gigabytes for some regular expressions of a few kilobytes:
+    what passes here has been compiled once, over the alphabet of bytes, within the budget.
+    """
+
+    def __init__(self, budget: Budget, remembered: int = 1024) -> None:
+        self._lanes = Lanes(f"{__name__}:trier", {}, budget)
+        self._remembered = remembered
+        self._lock = threading.Lock()
+        self._outcomes: OrderedDict[bytes, RequestError | None] = OrderedDict()
+
+    def check(self, wanted: StructuredOutputsParams) -> None:
+        """Return if it can be compiled. Takes as long as compiling. Raises RequestError."""
+        key = hashlib.blake2b(f"{wanted.kind}:{wanted.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+        with self._lock:
+            known = key in self._outcomes
+            refusal = self._outcomes.get(key)
+        if not known:
+            refusal = self._tried(wanted)
+            with self._lock:
+                self._outcomes[key] = refusal
+                if len(self._outcomes) > self._remembered:
+                    self._outcomes.popitem(last=False)
+        if refusal is not None:
+            raise RequestError(str(refusal), refusal.parameter, refusal.code)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._lanes.close()
+
+    def _tried(self, wanted: StructuredOutputsParams) -> RequestError | None:
+        try:
+            self._lanes.call(grammar=compiled_text(wanted))
+        except OverBudget as error:
+            return _refusal(f"to compile it, {error}")
+        except RequestError as error:
+            return error
+        return None
+
+
+def trier() -> Worker:
+    """In the process: compiles over bytes, and asks for the first mask.
+
+    Its stack is a quarter of what a thread has as a rule: what nests as deeply as it can here has room elsewhere.
+    """
+    from llguidance import LLMatcher, LLTokenizer
+
+    vocabulary = LLTokenizer("byte")
+    threading.stack_size(_TRIAL_STACK_BYTES)
+    thread = ThreadPoolExecutor(1)
+
+    def tried(grammar: str) -> bool:
+        return thread.submit(compiles, grammar).result()
+
+    def compiles(grammar: str) -> bool:
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refusal(matcher.get_error())
+        return True
+
+    return tried
 
 
 def compiled_text(wanted: StructuredOutputsParams) -> str:

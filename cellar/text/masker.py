@@ -8,9 +8,10 @@ computed once no earlier step with masked rows is on its way, which is while its
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy as np
 from cellar.core.messages import Emit, Flag, StepPlan, StepResult
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.text.grammar import GrammarCompiler, Mask, Matcher
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,7 @@ class Masker:
         self._max_grammars = max_grammars
         self._lock = threading.Lock()
         self._grammars: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
-        self._matchers: dict[int, Matcher] = {}
+        self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
         self._pending: deque[_Pending] = deque()
 
     def ready(self, wanted: StructuredOutputsParams) -> bool:
@@ -64,9 +67,7 @@ class Masker:
             if wanted is None:
                 self._matchers.pop(opened.row, None)
                 continue
-            matcher = self._matchers[opened.row] = self._start(wanted).copy()
-            for token in () if opened.output is None else opened.output.tolist():
-                matcher.consume(token)
+            self._matchers[opened.row] = self._opened(wanted, () if opened.output is None else opened.output.tolist())
         if not plan.masked_rows:
             return None
         self._pending.append(_Pending(plan.step, plan.masked_rows, sampled_rows(plan)))
@@ -81,12 +82,43 @@ class Masker:
             masked = set(step.masked)
             for k, row in enumerate(step.sampled):
                 if row in masked and result.num_tokens[k] and result.flags[k] in (Flag.OK, Flag.FELL_BACK):
-                    self._matchers[row].consume(int(result.tokens[k, 0]))
+                    self._consume(row, int(result.tokens[k, 0]))
         return self._masks() if self._pending else None
 
     def _masks(self) -> StepMasks:
         step = self._pending[0]
-        return StepMasks(step.step, {row: self._matchers[row].mask() for row in step.masked})
+        return StepMasks(step.step, {row: self._mask(row) for row in step.masked})
+
+    def _opened(self, wanted: StructuredOutputsParams, output: Sequence[int]) -> Matcher | None:
+        """A matcher that has seen some output; None if it fails."""
+        try:
+            matcher = self._start(wanted).copy()
+            for token in output:
+                matcher.consume(token)
+        except Exception:
+            logger.exception("a grammar cannot be followed; its request ends")
+            return None
+        return matcher
+
+    def _consume(self, row: int, token: int) -> None:
+        matcher = self._matchers[row]
+        try:
+            if matcher is not None:
+                matcher.consume(token)
+        except Exception:
+            logger.exception("a grammar cannot be followed; its request ends")
+            self._matchers[row] = None
+
+    def _mask(self, row: int) -> Mask:
+        """A mask that forbids everything ends its request with an error, and that alone."""
+        matcher = self._matchers[row]
+        try:
+            if matcher is not None:
+                return matcher.mask()
+        except Exception:
+            logger.exception("a grammar cannot be followed; its request ends")
+            self._matchers[row] = None
+        return self._compiler.nothing()
 
     def _start(self, wanted: StructuredOutputsParams) -> Matcher:
         """The grammar's matcher at its start, compiled once; to be copied."""

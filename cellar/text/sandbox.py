@@ -20,7 +20,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**", "%"])
 
     def __init__(self, max_characters: int) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag])
+        # What a template says of constants would be computed while it is read, where nothing bounds it.
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            optimized=False,
+            finalize=_only_now,
+            extensions=["jinja2.ext.loopcontrols", _GenerationTag],
+        )
         self._max_characters = max_characters
         self.filters["tojson"] = _tojson
         kept = {name: self.globals[name] for name in ("range", "cycler", "joiner")}
@@ -38,6 +45,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
             if isinstance(count, int) and len(things) * count > self._max_characters:
                 raise SecurityError("the repetition is too long")
         return super().call_binop(context, operator, left, right)
+
+
+@jinja2.pass_context
+def _only_now(context: Any, value: Any) -> Any:
+    """Printed as it is; that it wants the context keeps Jinja from printing constants beforehand."""
+    return value
 
 
 class _GenerationTag(Extension):

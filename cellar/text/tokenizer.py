@@ -139,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not readable JSON ({error}); fetch the file again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(value).__name__}; fetch it again.")
@@ -201,9 +201,14 @@ def _from_vocab(
     return backend
 
 
+def _is_id(text: str) -> bool:
+    """Digits that are a number, which not all are, and one that an id can be."""
+    return text.isascii() and text.isdigit() and len(text) <= 9
+
+
 def _add_listed(backend: tokenizers.Tokenizer, listed: Any, path: Path) -> None:
     """Add tokenizer_config.json's `added_tokens_decoder` (id -> token) where the other files lack them."""
-    if not isinstance(listed, dict) or not all(key.isdigit() and _content(token) for key, token in listed.items()):
+    if not isinstance(listed, dict) or not all(_is_id(key) and _content(token) for key, token in listed.items()):
         raise CheckpointError(
             f"added_tokens_decoder in {str(path)!r} must map ids to tokens with their content; fetch the files again."
         )

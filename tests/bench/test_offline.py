@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from cellar import LLM, SamplingParams
-from cellar.bench.limits import limits_of
-from cellar.bench.meter import MeteredRuntime, totals
+from cellar.bench.meter import MeteredRuntime, StepRecord, record, totals
 from cellar.bench.offline import Bench, compare_with_transformers
 from cellar.bench.transformers_peer import ORDERS, TransformersPeer
 from cellar.bench.workload import LengthRange, Workload, random_workload
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Measure, Profile
-from cellar.runtime.fake import FakeRuntime
+from cellar.reports.limits import limits_of
 from cellar.runtime.probes.context import ProbeContext
+from cellar.runtime.steps.fake import FakeRuntime
 from tests.fake_front import open_fake
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -54,16 +54,15 @@ def test_a_workload_is_a_function_of_its_seed() -> None:
 
 
 def test_the_meter_counts_by_hand() -> None:
-    meters: list[MeteredRuntime] = []
+    records: list[StepRecord] = []
 
     def wrap(runtime: FakeRuntime) -> MeteredRuntime:
-        meters.append(MeteredRuntime(runtime))
-        return meters[0]
+        return MeteredRuntime(runtime, lambda plan, result: records.append(record(plan, result)))
 
     opened, _ = open_fake(wrap=wrap)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     LLM.over(opened).generate([[1] * 10, [2] * 20], params, use_tqdm=False)
-    prefill, *decodes = meters[0].records
+    prefill, *decodes = records
     assert (prefill.phase, prefill.num_tokens, prefill.num_sampled) == ("prefill", 30, 2)
     assert prefill.context == 10 * 11 // 2 + 20 * 21 // 2
     assert prefill.resident == 30
@@ -96,8 +95,8 @@ def test_limits_come_from_a_profile_or_a_probe(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match="bfloat16 on cpu"):
         limits_of("cpu", "bfloat16", profile)
     own = tmp_path / "profile.json"
-    monkeypatch.setattr("cellar.bench.limits.default_path", lambda machine: own)
-    monkeypatch.setattr("cellar.bench.limits.ProbeContext", partial(ProbeContext, nbytes=2**22, seconds=0.01))
+    monkeypatch.setattr("cellar.reports.limits.default_path", lambda machine: own)
+    monkeypatch.setattr("cellar.reports.limits.ProbeContext", partial(ProbeContext, nbytes=2**22, seconds=0.01))
     probed = limits_of("cpu", "float32")
     assert probed.source == "quick probe"
     assert probed.bandwidth > 1e8
@@ -118,7 +117,31 @@ def test_the_peer_does_the_same_work(tiny: Path) -> None:
         ours = [o.outputs[0].token_ids for o in llm.generate(list(prompts), params, use_tqdm=False)]
     assert theirs == ours
     for order in ORDERS:
-        assert peer.run(Workload(prompts, (3, 9, 1, 4)), 2, order) > 0
+        whole = peer.run(Workload(prompts, (3, 9, 1, 4)), 2, order)
+        assert (whole.num_tokens, whole.complete) == (17, True)
+
+
+def test_a_time_limit_cuts_the_peer_at_what_it_has_reached(tiny: Path) -> None:
+    peer = TransformersPeer(tiny, "float32", "cpu")
+    work = Workload(([5] * 8, [6] * 8), (300, 300))
+    cut = peer.run(work, 1, "given", 0.2)
+    assert 0 < cut.num_tokens < 600
+    assert not cut.complete
+    assert cut.rate == cut.num_tokens / cut.seconds
+
+
+def test_a_comparison_ends_at_its_limit_and_says_so(tiny: Path) -> None:
+    said: list[str] = []
+    options = {"model": str(tiny), **ENGINE}
+    lengths = LengthRange(200, 200)
+    found = compare_with_transformers(
+        options, 50, 0, said.append, one=(8, 200), many=(2, LengthRange(8, 8), lengths), limit=0.02
+    )
+    for part in ("one_prompt", "batch"):
+        assert 1 <= found[part]["rounds"] < 50
+        assert not found[part]["complete"]
+    assert any("cut after" in line for line in said)
+    assert any("time limit of 0.02 s" in line for line in said)
 
 
 def test_comparing_gives_ratios_of_medians(tiny: Path) -> None:
@@ -129,7 +152,9 @@ def test_comparing_gives_ratios_of_medians(tiny: Path) -> None:
     )
     assert found["one_prompt"]["ratio"] == found["one_prompt"]["cellar"] / found["one_prompt"]["transformers"]
     assert found["batch"]["static_batch"] in (8, 9)
-    assert "ratio" in said[0]
+    assert any("ratio" in line for line in said)
+    assert found["batch"]["complete"]
+    assert found["batch"]["search_complete"]
 
 
 def test_without_transformers_one_clear_sentence(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,17 +16,18 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
-from cellar.bench.serve import build_load
-from cellar.bench.serve_client import Answer, EventReader, LoadClient
-from cellar.bench.serve_options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions
-from cellar.bench.serve_overhead import Pace, main
-from cellar.bench.serve_prompts import TokenScript, choose_vocabulary
-from cellar.bench.serve_run import ClientLoad, run_load
+from benchmarks.serve_overhead import Pace, main
+from cellar.bench.serve.client import Answer, EventReader, LoadClient
+from cellar.bench.serve.command import build_load
+from cellar.bench.serve.options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions
+from cellar.bench.serve.prompts import TokenScript, choose_vocabulary
+from cellar.bench.serve.run import ClientLoad, run_load
 from cellar.bench.workloads import Load, Vocabulary, gamma_arrivals, random_requests
 from cellar.cli.main import build
 from cellar.core.errors import ConfigError
+from cellar.core.extras import command
 from tests.bench.serve_stub import IDS, Stub, stub
-from tests.fake_front import TOKENIZER
+from tests.fake_front import TOKENIZER, engine_of
 from tests.server.served import serve
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -87,7 +88,7 @@ def test_conversations_find_their_history_in_the_cache(backend: str) -> None:
         found, lines = bench(served.url, *small(4, 32, 16), *options, "--ignore-eos", "--vocab-size", "200")
         assert (found["completed"], found["failed"]) == (16, 0)
         assert "Median TTFT of later turns (ms)" in lines
-        stats = served.opened.front.engine.scheduler.stats()
+        stats = engine_of(served.opened).scheduler.stats()
         # Turns of 32 + 16 tokens: three of four turns have a whole history to find.
         least = 4 * (48 - 16 + 96 - 16 + 144 - 16)
         assert stats.prefix_hits >= (least if backend == "openai" else 4 * 48)
@@ -435,8 +436,8 @@ def test_a_server_without_a_list_of_models() -> None:
         ("--goodput ttft", "goodput has ''"),
         ("--metadata a", "metadata is 'a'"),
         ("--header a", "header is 'a'"),
-        ("--extra-body {", "extra_body is no JSON"),
-        ("--extra-body []", "extra_body is no JSON object"),
+        ("--extra-body {", "extra_body is not JSON"),
+        ("--extra-body []", "extra_body is not a JSON object"),
         ("--base-url localhost:8000", "base_url is 'localhost:8000'"),
         ("--endpoint v1", "endpoint is 'v1'"),
         ("--port 0", "port is 0"),
@@ -476,11 +477,11 @@ def test_unknown_names_are_refused() -> None:
 
 def test_without_the_bench_extra_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    for name in ("cellar.bench.serve", "cellar.bench.serve_client"):
+    for name in ("cellar.bench.serve.command", "cellar.bench.serve.client"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     done = cellar()
     assert done.exit_code == 2
-    assert "cellar-llm[bench]" in done.stderr
+    assert done.stderr.strip().endswith("run " + command("bench"))
 
 
 # -- pieces ---------------------------------------------------------------------------------------
@@ -535,7 +536,7 @@ def test_a_busy_client_says_so() -> None:
 
 
 def test_bodies_of_long_loads_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import cellar.bench.serve_run as module
+    import cellar.bench.serve.run as module
 
     monkeypatch.setattr(module, "PREPARED_TOKENS", 0)
     with stub() as server:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cellar.bench import step
-from cellar.bench.breakdown import Breakdown, breakdown_from, by_kind, lines_of
-from cellar.bench.kinds import (
+from cellar.bench.step import command as step
+from cellar.bench.step.breakdown import Breakdown, breakdown_from, by_kind, lines_of
+from cellar.bench.step.command import DecodeBench, measure
+from cellar.bench.step.kinds import (
     ACTIVATION,
     ATTENTION,
     COMBINE,
@@ -30,14 +31,13 @@ from cellar.bench.kinds import (
     times_of,
     traffic,
 )
-from cellar.bench.limits import Limits
-from cellar.bench.step import DecodeBench, measure
 from cellar.cli.bench import bench as verb
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
+from cellar.reports.limits import Limits
 from tests.limits import run_python
-from tests.runtime.steps import CONFIG
+from tests.runtime.steps.steps import CONFIG
 
 LIMITS = Limits("cpu", 1e10, 1e11, "made up")
 
@@ -125,7 +125,7 @@ def test_on_the_gpu_machine_nothing_of_the_command_line_is_needed() -> None:
     code = (
         "import sys\n"
         "for name in ('typer', 'rich', 'matplotlib', 'fastapi', 'pydantic'): sys.modules[name] = None\n"
-        "import cellar.bench.step, cellar.bench.linear, cellar.runtime.probes.linear"
+        "import cellar.bench.step.command, benchmarks.linear, cellar.runtime.probes.linear"
     )
     run_python(code)
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cellar.cell_engine import CellEngine
 from cellar.cells import Cell, CellModel, Graph
 from cellar.cells.gru import GRUCell, TokenGRUCell
 from cellar.cells.heads import ClassifierHead, ScoreHead
@@ -30,7 +29,8 @@ from cellar.cells.tree_lstm import (
 )
 from cellar.core.cell_graphs import CellConfig
 from cellar.core.errors import RequestError
-from cellar.runtime.cells import LocalCellRuntime
+from cellar.engine.cells import CellEngine
+from cellar.runtime.cells.local import LocalCellRuntime
 
 VOCAB, INPUT, HIDDEN, CLASSES = 40, 10, 16, 3
 SIZES = (1, 2, 4, 7)
@@ -52,13 +52,13 @@ def serve(model: CellModel, requests: Sequence[dict[str, Any]], workers: int = 1
     with engine([model], workers) as running:
         waiting = list(enumerate(requests))
         futures: dict[int, Any] = {}
-        while waiting or running.loop.has_work():
+        while waiting or running.engine.has_work():
             for _ in range(shuffle.choice((0, 1, 2, 5))):
                 if waiting:
                     k, fields = waiting.pop(0)
                     futures[k] = running.submit(model.name, fields)
-            if running.loop.has_work():
-                running._deliver(running.loop.turn(5))
+            if running.engine.has_work():
+                running.front.turn()
         running.scheduler.check_integrity()
         return [futures[k].result(0) for k in range(len(requests))]
 

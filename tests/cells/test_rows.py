@@ -13,7 +13,7 @@ from cellar.cells.heads import ClassifierHead, ScoreHead, TokenHead
 from cellar.cells.lstm import LSTMCell, TokenLSTMCell
 from cellar.cells.seq2seq import DecoderCell
 from cellar.cells.tree_lstm import ChildSumNode, TreeInner, TreeLeaf
-from cellar.ops.rows import Rows, RowsModule
+from cellar.ops.recurrent.rows import Rows, RowsModule
 
 HIDDEN, INPUT, VOCAB, BATCH, ROWS = 12, 7, 30, 5, 60
 

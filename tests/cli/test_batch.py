@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import cellar.front
+import cellar.engine.opened
 from cellar.cli.main import build
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.extras import command
 from cellar.core.messages import StepPlan
-from cellar.front import Opened
+from cellar.engine.opened import Opened
 from cellar.server.batch import BadLine, BatchRequest, ResultFile, read_requests
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
-from tests.fake_front import continuation, open_fake
+from tests.fake_front import continuation, engine_of, open_fake
 from tests.limits import SECONDS, until
 from tests.server.served import TEXT, VOCAB
 
@@ -32,11 +33,19 @@ APP = build()
 ROOT = Path(__file__).parent.parent.parent
 
 
-def open_for_batch(config: EngineConfig, latency: float | Callable[[StepPlan], float] = 0.0) -> Opened:
+def open_for_batch(
+    config: EngineConfig, wrap: object = None, latency: float | Callable[[StepPlan], float] = 0.0
+) -> Opened:
     """In the place of open_front: the fake device, with grammars."""
-    opened, _ = open_fake(num_rows=8, num_slots=256, seed=config.model.seed, latency=latency)
-    opened.front.engine.masker = Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
+    masker = Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
+    opened, _ = open_fake(num_rows=8, num_slots=256, seed=config.model.seed, latency=latency, masker=masker)
     return opened
+
+
+@pytest.fixture(autouse=True)
+def no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fake has no layers whose steps this machine's profile could predict."""
+    monkeypatch.setattr("cellar.reports.forecast.default_path", lambda machine: tmp_path / "none.json")
 
 
 @pytest.fixture
@@ -44,11 +53,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     """Batches run over the fake device; tells how often it was opened."""
     opened: list[EngineConfig] = []
 
-    def note(config: EngineConfig) -> Opened:
+    def note(config: EngineConfig, wrap: object) -> Opened:
         opened.append(config)
         return open_for_batch(config)
 
-    monkeypatch.setattr(cellar.front, "open_front", note)
+    monkeypatch.setattr(cellar.engine.opened, "open_front", note)
     return opened
 
 
@@ -229,7 +238,8 @@ def test_answers_do_not_depend_on_interruptions(tmp_path: Path, fake: list[Engin
 
 def test_other_files_are_left_alone(tmp_path: Path, fake: list[EngineConfig]) -> None:
     source, output = write(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
-    for text in ("my notes\n", '{"custom_id": "a"}\n', "[]\n", '{"response": null, "error": {}}\n'):
+    foreign = ("my notes\n", '{"custom_id": "a"}\n', "[]\n", '{"response": null, "error": {}}\n')
+    for text in (*foreign, "one line of notes without an end", '{"id":"x', '{"id": "batch_req_'):
         output.write_text(text)
         done = run(source, output)
         assert done.exit_code == 2
@@ -258,9 +268,9 @@ def test_one_batch_per_output(tmp_path: Path, fake: list[EngineConfig]) -> None:
 
 
 def test_an_engine_that_fails_ends_the_batch_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(config: EngineConfig) -> Opened:
+    def failing(config: EngineConfig, wrap: object) -> Opened:
         opened = open_for_batch(config)
-        engine, commits = opened.front.engine, []
+        engine, commits = engine_of(opened), []
         commit = engine.scheduler.commit
 
         def fails(result: Any, now: float) -> Any:
@@ -272,7 +282,7 @@ def test_an_engine_that_fails_ends_the_batch_without_a_result(tmp_path: Path, mo
         engine.scheduler.commit = fails  # type: ignore[method-assign]
         return opened
 
-    monkeypatch.setattr(cellar.front, "open_front", failing)
+    monkeypatch.setattr(cellar.engine.opened, "open_front", failing)
     source, output = write(tmp_path / "in.jsonl", [request(str(k)) for k in range(30)]), tmp_path / "out.jsonl"
     done = run(source, output, "--max-in-flight", "4")
     assert done.exit_code == 2
@@ -280,7 +290,7 @@ def test_an_engine_that_fails_ends_the_batch_without_a_result(tmp_path: Path, mo
     left = by_id(output)
     assert 0 < len(left) < 30
     assert {r["status_code"] for r in left.values()} == {200}
-    monkeypatch.setattr(cellar.front, "open_front", open_for_batch)
+    monkeypatch.setattr(cellar.engine.opened, "open_front", open_for_batch)
     assert run(source, output).exit_code == 0
     assert set(by_id(output)) == {str(k) for k in range(30)}
 
@@ -289,9 +299,9 @@ def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     steps: list[int] = []
     expected = 16  # twice the rows, unless told otherwise
 
-    def counted(config: EngineConfig) -> Opened:
+    def counted(config: EngineConfig, wrap: object) -> Opened:
         opened = open_for_batch(config)
-        engine = opened.front.engine
+        engine = engine_of(opened)
         commit, poll = engine.scheduler.commit, engine.runtime.poll
         begun, end = False, time.monotonic() + SECONDS
 
@@ -315,7 +325,7 @@ def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         engine.runtime.poll = held  # type: ignore[method-assign]
         return opened
 
-    monkeypatch.setattr(cellar.front, "open_front", counted)
+    monkeypatch.setattr(cellar.engine.opened, "open_front", counted)
     lines = [request(str(k), max_tokens=20, ignore_eos=True) for k in range(64)]
     run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
     assert sum(steps) == 64 * 20
@@ -329,10 +339,11 @@ def test_many_are_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 _OVER_THE_FAKE = """
 import sys
-import cellar.front
+import cellar.engine.opened
 from tests.cli.test_batch import open_for_batch
 last = int(sys.argv.pop(1))  # the step that the device does not survive
-cellar.front.open_front = lambda config: open_for_batch(config, lambda plan: 3600.0 if plan.step == last else 0.0)
+stall = lambda plan: 3600.0 if plan.step == last else 0.0
+cellar.engine.opened.open_front = lambda config, wrap: open_for_batch(config, wrap, stall)
 from cellar.cli.main import main
 main()
 """
@@ -360,6 +371,48 @@ def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
     assert set(by_id(output)) == {str(k) for k in range(160)}
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int) -> None:
+    """The first finishes what runs, here nothing but the device's last step; the second drops it."""
+    source = write(tmp_path / "in.jsonl", [request(str(k), max_tokens=10, ignore_eos=True) for k in range(160)])
+    output = tmp_path / "out.jsonl"
+    batch = ["batch", str(source), "-o", str(output), "--max-in-flight", "8"]
+    slow = _OVER_THE_FAKE.replace("3600.0 if plan.step == last else 0.0", "0.03")
+    stuck = _OVER_THE_FAKE
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", slow if presses == 1 else stuck, "60", *batch]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        until(lambda: output.exists() and output.read_bytes().count(b"\n") >= 16)
+        process.send_signal(signal.SIGINT)
+        if presses == 2:
+            assert process.stderr is not None
+            assert b"press Ctrl-C again" in process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert b"run the same command again" in said
+    assert b"Traceback" not in said
+    found = by_id(output)
+    assert {response["status_code"] for response in found.values()} == {200}
+    assert 16 <= len(found) < 160
+    whole = [sys.executable, "-c", _OVER_THE_FAKE, "-1", *batch]
+    last = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert f"{160 - len(found)} succeeded, 0 failed, {len(found)} were done before" in last.stdout
+    assert set(by_id(output)) == {str(k) for k in range(160)}
+
+
+def test_results_into_a_pipe(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [request(str(k)) for k in range(3)])
+    command = [sys.executable, "-c", _OVER_THE_FAKE, "-1", "batch", str(source), "-o", "/dev/stdout"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert {json.loads(line)["custom_id"] for line in done.stdout.splitlines()} == set("012")
+    assert "3 succeeded" in done.stderr
+
+
 def by_id_torn(path: Path) -> set[str]:
     """Whole lines of a file whose last one may be cut."""
     return {json.loads(line)["custom_id"] for line in path.read_bytes().splitlines(True) if line.endswith(b"\n")}
@@ -382,4 +435,4 @@ def test_without_the_server_extra_one_sentence_says_what_to_install(
     monkeypatch.delitem(sys.modules, "cellar.server.batch", raising=False)
     done = run(write(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl")
     assert done.exit_code == 2
-    assert "cellar-llm[server]" in done.stderr
+    assert done.stderr.strip().endswith("run " + command("server"))

@@ -7,10 +7,12 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from cellar.cli.main import build
@@ -127,8 +129,16 @@ def test_chat_goes_on_until_exit(talker: str) -> None:
     result = cellar("chat", "--model", talker, *SMALL, "--max-tokens", "5", "--system", "Be short.", input=lines)
     assert result.exit_code == 0, result.output
     assert "(forgotten)" in result.output
+    assert talker in result.output.splitlines()[0]
     ended = cellar("chat", "--model", talker, *SMALL, "--max-tokens", "5", input="Hi\n")
     assert ended.exit_code == 0
+
+
+def test_chat_tells_its_commands(talker: str) -> None:
+    lines = "/help\n/nonsense\n/exit\n"
+    result = cellar("chat", "--model", talker, *SMALL, "--max-tokens", "5", input=lines)
+    assert all(command in result.output for command in ("/help", "/reset", "/exit", "Ctrl-C"))
+    assert "There is no /nonsense" in result.output
 
 
 def test_chat_says_when_the_context_is_full(talker: str) -> None:
@@ -148,7 +158,18 @@ def test_inspect(tiny: str) -> None:
     assert found["kv_nbytes_per_token"] == 256
     layer = 32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert found["num_parameters"] == 2 * 420 * 32 + 2 * layer + 32
+    assert "Where the bytes go" in table.output
+    shares = {share["name"]: share for share in found["shares"]}
+    assert (shares["qkv"]["count"], shares["qkv"]["nbytes"]) == (2, 2 * 64 * 32 * 4)
     assert found["fits"]
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-3.2-1b", "opt-6.7b", "qwen3-8b", "mistral-7b", "chatglm2-6b"])
+def test_inspect_says_where_every_byte_and_flop_goes(name: str) -> None:
+    """Of tied heads and untied ones, with biases and without."""
+    found = json.loads(cellar("inspect", name, "--json").output)
+    assert sum(share["nbytes"] for share in found["shares"]) == found["weight_nbytes"]
+    assert sum(share["flops_per_token"] for share in found["shares"]) == found["flops_per_token"]
 
 
 def test_inspect_knows_the_shipped_configs() -> None:
@@ -192,6 +213,24 @@ def test_version_and_help() -> None:
     assert all(name in shown for name in ("generate", "chat", "inspect", "bench"))
 
 
+def every_command(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from every_command(below, (*path, name))
+
+
+def test_help_shows_whole_names_on_eighty_columns() -> None:
+    for path, command in every_command(typer.main.get_command(build())):
+        result = CliRunner(env={"COLUMNS": "80"}).invoke(build(), [*path, "--help"])
+        assert result.exit_code == 0
+        assert max(map(len, result.output.splitlines())) <= 80
+        assert "\u2026" not in result.output
+        assert "..." not in result.output.partition("Options:")[2], path
+        for parameter in command.params:
+            for option in parameter.opts:
+                assert option in result.output, (path, option)
+
+
 def test_starting_is_light() -> None:
     code = (
         "import sys\nfrom cellar.cli.main import build\nbuild()\n"
@@ -204,7 +243,7 @@ def test_options_are_the_fields() -> None:
     engine = set(ENGINE.names())
     fields = {f.name for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)}  # type: ignore[arg-type]
     assert engine == fields - ENGINE.skip
-    assert ENGINE.skip == {"machine_profile", "decode_reserve"}
+    assert ENGINE.skip == {"machine_profile", "decode_reserve", "run_ahead"}
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip
     assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
@@ -324,7 +363,7 @@ def test_the_installed_module_exits_with_the_code() -> None:
 def test_ctrl_c_ends_a_run_without_a_traceback(tmp_path: Path) -> None:
     long = str(write_checkpoint(tmp_path, max_position_embeddings=16_000))
     command = [sys.executable, "-m", "cellar", "generate", "Once", "--model", long, "--num-threads", "1"]
-    endless = ["--ignore-eos", "--max-tokens", "15000", "--kv-cache-memory-bytes", "8000000", "--run-ahead", "1"]
+    endless = ["--ignore-eos", "--max-tokens", "15000", "--kv-cache-memory-bytes", "8000000"]
     process = subprocess.Popen([*command, *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.read(4) == "Once"

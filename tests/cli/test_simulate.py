@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+from cellar.bench.measured_steps import main as measure
 from cellar.bench.offline import Bench
 from cellar.bench.sharegpt import MAX_CONTEXT, table_conversations
-from cellar.bench.simulate_check import read_measured
-from cellar.bench.simulate_setup import open_setup
-from cellar.bench.steps import COLUMNS
-from cellar.bench.steps import main as measure
 from cellar.bench.workload import LengthRange, random_workload
 from cellar.cli.main import build
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.hardware import Device, Measure, Profile, Table
+from cellar.planner.calibration import STEP_COLUMNS
+from cellar.reports.machines import fast_bfloat16
+from cellar.reports.simulate_check import read_measured
+from cellar.reports.simulate_setup import open_setup
 from tests.tiny_checkpoint import write_checkpoint
 
 FEW = ["--num-prompts", "6", "--request-rate", "3", "--think-time", "2", "--max-seconds", "20"]
@@ -50,7 +52,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
         2,
     )
     path = tmp_path_factory.mktemp("profile") / "profile.json"
-    Profile("some-cpu", (cpu,), tables={"steps.demo.float32": Table(COLUMNS, rows)}).save(path)
+    Profile("some-cpu", (cpu,), tables={"steps.demo.float32": Table(STEP_COLUMNS, rows)}).save(path)
     return str(path)
 
 
@@ -106,10 +108,11 @@ def test_a_simulation_checked_against_itself_is_met(tmp_path: Path) -> None:
     assert "ratio" in again.output
 
 
-def offline(path: Path, seconds: float) -> None:
+def offline(path: Path, seconds: float, dtype: str = "float32") -> None:
     """What `cellar bench offline` prints last: 8 prompts of 16-64 tokens in, 4-32 out, all steps as the profile's."""
     work = random_workload(8, LengthRange(16, 64), LengthRange(4, 32), 100, 4096, 0)
     report = {
+        "dtype": dtype,
         "num_prompts": 8,
         "prompt_tokens": work.num_prompt_tokens,
         "output_tokens": work.num_output_tokens,
@@ -131,6 +134,33 @@ def test_an_offline_run_is_drawn_again_from_its_options(tmp_path: Path, profile:
     refused = simulate(*arguments, "--input-len", "16-65", "--output-len", "4-32")
     assert refused.exit_code == 2
     assert "--input-len" in refused.output
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_check_is_priced_in_the_dtype_of_the_run(tmp_path: Path, profile: str, dtype: str) -> None:
+    """Not in one that this processor would choose: a plain profile has no steps of the model to hide the difference."""
+    plain = Profile.load(Path(profile))
+    rates = {"float32": Measure(5e10, "FLOP/s", "measured"), "bfloat16": Measure(2e11, "FLOP/s", "measured")}
+    here = str(tmp_path / "plain.json")
+    Profile("some-cpu", (replace(plain.devices[0], flops=rates),)).save(Path(here))
+    offline(tmp_path / "run.txt", 0.8, dtype)
+    lengths = ["--input-len", "16-64", "--output-len", "4-32", "--check", str(tmp_path / "run.txt")]
+    form = "bf16" if dtype == "bfloat16" else dtype
+    found = last(simulate("demo", "--machine", here, *lengths))
+    assert found["check"] == last(simulate("demo", "--machine", here, *lengths, "--weights", form))["check"]
+    other = last(simulate("demo", "--machine", here, *lengths, "--weights", "int8"))
+    assert found["check"]["duration"] != other["check"]["duration"]
+
+
+def test_a_processor_computes_in_what_it_is_fast_in() -> None:
+    cpu = Device("cpu", "cpu", Measure(16e9, "bytes", "measured"), Measure(30e9, "bytes/s", "measured"))
+    slow, fast = (
+        {"float32": Measure(1e11, "FLOP/s", "measured"), "bfloat16": Measure(rate, "FLOP/s", "measured")}
+        for rate in (5e10, 4e11)
+    )
+    assert fast_bfloat16(Profile("a", (replace(cpu, flops=slow),))) is False
+    assert fast_bfloat16(Profile("b", (replace(cpu, flops=fast),))) is True
+    assert fast_bfloat16(Profile("c", (cpu,))) is None  # asks the processor that is here
 
 
 def test_a_real_run_is_met_step_by_step(tmp_path: Path) -> None:
@@ -177,7 +207,7 @@ def test_measured_steps_decide_where_there_are_some(profile: str) -> None:
     assert setup.spec.kv.groups[0].dtype == "float32"
 
 
-def test_conversations_have_the_figures_of_the_thesis() -> None:
+def test_conversations_have_the_figures_of_pensieve() -> None:
     """Table 3.2 and §3.6.4; lengths have long tails, so 20,000 conversations are still some percent off."""
     talks = table_conversations(20_000)
     turns = np.array([len(t.turns) for t in talks])
@@ -209,7 +239,7 @@ def test_a_file_of_a_run_in_other_forms(tmp_path: Path) -> None:
         (["opt-13b", "--weights", "int5"], "int5"),
         (["gpt-9"], "gpt-9"),
         (["opt-13b", "--machine", "abacus"], "abacus"),
-        (["opt-13b", "--dataset-path", "x.json"], "dataset chat is made"),
+        (["opt-13b", "--dataset-path", "x.json"], "dataset chat is generated"),
         (["opt-13b", "--dataset-name", "trace", "--dataset-path", "nowhere.csv"], "nowhere.csv"),
         (["opt-13b", "--max-model-len", "3", "--num-prompts", "2"], "max_model_len"),
         (["opt-13b", "--max-model-len", "900000"], "--max-model-len"),

@@ -13,7 +13,7 @@ from cellar.models.loader import LoadedWeights, dummy, load
 from cellar.models.registry import open_model, read_config, shipped_config
 from tests.conformance.chatglm import config_of, defined_logits, random_weights, save_config, saved_glm
 from tests.models.dense_context import logits_of
-from tests.runtime.steps import Step, greedy, prompt_of, run, runtime_of, tokens_of
+from tests.runtime.steps.steps import Step, greedy, prompt_of, run, runtime_of, tokens_of
 
 BEYOND = {
     "every head with its own k and v": config_of(3, 1, 12, 40, multi_query_attention=False),

@@ -36,9 +36,9 @@ def test_a_profile_survives_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("not json", "no profile"),
-        ("[]", "no profile"),
-        ("{}", "no profile"),
+        ("not json", "not a profile"),
+        ("[]", "not a profile"),
+        ("{}", "not a profile"),
         ('{"schema": 99}', "schema 99"),
         ('{"schema": 1, "machine": "x"}', "damaged"),
     ],

@@ -1,22 +1,27 @@
-"""Drives a KVStore by random operations beside a model of it that knows no slots, only token sequences."""
+"""Drives a KVStore by random operations beside a model of it that knows no slots, only token sequences.
+
+What leaves is checked against the definition: of all chunks that nobody uses, those worth least at that moment.
+"""
 
 from __future__ import annotations
 
 import random
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from cellar.kv.hashing import Chain
+from cellar.kv.conversations import MIN_IDLE_SECONDS
+from cellar.kv.identity import Chain
+from cellar.kv.policy import LeastRecentlyUsed, RetentionValue
 from cellar.kv.store import KVStore
 
 CHUNK = 2
+COSTS = {1: 1.0, 8: 6.0, 64: 40.0}
 Path = tuple[bytes, tuple[int, ...]]
 """What a chunk holds: the salt, and all tokens up to its end."""
 Op = tuple[str, int, int, int]
-KINDS = ("open", "open", "commit", "commit", "extend", "release", "forget")
+KINDS = ("open", "open", "commit", "commit", "extend", "release", "release", "forget")
 
 
 @dataclass(eq=False)
@@ -28,24 +33,46 @@ class Held:
     slots: np.ndarray
     paths: list[Path | None]
     chain: Chain
+    talk: int
+    conversation: int
 
 
+@dataclass
+class Kept:
+    """A chunk: how many sequences use it, the conversations it belongs to, and whether another followed it."""
+
+    users: int
+    talks: set[int]
+    grown: bool = False
+
+
+@dataclass
 class Model:
-    """The store by definition: what is referenced, what is cached in which order, how many slots are free."""
+    """The store by definition: what is there, who uses it, what it is worth, and how many slots are free."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self.store = KVStore(num_slots, CHUNK)
-        self.free = num_slots
-        self.cached: OrderedDict[Path, None] = OrderedDict()
-        self.references: dict[Path, int] = {}
-        self.held: list[Held] = []
-        self.seen: dict[Path, None] = {}
+    num_slots: int
+    values: bool
+    now: float = 0.0
+    kept: dict[Path, Kept] = field(default_factory=dict)
+    held: list[Held] = field(default_factory=list)
+    seen: dict[Path, None] = field(default_factory=dict)
+    active: dict[int, float] = field(default_factory=dict)
+    serial: dict[int, int] = field(default_factory=dict)
+    named: dict[tuple[bytes, str], int] = field(default_factory=dict)
+    evictions: int = 0
+
+    def __post_init__(self) -> None:
+        self.store = KVStore(
+            self.num_slots, CHUNK, policy=RetentionValue(COSTS) if self.values else LeastRecentlyUsed()
+        )
+        self.free = self.num_slots
+        self.talks = 0
 
     # -- operations -------------------------------------------------------------------------------
 
     def do(self, op: Op) -> None:
         kind, a, b, c = op
+        self.now += (0.0, 0.1, 0.1, 0.2, 0.3, 3.0, 40.0)[(a + b + c) % 7]
         if kind == "open":
             self.open(a, b, c)
         elif self.held:
@@ -58,41 +85,57 @@ class Model:
         family = [rng.randrange(5) for _ in range(20)]
         tokens = np.array([*family[: b % 21], c % 3, c % 5, c % 2][: 1 + c % 21], np.int32)
         salt = b"" if a % 8 else b"other"
+        name = (salt, "named") if b % 5 == 0 else None
         keep_free = c % 3
         num_chunks = -(-len(tokens) // CHUNK)
         paths = [self.path(tokens, salt, i) for i in range((len(tokens) - 1) // CHUNK)]
-        hits = [p if self.resident(p) else None for p in paths]
-        found = self.store.lookup(tokens, salt)
-        assert [s >= 0 for s in found.tolist()] == [p is not None for p in hits], "lookup answers per chunk"
-        missing = num_chunks - sum(p is not None for p in hits)
-        left = self.free + len(self.cached) - sum(p in self.cached for p in hits) - missing
-        reservation = self.store.reserve(found, len(tokens), keep_free)
+        hits = [p if p in self.kept else None for p in paths]
+        chain = self.store.chain(salt)
+        found = self.store.find(chain, tokens)
+        assert [s >= 0 for s in found.slot.tolist()] == [p is not None for p in hits], "the answer is per chunk"
+        there = [p for p in hits if p is not None]
+        missing = num_chunks - len(there)
+        left = self.free + self.num_cached - sum(not self.kept[p].users for p in there) - missing
+        before = self.keys()
+        reservation = self.store.reserve(found, len(tokens), keep_free, name=name, now=self.now)
         assert (reservation is None) == (left < keep_free)
         if reservation is None:
             return
-        for path in hits:
-            if path is not None:
-                self.cached.pop(path, None)
-                self.references[path] = self.references.get(path, 0) + 1
-        self.take(missing)
-        chain = self.store.chain(salt)
-        state = Held(tokens, salt, reservation.slots, [*hits, *[None] * (num_chunks - len(hits))], chain)
+        talk = self.talk(there, name)
+        for path in there:
+            before.pop(path, None)
+            self.kept[path].users += 1
+        self.take(missing, before)
+        for path in there:
+            self.kept[path].talks.add(talk)
+        state = Held(
+            tokens,
+            salt,
+            reservation.slots,
+            [*hits, *[None] * (num_chunks - len(hits))],
+            chain,
+            talk,
+            reservation.conversation,
+        )
         computed = {p for start, stop in reservation.compute for p in range(start, stop)}
         assert sum(stop - start for start, stop in reservation.compute) == len(computed)
         expected = {p for p in range(len(tokens)) if state.paths[p // CHUNK] is None}
         assert computed == expected, "exactly what is not resident is computed"
         assert reservation.num_cached_tokens == len(tokens) - len(expected)
         assert list(reservation.compute) == sorted(reservation.compute)
-        assert reservation.slots[: len(found)][found >= 0].tolist() == found[found >= 0].tolist()
+        assert all(b < c for (_, b), (c, _) in zip(reservation.compute, reservation.compute[1:], strict=False))
+        assert reservation.slots[: len(found.slot)][found.slot >= 0].tolist() == found.slot[found.slot >= 0].tolist()
+        assert not reservation.awaits
         self.held.append(state)
 
     def extend(self, held: Held, b: int) -> None:
         count = b % 4
-        room = self.free + len(self.cached)
-        slots = self.store.extend(count)
+        room = self.free + self.num_cached
+        before = self.keys()
+        slots = self.store.extend(count, self.now)
         assert (slots is None) == (room < count)
         if slots is not None:
-            self.take(count)
+            self.take(count, before)
             more = np.array([(b * 7 + i) % 5 for i in range(count * CHUNK)], np.int32)
             whole = len(held.slots) * CHUNK
             held.tokens = np.concatenate((held.tokens, more[: whole - len(held.tokens)], more))[: whole + count * CHUNK]
@@ -104,51 +147,90 @@ class Model:
     def commit(self, held: Held, b: int) -> None:
         whole = len(held.tokens) // CHUNK
         upto = b % (whole + 1)
-        identities = held.chain.grow(held.tokens, upto)
-        self.store.commit(held.slots[:upto].tolist(), identities[:upto])
-        for i in range(upto):
+        first = b // 7 % (upto + 1)
+        held.chain.grow(held.tokens, upto)
+        self.store.commit(held.slots[first:upto].tolist(), held.chain, first, held.conversation)
+        for i in range(first, upto):
             path = self.path(held.tokens, held.salt, i)
-            if held.paths[i] is None and not self.resident(path):
+            if held.paths[i] is None and path not in self.kept:
                 held.paths[i] = path
-                self.references[path] = 1
+                self.kept[path] = Kept(1, {held.talk})
                 self.seen[path] = None
+            if i and (parent := self.path(held.tokens, held.salt, i - 1)) in self.kept:
+                self.kept[parent].grown = True
 
     def release(self, held: Held, b: int) -> None:
-        self.store.release(held.slots)
+        self.store.release(held.slots, held.conversation, self.now)
         self.held.remove(held)
+        self.touch(held.talk)
         for path in held.paths:
             if path is None:
                 self.free += 1
             else:
-                self.references[path] -= 1
-                if not self.references[path]:
-                    del self.references[path]
-                    self.cached[path] = None
+                self.kept[path].users -= 1
 
     def forget(self, held: Held, b: int) -> None:
         first = b % (len(held.paths) + 1)
         self.store.forget(held.slots[first:])
         for i in range(first, len(held.paths)):
             path = held.paths[i]
-            if path is not None and self.references[path] == 1:
-                del self.references[path]
+            if path is not None and self.kept[path].users == 1:
+                del self.kept[path]
                 held.paths[i] = None
 
     # -- the model --------------------------------------------------------------------------------
 
+    @property
+    def num_cached(self) -> int:
+        return sum(not kept.users for kept in self.kept.values())
+
     def path(self, tokens: np.ndarray, salt: bytes, chunk: int) -> Path:
         return salt, tuple(tokens[: (chunk + 1) * CHUNK].tolist())
 
-    def resident(self, path: Path) -> bool:
-        return path in self.cached or path in self.references
+    def talk(self, there: list[Path], name: tuple[bytes, str] | None) -> int:
+        """The conversation of that name, or of the deepest chunk if that is its end, or a new one."""
+        alive = {held.talk for held in self.held}.union(*(kept.talks for kept in self.kept.values()))
+        if name is not None and self.named.get(name) in alive:
+            talk = self.named[name]
+        elif name is None and there and not self.kept[there[-1]].grown:
+            talk = max(self.kept[there[-1]].talks, key=lambda t: self.serial[t])
+        else:
+            self.talks += 1
+            talk = self.talks
+            if name is not None:
+                self.named[name] = talk
+        self.touch(talk)
+        return talk
 
-    def take(self, count: int) -> None:
-        """Free slots first, then cached chunks, least recently used first."""
-        for _ in range(count):
-            if self.free:
-                self.free -= 1
-            else:
-                self.cached.popitem(last=False)
+    def touch(self, talk: int) -> None:
+        self.active[talk] = self.now
+        self.serial[talk] = 1 + max(self.serial.values(), default=0)
+
+    def keys(self) -> dict[Path, tuple[float, int, int]]:
+        """Of all chunks that nobody uses: value, moment of last use, context. The smallest go first."""
+        found = {}
+        for path, kept in self.kept.items():
+            if not kept.users:
+                idle = [max(self.now - self.active[t], MIN_IDLE_SECONDS) for t in kept.talks]
+                cost = float(np.interp(len(path[1]), list(COSTS), list(COSTS.values())))
+                value = cost * sum(1 / t for t in idle) if self.values else 1 / min(idle)
+                found[path] = round(value, 9), max(self.serial[t] for t in kept.talks), len(path[1])
+        return found
+
+    def take(self, count: int, keys: dict[Path, tuple[float, int, int]]) -> None:
+        """Free slots go first, then the chunks worth least: which they are is seen by looking."""
+        lost = [path for path in keys if not self.resident(path)]
+        assert len(lost) == max(0, count - self.free), "no more is lost than is needed"
+        self.free = max(0, self.free - count)
+        assert sorted(keys[path] for path in lost) == sorted(keys.values())[: len(lost)], "not the least went"
+        self.evictions += len(lost)
+        for path in lost:
+            del self.kept[path]
+
+    def resident(self, path: Path) -> bool:
+        salt, tokens = path
+        found = self.store.find(self.store.chain(salt), np.array([*tokens, 0], np.int32))
+        return bool(found.slot[-1] >= 0)
 
     def check(self) -> None:
         references = np.zeros(self.num_slots, np.int32)
@@ -157,14 +239,14 @@ class Model:
             references[held.slots] += 1
         self.store.check_integrity(references)
         stats = self.store.stats()
-        assert (stats.free, stats.cached) == (self.free, len(self.cached))
+        assert (stats.free, stats.cached) == (self.free, self.num_cached)
         assert stats.free + stats.cached + stats.referenced == stats.total == self.num_slots
         slot_of: dict[Path, int] = {}
         for salt, tokens in self.seen:
-            found = self.store.lookup(np.array([*tokens, 0], np.int32), salt)
-            assert (found[-1] >= 0) == self.resident((salt, tokens)), "what is resident is found, and nothing else"
-            if found[-1] >= 0:
-                slot_of[salt, tokens] = int(found[-1])
+            found = self.store.find(self.store.chain(salt), np.array([*tokens, 0], np.int32))
+            assert (found.slot[-1] >= 0) == ((salt, tokens) in self.kept), "what is resident is found, and nothing else"
+            if found.slot[-1] >= 0:
+                slot_of[salt, tokens] = int(found.slot[-1])
         assert len(set(slot_of.values())) == len(slot_of)
         for held in self.held:
             for path, slot in zip(held.paths, held.slots.tolist(), strict=True):
@@ -172,9 +254,9 @@ class Model:
                 assert path is not None or slot not in slot_of.values(), "a private chunk is nobody's answer"
 
 
-def drive(num_slots: int, ops: Sequence[Op]) -> Model:
+def drive(num_slots: int, ops: Sequence[Op], values: bool = False) -> Model:
     """Do all operations, then release everything."""
-    model = Model(num_slots)
+    model = Model(num_slots, values)
     for op in ops:
         model.do(op)
     for held in list(model.held):
@@ -184,8 +266,9 @@ def drive(num_slots: int, ops: Sequence[Op]) -> Model:
     return model
 
 
-def random_case(seed: int, num_ops: int = 60) -> tuple[int, list[Op]]:
-    """A size and operations drawn from a seed."""
+def random_case(seed: int, num_ops: int = 60) -> tuple[int, list[Op], bool]:
+    """A size, operations and a policy drawn from a seed."""
     rng = random.Random(seed)
     draw = rng.randrange
-    return rng.choice((3, 12, 30)), [(rng.choice(KINDS), draw(256), draw(256), draw(256)) for _ in range(num_ops)]
+    ops = [(rng.choice(KINDS), draw(256), draw(256), draw(256)) for _ in range(num_ops)]
+    return rng.choice((3, 6, 9, 16, 30)), ops, rng.random() < 0.5

@@ -7,15 +7,17 @@ from torch import Tensor
 
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
-from cellar.models.model import Model
-from cellar.ops.rotary import rope_table, rotary_definition
+from cellar.models.model import Comm, Model, run_layer
+from cellar.ops.rotary import rope_table
+from cellar.ops.rotary.definition import rotary_definition
 
 
 class DenseContext:
     """One sequence. `positions` is set before each step; attention is in float32 over everything written so far."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, comm: Comm | None = None) -> None:
         self.spec = spec
+        self.comm = comm
         self.positions = torch.zeros(0, dtype=torch.int64)
         self.cos_sin = None if spec.rope is None else rope_table(spec.rope, torch.device("cpu"))
         self.k: list[Tensor] = [torch.zeros(0)] * spec.num_layers
@@ -40,16 +42,18 @@ class DenseContext:
         return torch.einsum("hqk,khd->qhd", shares, values).to(q.dtype)
 
 
-def logits_of(model: Model, weights: LoadedWeights, tokens: Tensor, pieces: list[int]) -> Tensor:
+def logits_of(
+    model: Model, weights: LoadedWeights, tokens: Tensor, pieces: list[int], comm: Comm | None = None
+) -> Tensor:
     """Logits [tokens, vocab] of a sequence that is computed in steps of `pieces` tokens."""
-    ctx = DenseContext(model.spec)
+    ctx = DenseContext(model.spec, comm)
     rows, start = [], 0
     for size in pieces:
         ctx.positions = torch.arange(start, start + size)
         h = model.embed(weights.embedding, tokens[start : start + size], ctx)
         for j, layer in enumerate(weights.layers):
-            h = model.layer(j, layer, h, ctx)
-        rows.append(model.head(weights.head, h))
+            h = run_layer(model, j, layer, h, ctx)
+        rows.append(model.head(weights.head, h, comm))
         start += size
     assert start == len(tokens)
     return torch.cat(rows)

@@ -17,7 +17,8 @@ from torch import Tensor
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.checkpoint import Checkpoint
-from cellar.models.loader import dummy, is_linear, load
+from cellar.models.loader import dummy, load
+from cellar.models.quantization import is_linear
 from cellar.models.registry import open_model, shipped_config
 from tests.limits import run_python
 
@@ -279,6 +280,7 @@ def test_activations_of_dummy_weights_stay_finite_in_half_precision() -> None:
         assert config is not None
         small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
         small |= {"vocab_size": 101, "intermediate_size": 256, "ffn_dim": 256, "word_embed_proj_dim": 64}
+        small |= {"eos_token_id": 2}
         model = open_model(config | small, "float16", max_model_len=64)
         logits = logits_of(model, dummy(model.spec), torch.arange(20), [20]).float()
         assert logits.isfinite().all()

@@ -25,7 +25,7 @@ def test_end_symbols_of_the_generation_config_are_added(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [(None, "cannot be read"), ("{", "is no JSON"), ("[1]", "no JSON object")]
+    ("text", "message"), [(None, "cannot be read"), ("{", "is not JSON"), ("[1]", "a JSON object")]
 )
 def test_a_config_that_is_none(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:
@@ -57,7 +57,7 @@ def test_a_path_that_is_not_there_is_no_hub_name(name: str) -> None:
 def test_a_hub_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(CheckpointError, match="the hub is out of reach; give a directory"):
+    with pytest.raises(CheckpointError, match="the hub cannot be reached; give one"):
         hub.resolve("no-such-organization/no-such-model")
 
 

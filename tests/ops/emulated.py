@@ -52,7 +52,7 @@ def build(
 
     What the kernel takes by value is given by address. `edits`: text to be replaced, for defects that tests plant.
     """
-    included = ["attention_parts.cuh"] if file.startswith("attention") else []
+    included = ["attention/parts.cuh"] if file.startswith("attention") else []
     body = "\n".join((SOURCES / name).read_text() for name in (*included, file))
     for old, new in edits:
         assert body.count(old) == 1, old

@@ -1,4 +1,4 @@
-// Hopper's instructions for a machine without a GPU: the functions of cellar/ops/hopper.cuh, so that its kernels run as
+// Hopper's instructions for a machine without a GPU: the functions of cellar/ops/cuda/hopper.cuh, so that its kernels run as
 // ordinary C++, each thread a fiber. It finds what is wrong with a kernel's logic: addresses, layouts of operands, who
 // waits for whom. The copy engine takes any time it likes, tensor cores read as late as they may, the order of threads
 // is random. If nobody can go on, the kernel has deadlocked, and the program says where.

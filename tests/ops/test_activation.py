@@ -7,7 +7,8 @@ import torch
 from transformers.activations import ACT2FN
 
 from cellar.core.errors import ConfigError
-from cellar.ops.activation import activate, activate_kernel, gated, gated_kernel
+from cellar.ops.activation import activate, gated
+from cellar.ops.activation.triton import activate_kernel, gated_kernel
 
 NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
 
@@ -22,9 +23,14 @@ def test_activations_are_those_of_transformers(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_far_values_stay_finite(kind: str) -> None:
-    x = torch.tensor([[-1e4, -100.0, 100.0, 1e4]])
+    x = torch.tensor([[-1e4, -300.0, -100.0, 100.0, 1e4]])
+    wanted = torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e4]])
     for function in (activate, activate_kernel):
-        torch.testing.assert_close(function(x, kind), torch.tensor([[0.0, 0.0, 100.0, 1e4]]), atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(function(x, kind), wanted, atol=1e-6, rtol=1e-6)
+    for function in (gated, gated_kernel):
+        torch.testing.assert_close(
+            function(torch.cat([x, torch.ones_like(x)], dim=1), kind), wanted, atol=1e-6, rtol=1e-6
+        )
 
 
 def test_input_is_not_changed() -> None:

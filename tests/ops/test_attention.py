@@ -13,21 +13,10 @@ from hypothesis import strategies as st
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.specs import RopeSpec
-from cellar.ops import attention_plan
-from cellar.ops.attention import (
-    AttentionBuffers,
-    AttentionShape,
-    _attention_kernel,
-    attention,
-    attention_definition,
-    attention_kernel,
-    decode_attention,
-    decode_attention_definition,
-    launch_settings,
-    may_unify,
-    plan_attention,
-)
-from cellar.ops.attention_plan import (
+from cellar.ops.attention import AttentionBuffers, AttentionShape, Softmax, attention, decode_attention, plan_attention
+from cellar.ops.attention import plan as attention_plan
+from cellar.ops.attention.definition import attention_definition, decode_attention_definition
+from cellar.ops.attention.plan import (
     COUNTER,
     FIRST,
     GRAPH_TILE,
@@ -45,6 +34,7 @@ from cellar.ops.attention_plan import (
     Captured,
     work_items,
 )
+from cellar.ops.attention.triton import _attention_kernel, attention_kernel, launch_settings, unified_by
 from cellar.ops.rotary import rope_table
 from tests.limits import SECONDS, run_python
 from tests.ops.attention_example import Example, Span, example, shifted
@@ -297,12 +287,12 @@ def test_full_devices_are_not_split_and_empty_ones_are() -> None:
 
 
 @pytest.mark.parametrize("by", [-100.0, 0.0, 100.0])
-@pytest.mark.parametrize("unified", [False, True])
-def test_scores_far_from_zero(by: float, unified: bool) -> None:
+@pytest.mark.parametrize("softmax", ["maximum", "unified"])
+def test_scores_far_from_zero(by: float, softmax: Softmax) -> None:
     """Powers without a maximum leave float32's range at a shift of 100: such tiles are computed once more."""
     e = shifted(example([(0, 140, 141), (1, 30, 31), (2, 0, 40)], garbage=0.0), by)
     work = e.work(programs=64)
-    work.unified = unified
+    work.softmax = softmax
     result = attention_kernel(e.q, e.k_cache, e.v_cache, e.table, work, e.scale)
     np.testing.assert_allclose(result.double().numpy(), e.oracle(), atol=20 * FLOAT32_LIMIT)
 
@@ -403,10 +393,12 @@ TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         (64, 128, "bf16", True, False),
         (128, 128, "bf16", True, False),
         (128, 80, "fp16", True, False),
+        (128, 128, "fp16", True, False),
         (64, 256, "bf16", True, False),
         (64, 128, "fp32", False, False),
         (64, 128, "bf16", True, None),
         (64, 64, "fp16", True, None),
+        (64, 128, "fp16", True, None),
     ],
 )
 def test_compiles_for_sm_90_without_spills(
@@ -440,7 +432,9 @@ def test_compiles_for_sm_90_without_spills(
     constants |= {
         "NEW": bool(new),
         "FRESH": new is None,
-        "UNIFIED": may_unify(getattr(torch, TORCH_NAMES[dtype]), tile > 16),
+        "UNIFIED": unified_by(
+            "unified", getattr(torch, TORCH_NAMES[dtype]), tile > 16, crowded=new is None and dim > 64
+        ),
         "UPCAST": False,
         "PDL": True,
     }

@@ -8,14 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cellar.ops.attention import (
-    AttentionBuffers,
-    AttentionShape,
-    attention,
-    attention_definition,
-    plan_attention,
-)
-from cellar.ops.kv import write_kv, write_kv_definition
+from cellar.ops.attention import AttentionBuffers, AttentionShape, Softmax, attention, plan_attention
+from cellar.ops.attention.definition import attention_definition
+from cellar.ops.rotary import write_kv
+from cellar.ops.rotary.definition import write_kv_definition
 from tests.ops.attention_example import Span, example, shifted
 
 pytestmark = pytest.mark.gpu
@@ -101,9 +97,10 @@ def test_scores_far_from_zero(dtype: torch.dtype, by: float) -> None:
     wanted = torch.from_numpy(e.oracle())
     # A float32 score of 100 stands for steps of 2^-17, and so does the logarithm of its weight.
     limit = max(2 * LIMITS[dtype], 5 * 2.0**-17)
-    for unified in (True, False):
+    softmaxes: tuple[Softmax, ...] = ("unified", "maximum", "auto")
+    for softmax in softmaxes:
         work = e.work(DEVICE, programs=264)
-        work.unified = unified
+        work.softmax = softmax
         got = attention(*tensors, work, e.scale).double().cpu()
         torch.testing.assert_close(got, wanted, atol=limit, rtol=limit)
 

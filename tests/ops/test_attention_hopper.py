@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cellar.ops import attention as module
-from cellar.ops.attention import OPS, attention_definition, decode_attention, decode_attention_definition
-from cellar.ops.attention_hopper import (
+from cellar.ops.attention import OPS, AttentionShape, AttentionWork, decode_attention
+from cellar.ops.attention import cases as attention_cases
+from cellar.ops.attention.definition import attention_definition, decode_attention_definition
+from cellar.ops.attention.hopper import (
     Sizes,
     cache_map,
     decode_arguments,
@@ -26,9 +27,9 @@ from cellar.ops.attention_hopper import (
     prompt_source,
     query_map,
 )
-from cellar.ops.attention_plan import AttentionShape, AttentionWork, work_items
-from cellar.ops.cuda_compiler import compile_cuda, compiler_available
-from cellar.ops.hopper import MAX_SHARED, hopper_available
+from cellar.ops.attention.plan import work_items
+from cellar.ops.cuda.compiler import compile_cuda, compiler_available
+from cellar.ops.cuda.hopper import MAX_SHARED, hopper_available
 from cellar.ops.registry import Case
 from tests.ops import emulated
 
@@ -51,7 +52,7 @@ def _cases(programs: int, each: int = 1) -> list[Case]:
     forms = [(lengths, heads, chunk) for lengths in LENGTHS for heads in HEADS for chunk in (16, 32, 64)]
     for lengths, heads, chunk in forms[::each]:
         name = f"{len(lengths)} rows, {heads}, chunks of {chunk}"
-        found.append(module._decode_case(name, lengths, heads[2], heads=heads, chunk=chunk, programs=programs))
+        found.append(attention_cases.decode_case(name, lengths, heads[2], heads=heads, chunk=chunk, programs=programs))
     return found
 
 
@@ -110,7 +111,7 @@ def _emulated(
         work, table = given["work"], given["table"]
         _, constants = decode_source(work.shape, sizes, dtype)
         takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-        library = emulated.build("attention_decode.cu", constants, "decode_attention", takes, edits)
+        library = emulated.build("attention/decode.cu", constants, "decode_attention", takes, edits)
         q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
@@ -138,8 +139,8 @@ def test_emulated(case: Case) -> None:
     _emulated(case, (torch.bfloat16, torch.float16)[number % 2], SIZES[number % 3], blocks=(1, 5, 24)[number % 3])
 
 
-LONG = module._decode_case("long", (600, 33, 1, 70), 128, heads=(8, 2, 128), chunk=16, programs=4)
-ALONE = module._decode_case("the newest alone", (161, 40), 128, heads=(8, 2, 128), chunk=64, split=32)
+LONG = attention_cases.decode_case("long", (600, 33, 1, 70), 128, heads=(8, 2, 128), chunk=16, programs=4)
+ALONE = attention_cases.decode_case("the newest alone", (161, 40), 128, heads=(8, 2, 128), chunk=64, split=32)
 
 
 def _far(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
@@ -194,8 +195,8 @@ def test_without_defects_the_same_passes(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 def test_on_the_device(dtype: torch.dtype, sizes: Sizes | None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    long = module._decode_case("long", (8000, 3000, 10, 700, 512, 513), 128, heads=(32, 8, 128), programs=264)
-    wide = module._decode_case("wide heads", (900, 20), 256, heads=(8, 2, 256), programs=264)
+    long = attention_cases.decode_case("long", (8000, 3000, 10, 700, 512, 513), 128, heads=(32, 8, 128), programs=264)
+    wide = attention_cases.decode_case("wide heads", (900, 20), 256, heads=(8, 2, 256), programs=264)
     for case in [case for case in [*_cases(264), *CASES, long] if _takes(case)] + ([wide] if sizes is None else []):
         given, wanted = (case.make(device, dtype) for _ in range(2))
         assert hopper_takes_decodes(given["q"], given["k_cache"], given["v_cache"], given["work"].shape)
@@ -225,7 +226,7 @@ PROMPTS = (
 
 def _prompt(number: int, heads: tuple[int, int, int], chunk: int) -> Case:
     name, spans, programs = PROMPTS[number]
-    return module._case(name, spans, heads=heads, chunk=chunk, programs=programs)
+    return attention_cases.case(name, spans, heads=heads, chunk=chunk, programs=programs)
 
 
 def _in_tiles(work: AttentionWork, tile: int, device: torch.device) -> AttentionWork:
@@ -256,7 +257,7 @@ def _emulated_prompt(
         takes = [("const TensorMap&*", name) for name in ("queries", "keys", "values")]
         takes.append(("const Arguments&*", "arguments"))
         constants["STAGES"] = 2
-        library = emulated.build("attention_prompt.cu", constants, "prompt_attention", takes, edits)
+        library = emulated.build("attention/prompt.cu", constants, "prompt_attention", takes, edits)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = prompt_arguments(table, work, given["scale"], out)
         maps = [emulated.tensor_map(q, *query_map(q, shape, tile))]
@@ -303,7 +304,7 @@ PLANTED_IN_PROMPTS = (
 @pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_PROMPTS, ids=[planted[0] for planted in PLANTED_IN_PROMPTS])
 def test_the_emulator_finds_planted_defects_in_prompts(what: str, old: str, new: str) -> None:
     spans, programs = (((0, 900, 1100),), 40) if "parts" in what else (((0, 0, 600),), 2)
-    plain = module._case("planted", spans, heads=(2, 1, 64), chunk=32, programs=programs)
+    plain = attention_cases.case("planted", spans, heads=(2, 1, 64), chunk=32, programs=programs)
 
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         found = plain.make(device, dtype)
@@ -326,7 +327,7 @@ def test_prompts_on_the_device(tile: int, dtype: torch.dtype) -> None:
     for heads in ((32, 8, 128), (8, 2, 128), (2, 2, 64), (8, 1, 64), (4, 4, 128)):
         for chunk in (16, 32, 64):
             cases = [_prompt(number, heads, chunk) for number in range(len(PROMPTS))]
-            cases.append(module._case("long", spans, heads=heads, chunk=chunk, programs=264))
+            cases.append(attention_cases.case("long", spans, heads=heads, chunk=chunk, programs=264))
             for case in cases:
                 given = case.make(device, dtype)
                 del given["new"]

@@ -10,10 +10,12 @@ import pytest
 import torch
 from numba import cfunc, types
 
-from cellar.ops import kernels_cpu, launch_cpu
-from cellar.ops.activation import gated, gated_definition
+from cellar.ops.activation import gated
+from cellar.ops.activation.definition import gated_definition
 from cellar.ops.attention import attention
-from cellar.ops.lanes_cpu import (
+from cellar.ops.cpu import kernels as kernels_cpu
+from cellar.ops.cpu import launch as launch_cpu
+from cellar.ops.cpu.lanes import (
     WIDTH,
     brains,
     floats,
@@ -29,7 +31,8 @@ from cellar.ops.lanes_cpu import (
     total,
     totals,
 )
-from cellar.ops.norm import add_rms_norm, add_rms_norm_definition, rms_norm, rms_norm_definition
+from cellar.ops.norm import add_rms_norm, rms_norm
+from cellar.ops.norm.definition import add_rms_norm_definition, rms_norm_definition
 from cellar.ops.registry import TOLERANCE
 from tests.limits import run_python
 from tests.ops.attention_example import example
@@ -185,7 +188,7 @@ def test_without_a_team_the_calling_thread_computes(monkeypatch: pytest.MonkeyPa
 
 WHERE_KERNELS_LIE = """
 import torch
-from cellar.ops import kernels_cpu, launch_cpu
+from cellar.ops.cpu import kernels as kernels_cpu
 from cellar.ops.norm import rms_norm
 assert rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).tolist() == [[1.0] * 8]
 print(kernels_cpu.compiled("norm", torch.float32).cache_hits)
@@ -216,5 +219,5 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_all_the_same(monkeypatch
 
 
 def test_ops_are_imported_without_numba() -> None:
-    code = "import sys, cellar.runtime.executor; print('numba' in sys.modules)"
+    code = "import sys, cellar.runtime.steps.executor; print('numba' in sys.modules)"
     assert run_python(code).strip() == "False"

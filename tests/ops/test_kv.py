@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellar.ops.kv import write_kv, write_kv_kernel
+from cellar.ops.rotary import write_kv
+from cellar.ops.rotary.triton import write_kv_kernel
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")

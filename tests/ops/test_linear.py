@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from cellar.ops import linear as module
-from cellar.ops.linear import HalfWeight, is_packed, linear, linear_definition, out_features, pack, weight_nbytes
+from cellar.ops.linear import dense as module
+from cellar.ops.linear.definition import as_linear, linear, linear_definition
+from cellar.ops.linear.dense import DenseWeight
+from cellar.ops.linear.device import DeviceWeight, prepare
+from cellar.ops.linear.fused import (
+    norm_gated_linear,
+    norm_gated_linear_definition,
+    norm_linear,
+    norm_linear_definition,
+)
+from cellar.ops.linear.half import HalfWeight, half_works
+from cellar.ops.linear.onednn import OneDnnWeight
+from cellar.ops.linear.pack import pack
+from cellar.ops.linear.weight import LinearWeight
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,17 +42,17 @@ def test_packed_equals_plain(tokens: int, n: int, k: int, bias: bool, dtype: tor
         got = linear(x, form, b)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    assert out_features(packed) == out_features(weight) == n
+    assert (packed.out_features, packed.in_features) == (n, k)
 
 
 def test_float32_matrix_of_16_bit_values_is_packed_in_16_bits() -> None:
     weight = (0.05 * random(64, 64)).bfloat16().float()
     packed = pack(weight)
-    if not module._half_works():
+    if not half_works():
         assert not isinstance(packed, HalfWeight)
         return
     assert isinstance(packed, HalfWeight)
-    assert weight_nbytes(packed) * 2 == weight_nbytes(weight)
+    assert packed.nbytes * 2 == DenseWeight(weight).nbytes == weight.nbytes
     x = random(5, 64)
     torch.testing.assert_close(linear(x, packed), x.double().mm(weight.double().t()).float(), rtol=1e-5, atol=1e-6)
 
@@ -60,15 +74,65 @@ def test_values_beyond_16_bit_floats_are_kept() -> None:
     torch.testing.assert_close(linear(x, packed), linear_definition(x, weight), rtol=1e-2, atol=1e-2)
 
 
-def test_packing_twice_changes_nothing() -> None:
-    for weight in (random(16, 16), random(16, 16).half()):
-        packed = pack(weight)
-        assert pack(packed) is packed
-        assert is_packed(packed) or packed is weight
+FORMS: dict[str, Callable[[torch.Tensor], LinearWeight]] = {
+    "dense": DenseWeight,
+    "half": HalfWeight,
+    "onednn": OneDnnWeight,
+    "device": prepare,
+    "unprepared": DeviceWeight,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_format_gives_its_matrix_back_and_can_be_cut(form: str) -> None:
+    """Rows and columns of a weight are the weight of these rows and columns: dense form, bytes and products."""
+    matrix = random(20, 12, seed=3).half().float()
+    weight = FORMS[form](matrix)
+    assert torch.equal(weight.dense().float(), matrix)
+    assert weight.nbytes == matrix.numel() * (2 if form == "half" else 4)
+    x = random(3, 12)
+    for axis, part in ((0, range(5, 19)), (1, range(4, 11)), (0, range(20))):
+        cut = weight.slice(axis, part)
+        wanted = matrix.narrow(axis, part.start, len(part))
+        assert type(cut) is type(weight)
+        assert (cut.out_features, cut.in_features) == tuple(wanted.shape)
+        assert torch.equal(cut.dense().float(), wanted)
+        xs = x if axis == 0 else x[:, part.start : part.stop]
+        torch.testing.assert_close(linear(xs, cut), linear_definition(xs, wanted), rtol=1e-5, atol=1e-5)
+    if isinstance(weight, DeviceWeight):
+        counters = weight.slice(0, range(3)).arrivals  # type: ignore[attr-defined]
+        assert (counters is None) == (form == "unprepared")
+
+
+def test_a_plain_tensor_is_a_dense_weight_and_others_stay_what_they_are() -> None:
+    matrix = random(4, 6)
+    assert as_linear(matrix).dense() is matrix
+    packed = pack(matrix)
+    assert as_linear(packed) is packed
+
+
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_fused_forms_of_every_format_are_their_parts(tokens: int) -> None:
+    """One token goes through the device's fused kernel, in the interpreter."""
+    residual, delta, norm, bias = random(tokens, 12), random(tokens, 12, seed=1), random(12, seed=2), random(20, seed=4)
+    matrix = random(20, 12, seed=3).half().float()
+    for make in FORMS.values():
+        for got, wanted in (
+            (
+                norm_linear(residual, delta, norm, 1e-5, make(matrix), bias),
+                norm_linear_definition(residual, delta, norm, 1e-5, matrix, bias),
+            ),
+            (
+                norm_gated_linear(residual, delta, norm, 1e-5, make(matrix), bias, "silu"),
+                norm_gated_linear_definition(residual, delta, norm, 1e-5, matrix, bias, "silu"),
+            ),
+        ):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_plain_16_bit_weights_are_widened_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_WIDEN_ELEMENTS", 100)
+    monkeypatch.setattr(module, "WIDEN_ELEMENTS", 100)
     x, weight, bias = random(9, 40).half(), random(33, 40, seed=1).half(), random(33, seed=2).half()
     torch.testing.assert_close(linear(x, weight, bias), linear_definition(x, weight, bias), rtol=2e-3, atol=2e-3)
 

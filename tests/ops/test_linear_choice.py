@@ -9,9 +9,8 @@ import torch
 
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Table
-from cellar.ops import linear_cuda
-from cellar.ops.linear import linear_definition
-from cellar.ops.linear_choice import (
+from cellar.ops.linear import device
+from cellar.ops.linear.choice import (
     FUSED_TABLE,
     TABLE,
     WIDE_TABLE,
@@ -20,6 +19,7 @@ from cellar.ops.linear_choice import (
     FusedTiming,
     Gemv,
     LinearChoice,
+    Shape,
     Timing,
     Wide,
     WideTiming,
@@ -30,7 +30,9 @@ from cellar.ops.linear_choice import (
     timings_of,
     wide_timings,
 )
-from cellar.ops.linear_cuda import choice_of, linear_kernel, multiply, prepare
+from cellar.ops.linear.definition import linear_definition, linear_kernel
+from cellar.ops.linear.device import DeviceWeight, prepare
+from cellar.runtime.probes.registry import shipped
 
 GEMV, FLAT = Gemv(2, 2048, 1, 4), Flat(64, 128, 4, 2)
 TIMINGS = [
@@ -65,37 +67,67 @@ def test_the_next_larger_number_of_tokens_decides_and_the_library_has_the_rest()
 
 def test_tables_of_a_profile_give_back_what_was_put_in() -> None:
     fused = {
-        (512, 256): FusedTiming(True, Fused(2, 4), 9e-6, 8e-6),
-        (96, 64): FusedTiming(False, Fused(1, 8), 3e-6, 4e-6),
+        Shape(512, 256): FusedTiming(True, Fused(2, 4), 9e-6, 8e-6),
+        Shape(96, 64): FusedTiming(False, Fused(1, 8), 3e-6, 4e-6),
     }
-    tables = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}, fused, {(512, 256): WIDES})
-    assert timings_of(tables) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:1]}
+    tables = tables_with({}, {Shape(512, 256): TIMINGS, Shape(96, 64): TIMINGS[:1]}, fused, {Shape(512, 256): WIDES})
+    assert timings_of(tables) == {Shape(512, 256): TIMINGS, Shape(96, 64): TIMINGS[:1]}
     choices = linear_choices(tables)
-    assert choices[512, 256].kernels == (GEMV, FLAT, None, Flat(64, 128, 4, 1), None)
-    assert choices[512, 256].tokens == (1, 2, 8, 32, 64)
-    assert choices[512, 256].fused is None, "apart was faster"
-    assert choices[96, 64].fused == Fused(1, 8)
-    assert wide_timings(tables) == {(512, 256): WIDES}
-    assert choices[512, 256].wide == ((8, None), (128, WIDES[1].sizes)), "at 8 tokens another was faster"
-    assert choices[96, 64].wide == ()
+    assert choices[Shape(512, 256)].kernels == (GEMV, FLAT, None, Flat(64, 128, 4, 1), None)
+    assert choices[Shape(512, 256)].tokens == (1, 2, 8, 32, 64)
+    assert choices[Shape(512, 256)].fused is None, "apart was faster"
+    assert choices[Shape(96, 64)].fused == Fused(1, 8)
+    assert wide_timings(tables) == {Shape(512, 256): WIDES}
+    assert choices[Shape(512, 256)].wide == ((8, None), (128, WIDES[1].sizes)), "at 8 tokens another was faster"
+    assert choices[Shape(96, 64)].wide == ()
     assert linear_choices({}) == {}
+
+
+def test_formats_and_groups_are_looked_up_apart() -> None:
+    dense, quantized = Shape(512, 256), Shape(512, 256, "int4", 64)
+    finer = quantized._replace(group=32)
+    tables = tables_with({}, {dense: TIMINGS, quantized: TIMINGS[:1], finer: TIMINGS[:2]}, {}, {quantized: WIDES})
+    assert timings_of(tables) == {dense: TIMINGS, quantized: TIMINGS[:1], finer: TIMINGS[:2]}
+    assert set(linear_choices(tables)) == {dense, quantized, finer}
+    assert set(wide_timings(tables)) == {quantized}
+    assert [str(shape) for shape in (dense, quantized)] == ["512 x 256", "512 x 256 int4/64"]
+
+
+def test_a_profile_from_before_there_were_formats_speaks_of_dense_matrices() -> None:
+    shape = Shape(512, 256)
+    fused = {shape: FusedTiming(True, Fused(2, 4), 7e-6, 8e-6)}
+    tables = tables_with({}, {shape: TIMINGS}, fused, {shape: WIDES})
+
+    def before(table: Table) -> Table:
+        return Table(("n", "k", *table.columns[4:]), tuple((*row[:2], *row[4:]) for row in table.rows))
+
+    old = {name: before(table) for name, table in tables.items()}
+    assert linear_choices(old) == linear_choices(tables)
+    assert tables_with(old, {}, {}, {}) == tables, "written again, they say their format"
+    profile = shipped("h200")
+    assert {shape.format for shape in linear_choices(profile.tables)} == {"dense"}
+    assert linear_choices(profile.tables)[Shape(6144, 4096)].wide
 
 
 def test_a_draw_is_the_wide_products() -> None:
     def chosen(seconds: float) -> Wide | None:
         wide = [replace(WIDES[1], wide=seconds, other=1e-5)]
-        return linear_choices(tables_with({}, {(512, 256): TIMINGS}, {}, {(512, 256): wide}))[512, 256].wide_at(128)
+        return linear_choices(tables_with({}, {Shape(512, 256): TIMINGS}, {}, {Shape(512, 256): wide}))[
+            Shape(512, 256)
+        ].wide_at(128)
 
     assert [chosen(s) is None for s in (0.9e-5, 1e-5, 1.02e-5, 1.03e-5)] == [False, False, False, True]
 
 
 def test_measuring_a_shape_again_replaces_it_and_keeps_the_others() -> None:
-    before = tables_with({}, {(512, 256): TIMINGS, (96, 64): TIMINGS}, {}, {(96, 64): WIDES, (512, 256): WIDES})
-    fused = {(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)}
-    after = tables_with(before, {(96, 64): TIMINGS[:2]}, fused, {(96, 64): WIDES[:1]})
-    assert wide_timings(after) == {(512, 256): WIDES, (96, 64): WIDES[:1]}
-    assert timings_of(after) == {(512, 256): TIMINGS, (96, 64): TIMINGS[:2]}
-    assert linear_choices(after)[512, 256].fused == default_choice(512, 256).fused, "not measured: the default"
+    before = tables_with(
+        {}, {Shape(512, 256): TIMINGS, Shape(96, 64): TIMINGS}, {}, {Shape(96, 64): WIDES, Shape(512, 256): WIDES}
+    )
+    fused = {Shape(96, 64): FusedTiming(False, Fused(1, 4), 1e-6, 2e-6)}
+    after = tables_with(before, {Shape(96, 64): TIMINGS[:2]}, fused, {Shape(96, 64): WIDES[:1]})
+    assert wide_timings(after) == {Shape(512, 256): WIDES, Shape(96, 64): WIDES[:1]}
+    assert timings_of(after) == {Shape(512, 256): TIMINGS, Shape(96, 64): TIMINGS[:2]}
+    assert linear_choices(after)[Shape(512, 256)].fused == default_choice(512, 256).fused, "not measured: the default"
 
 
 def test_inflection_points() -> None:
@@ -157,29 +189,33 @@ def test_defaults_cover_every_shape(shape: tuple[int, int]) -> None:
 def test_a_prepared_matrix_is_multiplied_by_its_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[object] = []
 
-    def spy(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: object) -> torch.Tensor:
+    def spy(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kernel: object, arrivals: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert arrivals is not None
         used.append(kernel)
         return linear_definition(x, weight, bias)
 
-    monkeypatch.setattr(linear_cuda, "multiply", spy)
+    monkeypatch.setattr(device, "multiply", spy)
     weight = torch.randn(40, 64)
     choice = LinearChoice((1, 4), (Gemv(1, 64, 0, 4), Flat(32, 32, 2, 2)))
     for prepared, wanted in (
         (prepare(weight.clone(), choice), choice),
         (prepare(weight.clone()), default_choice(40, 64)),
     ):
-        assert choice_of(prepared) == wanted
+        assert prepared.choice == wanted
         used.clear()
         for m in (1, 3, 4, 5, 0):
             linear_kernel(torch.randn(m, 64), prepared)
         assert used == [wanted.at(1), wanted.at(3), wanted.at(4), wanted.at(5), None]
-    assert choice_of(weight) == default_choice(40, 64)
+    assert DeviceWeight(weight).choice == default_choice(40, 64)
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim:DeprecationWarning")
 def test_split_products_leave_their_counters_zero() -> None:
     x, weight = torch.randn(5, 200), prepare(torch.randn(70, 200))
     for _ in range(2):
-        got = multiply(x, weight, None, Flat(32, 64, 2, 3))
+        got = weight.multiply_by(Flat(32, 64, 2, 3), x)
         torch.testing.assert_close(got, linear_definition(x, weight), rtol=1e-4, atol=1e-4)
-    assert not weight.arrivals.any()  # type: ignore[attr-defined]
+    assert weight.arrivals is not None
+    assert not weight.arrivals.any()

@@ -11,14 +11,15 @@ import torch
 from torch.nn import functional
 
 from cellar.core.errors import DeviceError
-from cellar.ops import cuda_compiler
-from cellar.ops.cuda_compiler import compile_cuda, compiler_available
-from cellar.ops.fused import norm_gated_linear, norm_gated_linear_definition
-from cellar.ops.hopper import hopper_available
-from cellar.ops.linear import linear, linear_definition
-from cellar.ops.linear_choice import LinearChoice, Wide
-from cellar.ops.linear_cuda import kernel_of, multiply, prepare
-from cellar.ops.linear_wide import wide, wide_source, wide_takes
+from cellar.ops.cuda import compiler as cuda_compiler
+from cellar.ops.cuda.compiler import compile_cuda, compiler_available
+from cellar.ops.cuda.hopper import hopper_available
+from cellar.ops.linear.choice import LinearChoice, Wide
+from cellar.ops.linear.definition import linear, linear_definition
+from cellar.ops.linear.device import prepare
+from cellar.ops.linear.fused import norm_gated_linear, norm_gated_linear_definition
+from cellar.ops.linear.hopper import wide, wide_source, wide_takes
+from cellar.ops.linear.triton import multiply
 from tests.ops import emulated
 
 # Of every kind one: clusters that share rows, tokens, sums, and all of them; persistent; with less than 64 tokens.
@@ -61,7 +62,7 @@ def test_no_other_device_and_no_other_form_is_taken() -> None:
     assert not hopper_available(torch.device("cpu"))
     assert not wide_takes(x, weight)
     choice = LinearChoice((), (), wide=((128, Wide(128, 224, 4)),))
-    assert kernel_of(x, prepare(weight, choice)) is None
+    assert prepare(weight, choice).kernel(x) is None
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ def _emulated(
     _, constants = wide_source(sizes, gate, with_bias, dtype)
     maps = [("const TensorMap&*", "xs"), ("const TensorMap&*", "ws"), ("const u16*", "bias"), ("u16*", "out")]
     counts = [("int", name) for name in ("m", "n", "steps", "down", "clusters")]
-    library = emulated.build("linear_wide.cu", constants, "product", [*maps, *counts], edits)
+    library = emulated.build("linear/wide.cu", constants, "product", [*maps, *counts], edits)
     out = torch.empty((m, n), dtype=dtype)
     down = -(-m // (sizes.tokens * sizes.sharing_rows))
     clusters = down * -(-n // (sizes.columns(gate) * sizes.sharing_tokens))
@@ -285,8 +286,8 @@ def test_a_prepared_matrix_uses_it_for_the_tokens_that_its_choice_says() -> None
     sizes = Wide(128, 128, 6, sharing_tokens=2)
     choice = LinearChoice((), (), wide=((64, None), (128, sizes)))
     prepared = prepare(weight, choice)
-    assert kernel_of(x, prepared) == sizes
-    assert kernel_of(x[:64], prepared) is None
+    assert prepared.kernel(x) == sizes
+    assert prepared.kernel(x[:64]) is None
     torch.testing.assert_close(linear(x, prepared), linear_definition(x, weight), rtol=1e-2, atol=1e-2)
     parts = (x, None, torch.ones(512, device="cuda", dtype=x.dtype), 1e-5, prepared, None, "silu")
     got, _ = norm_gated_linear(*parts)

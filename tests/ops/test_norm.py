@@ -7,7 +7,8 @@ import torch
 from torch.nn import LayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from cellar.ops.norm import add_layer_norm, add_rms_norm, add_rms_norm_kernel, rms_norm, rms_norm_kernel
+from cellar.ops.norm import add_layer_norm, add_rms_norm, rms_norm
+from cellar.ops.norm.triton import add_rms_norm_kernel, rms_norm_kernel
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cellar.core.errors import ConfigError
-from cellar.ops import recurrent
 from cellar.ops.recurrent import join_rows, lstm_gates
+from cellar.ops.recurrent import triton as recurrent
 from cellar.ops.triton_support import Kernel, triton_available
 
 POINTERS = {"finite": "*u8"}

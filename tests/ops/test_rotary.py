@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from cellar.core.errors import ConfigError
 from cellar.core.specs import RopeSpec
-from cellar.ops.rotary import attention_factor, inverse_frequencies, rope_table, rotary, rotary_kernel
+from cellar.ops.rotary import attention_factor, inverse_frequencies, rope_table, rotary
+from cellar.ops.rotary.triton import rotary_kernel
 
 LLAMA3 = {
     "factor": 8.0,

@@ -5,8 +5,8 @@ import torch
 
 from cellar.core.specs import RopeSpec
 from cellar.ops.rotary import rope_table
-from cellar.ops.rotary_kv import rotary_kv_definition
-from cellar.ops.rotary_kv_cpu import rotary_kv_cpu, write_kv_cpu
+from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
+from cellar.ops.rotary.definition import rotary_kv_definition
 
 TOKENS, HEADS, KV_HEADS, DIM, CHUNK, SLOTS = 5, 6, 2, 16, 8, 7
 

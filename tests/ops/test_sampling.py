@@ -22,19 +22,10 @@ from transformers import (
 )
 
 from cellar.core.sampling import SamplingParams
-from cellar.ops.logprobs import target_logprobs
-from cellar.ops.penalties import Masks, Penalties, forbid, forbid_definition
-from cellar.ops.random import uniform, uniform_definition, uniform_kernel
-from cellar.ops.sampling import (
-    Choice,
-    SamplingRows,
-    choose,
-    choose_definition,
-    choose_kernel,
-    draw,
-    sample,
-    thresholds,
-)
+from cellar.ops.sampling import Choice, Masks, Penalties, SamplingRows, choose, forbid, sample, target_logprobs, uniform
+from cellar.ops.sampling.definition import choose_definition, draw, forbid_definition, thresholds
+from cellar.ops.sampling.random import uniform_definition
+from cellar.ops.sampling.triton import choose_kernel, uniform_kernel
 
 WAYS = [choose, choose_definition, choose_kernel]
 Way = Callable[..., Choice]
@@ -222,7 +213,7 @@ def test_a_uniform_beyond_all_weights_takes_the_last_kept_token() -> None:
 @pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2.0**-53])
 def test_extreme_uniforms_never_take_an_excluded_token(u: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "cellar.ops.sampling.uniform", lambda seed, index: torch.full(seed.shape, u, dtype=torch.float64)
+        "cellar.ops.sampling.cpu.uniform_cpu", lambda seed, index: torch.full(seed.shape, u, dtype=torch.float64)
     )
     logits = random(50, 1000)
     logits[:, :3] = -torch.inf
@@ -396,7 +387,7 @@ def test_masks_on_the_cpu_are_the_definition(vocab: int, n: int, spare: int, str
     wanted = logits.clone()
     forbid_definition(wanted, rows, bits)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cellar.ops.penalties._PART", 2 * vocab)
+        patch.setattr("cellar.ops.sampling.cpu._PART", 2 * vocab)
         forbid(logits, rows, bits)
     assert logits.equal(wanted)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cellar.bench.plan import layout_curves, model_spec
 from cellar.cli.main import build
 from cellar.models.registry import shipped_names
 from cellar.planner import models
@@ -17,8 +16,10 @@ from cellar.planner.cost import dimensions
 from cellar.planner.integer import row_classes
 from cellar.planner.machines import machine
 from cellar.planner.offload import Job
-from cellar.planner.placement import from_json
+from cellar.planner.saved import read_plan
 from cellar.planner.search import find
+from cellar.reports.models import model_spec
+from cellar.reports.plan import layout_curves
 
 
 def plan(*arguments: str) -> Result:
@@ -57,7 +58,7 @@ def test_files_and_comparison(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     data = json.loads(saved.read_text())
     assert data["model"] == "llama-3-8b"
-    assert from_json(saved.read_text()).kind == "offload"
+    assert read_plan(saved.read_text()).placement.kind == "offload"
     for other in (str(saved), "t4"):
         result = plan("llama-3-8b", "--machine", "h200", "--compare", other)
         assert result.exit_code == 0, result.output
@@ -113,13 +114,18 @@ def test_curves_of_the_layouts_cross_as_in_004() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("foo",), "model 'foo' is unknown; give a directory, its config.json, or one of"),
+        (("foo",), "model 'foo' is unknown; give a directory, its config.json, a hub name, or one of"),
         (("opt-30b", "--machine", "abacus"), "machine 'abacus' is unknown"),
         (("opt-30b", "--objective", "joy"), "use throughput, latency, cost"),
-        (("opt-30b", "--formats", "bf16,int3"), "format 'int3' is unknown; use bf16, int8, int4, int4+kv4"),
+        (("opt-30b", "--formats", "bf16,int3"), "format 'int3' is unknown; use bf16, int8, int4, int4+kv4, float32"),
         (("opt-30b", "--prompt", "2040"), "2040 + 32 tokens are more than the 2048"),
-        (("mt-nlg-530b", "--machine", "laptop"), "take 2 such devices"),
+        (("mt-nlg-530b", "--machine", "laptop"), "take a machine with more memory a device"),
+        (("palm-540b", "--machine", "t4"), "take --formats int4"),
         (("llama-3-8b", "--machine", "t4", "--max-latency", "0.01"), "ask for --max-latency"),
+        (("llama-3-8b", "--max-latency", "nan"), "max_latency is nan; it must be a positive number of seconds"),
+        (("llama-3-8b", "--max-latency", "inf"), "max_latency is inf; it must be a positive number of seconds"),
+        (("llama-3-8b", "--max-latency", "-1"), "max_latency is -1; it must be a positive number of seconds"),
+        (("llama-3-8b", "--max-latency", "0"), "max_latency is 0; it must be a positive number of seconds"),
     ],
 )
 def test_bad_wishes(arguments: tuple[str, ...], sentence: str) -> None:

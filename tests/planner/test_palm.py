@@ -1,11 +1,11 @@
-"""The planner against the published times, layouts, utilizations and contexts of PaLM on TPU v4 (004)."""
+"""The planner against the published times, layouts, utilizations and contexts of PaLM on TPU v4."""
 
 from __future__ import annotations
 
 import pytest
 
 from cellar.planner.calibration import PALM, Case, best, fit, seconds, with_constants
-from cellar.planner.cost import Dimensions, dimensions, model_flops_utilization
+from cellar.planner.cost import Dimensions, dimensions, flops_utilization
 from cellar.planner.machines import TPU_HBM, TPU_HOP, TPU_MATMUL, TPU_NETWORK, tpu_v4
 from cellar.planner.models import NAMES, decoder_spec, known_spec
 from cellar.planner.partition import longest_context, padded_heads
@@ -54,7 +54,8 @@ def test_constants_of_540b_predict_62b() -> None:
 @pytest.mark.parametrize("case", PALM, ids=case_name)
 def test_utilization_from_the_papers_own_times(case: Case) -> None:
     d = MODELS[case.model]
-    found = model_flops_utilization(d.parameters, case.tokens, case.seconds, case.chips, MACHINE.flops("bfloat16"))
+    every_token = 2 * d.parameters * case.tokens  # the paper's count has logits for prompts, too
+    found = flops_utilization(every_token, case.seconds, case.chips, MACHINE.flops("bfloat16"))
     assert 100 * found == pytest.approx(case.mfu, abs=1)
 
 
@@ -85,7 +86,7 @@ def test_longest_contexts(batch: int, published: tuple[int, ...]) -> None:
 
 
 def test_where_the_cache_weighs_as_much_as_the_weights() -> None:
-    """004 says 59,500 tokens; its own formula with its d = 384 gives a hundred times that, with PaLM's d = 256 more."""
+    """59,500 tokens in the paper; its own formula with its d = 384 gives a hundred times that, with d = 256 more."""
     weights = 1080e9
     assert weights / (4 * 118 * 384) == pytest.approx(5.96e6, rel=1e-3)
     d = MODELS["palm-540b"]

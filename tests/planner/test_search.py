@@ -12,7 +12,7 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Device, Link, Measure, Profile
 from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
-from cellar.planner import placement as placements
+from cellar.planner import saving
 from cellar.planner.cost import Dimensions, dimensions
 from cellar.planner.layouts import Layout
 from cellar.planner.linear import policy, solve
@@ -21,6 +21,7 @@ from cellar.planner.models import decoder_spec, known_spec
 from cellar.planner.offload import Block, Job, Slice, problem
 from cellar.planner.partition import (
     BF16,
+    FORMATS,
     INT4,
     INT8,
     Work,
@@ -31,10 +32,11 @@ from cellar.planner.partition import (
     padded_heads,
 )
 from cellar.planner.plans import Plan, ways
-from cellar.planner.report import busy, figures, origins, prediction, where
 from cellar.planner.resident import resident_bytes
+from cellar.planner.saved import read_plan
 from cellar.planner.search import Answer, find, frontier
 from cellar.planner.sharding import Mesh
+from cellar.reports.plan_rows import busy, origins, prediction, where
 
 JOB = Job(512, 32)
 
@@ -158,7 +160,7 @@ def test_streamed_weights_are_shared_over_all_links() -> None:
 
 
 def test_four_machines_in_a_row_decode_more_than_four_times_as_fast() -> None:
-    """002, table 3: OPT-30B on 4 T4 in a pipeline; each keeps a quarter of the layers, so less must move."""
+    """FlexGen, table 3: OPT-30B on 4 T4 in a pipeline; each keeps a quarter of the layers, so less must move."""
     spec = decoder_spec(
         "opt", layers=48, embed=7168, mlp=28672, heads=56, kv_heads=56, head_dim=128, vocab=50272,
         gated=False, parallel=False,
@@ -223,8 +225,37 @@ def _slower(rate: Measure) -> Measure:
 def test_what_fits_nowhere() -> None:
     spec = known_spec("mt-nlg-530b")
     assert spec is not None
-    with pytest.raises(CapacityError, match=r"986.3 GiB in bf16.*laptop has 49\d.\d GiB.*take 2 such"):
+    # Two laptops have the memory, but nothing joins them.
+    with pytest.raises(CapacityError, match=r"986.3 GiB in bf16.*laptop has 49\d.\d GiB.*more memory a device"):
         find(dimensions(spec), machine("laptop"), JOB)
+
+
+@pytest.mark.parametrize(
+    ("model", "on"), [("mt-nlg-530b", "t4"), ("palm-540b", "t4"), ("palm-540b", "8xtpuv4"), ("mt-nlg-530b", "laptop")]
+)
+def test_advice_does(model: str, on: str) -> None:
+    """Whatever a refusal advises is taken, and then a plan is found."""
+    spec = known_spec(model)
+    assert spec is not None
+    d, m = dimensions(spec), machine(on)
+    with pytest.raises(CapacityError) as refused:
+        find(d, m, JOB)
+    advice = str(refused.value).split("; take ")[1].rstrip(".")
+    if advice.endswith("such devices"):
+        assert find(d, m.with_devices(int(advice.split()[0])), JOB).plans
+    elif advice.startswith("--formats"):
+        assert find(d, m, JOB, formats=(FORMATS[advice.split()[1]],)).plans
+    else:
+        assert advice == "a machine with more memory a device"
+        assert find(d, h200(), JOB).plans
+
+
+@pytest.mark.parametrize("job", [Job(1, 1), Job(2000, 1), Job(1, 100), JOB])
+@pytest.mark.parametrize("on", ["h200", "4xh200", "t4"])
+def test_no_utilization_passes_the_whole(on: str, job: Job) -> None:
+    """One token of a model with a large table: rows that are looked up are no work for the matrix units."""
+    for plan in find(SMALL, machine(on), job).plans:
+        assert 0 < plan.utilization < plan.machine.constants.matmul.value
 
 
 def test_a_latency_below_the_bound(eight: Answer) -> None:
@@ -253,6 +284,11 @@ def test_no_tokens() -> None:
 # -- machines -------------------------------------------------------------------------------------
 
 
+def test_a_t4_offers_less_than_its_datasheet() -> None:
+    assert machine("t4").device.capacity.value == 14.75 * 2**30
+    assert machine("t4").usable("device") < 14.75 * 2**30
+
+
 @pytest.mark.parametrize("name", LIBRARY)
 def test_every_number_of_a_machine_has_unit_and_origin(name: str) -> None:
     rows = origins(machine(name))
@@ -271,6 +307,14 @@ def test_a_profile_is_a_machine() -> None:
     m = from_profile(Profile("mine", (cpu, gpu), wires))
     assert find(SMALL, m, JOB).chosen.kind == "resident"
     assert m.to_host.bandwidth.value == 4e10
+    assert m.networks == ()
+    two = replace(gpu, name="gpu1")
+    through_host = from_profile(Profile("mine", (cpu, gpu, two), wires))
+    assert [(n.name, n.bandwidth) for n in through_host.networks] == [("PCIe", rate(5e10))]
+    seen = from_profile(Profile("mine", (cpu, gpu, two), (*wires, Link("gpu", "gpu1", rate(2e11)))))
+    assert seen.networks[0].bandwidth == rate(2e11)
+    known = from_profile(Profile("nvidia-h200-some-cpu-16", (cpu, gpu, two), wires))
+    assert known.networks == h200().networks[:1]
     with pytest.raises(ConfigError, match="no accelerator"):
         from_profile(Profile("mine", (cpu,), wires))
     with pytest.raises(ConfigError, match="no link from gpu to cpu"):
@@ -282,7 +326,7 @@ def test_a_profile_is_a_machine() -> None:
 
 def rows_of(found: Placement, spec: ModelSpec) -> None:
     """Every row of every tensor lies in exactly one place."""
-    for name, tensor in placements.named(spec):
+    for name, tensor in spec.named_tensors():
         parts = sorted((p.start, p.stop) for p in found.weights if p.tensor == name)
         assert parts[0][0] == 0
         assert parts[-1][1] == tensor.shape[0]
@@ -292,7 +336,7 @@ def rows_of(found: Placement, spec: ModelSpec) -> None:
 
 def planned(d: Dimensions, spec: ModelSpec, m: Machine, **options: object) -> tuple[Plan, Placement]:
     plan = find(d, m, JOB, **options).chosen  # type: ignore[arg-type]
-    return plan, placements.placement(plan, spec)
+    return plan, saving.saved_plan(plan, spec, "model").placement
 
 
 def test_an_offloaded_placement_is_complete() -> None:
@@ -301,47 +345,51 @@ def test_an_offloaded_placement_is_complete() -> None:
     assert found.kind == "offload"
     assert found.block is not None
     assert found.block.batch * found.block.num_batches == plan.batch
-    assert sum(u.units for u in found.kv) == plan.batch * BIG.kv_heads
+    assert sum(u.units for u in found.kv) == plan.batch * 17  # chunks of 512 + 32 tokens
     assert sum(u.units for u in found.activations) == plan.batch
     formats = {p.format for p in found.weights if p.tensor.endswith(".down")}
     assert formats == {"int4"}
     assert {p.format for p in found.weights if p.tensor == "embed"} == {"bfloat16"}
-    assert placements.from_json(placements.to_json(found, model="x")) == found
+    saved = saving.saved_plan(plan, LLAMA_70B, "x", prompt=512)
+    assert read_plan(saved.to_json()) == saved
+    assert (saved.limits, saved.cost) == (None, None)
 
 
 def test_a_resident_placement_is_what_the_local_runtime_takes() -> None:
-    _, found = planned(SMALL, LLAMA_8B, h200())
+    plan, found = planned(SMALL, LLAMA_8B, h200())
     rows_of(found, LLAMA_8B)
     assert found.kind == "resident"
     assert {p.device for p in found.weights} == {found.kv_device} == {"device"}
+    assert found.num_chunks >= plan.batch * 17
 
 
 def test_a_partitioned_placement_says_both_layouts(eight: Answer) -> None:
     plan = next(p for p in eight.pareto if p.tensor == 8)
-    found = placements.placement(plan, LLAMA_70B)
+    found = saving.saved_plan(plan, LLAMA_70B, "x").placement
     assert found.partition is not None
     x, y, z = found.partition.mesh
     assert x * y * z == 8
-    assert placements.from_json(placements.to_json(found)) == found
+    saved = saving.saved_plan(plan, LLAMA_70B, "x")
+    assert read_plan(saved.to_json()) == saved
 
 
 def test_a_split_offload_keeps_rows_of_a_shard() -> None:
     answer = find(BIG, machine("8xt4"), JOB)
     plan = next(p for p in answer.plans if p.offload is not None and p.stages > 1)
-    found = placements.placement(plan, LLAMA_70B)
+    found = saving.saved_plan(plan, LLAMA_70B, "x").placement
     assert found.partition is not None
     assert found.partition.stages == 8
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 9, "placement": {}}', '{"schema": 1, "placement": {}}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 9, "placement": {}}', '{"schema": 2, "placement": {}}'])
 def test_damaged_plans(text: str) -> None:
     with pytest.raises(ConfigError):
-        placements.from_json(text)
+        read_plan(text)
 
 
 def test_reports_say_all(eight: Answer) -> None:
     plan = eight.chosen
-    assert figures(plan)["tokens_per_second"] == plan.tokens_per_second
+    assert plan.figures()["tokens_per_second"] == plan.tokens_per_second
     assert {"throughput", "latency", "lower bound", "cost", "binds"} <= {label for label, _ in prediction(plan)}
     assert busy(plan)[0][0] == plan.binds
     assert any("device" in value for _, value in where(plan))

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cellar.runtime.executor import StepExecutor
-from cellar.runtime.masks import MaskBox
+from cellar.runtime.steps.executor import StepExecutor
+from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.transfer import packed_uploader, to_host, uploader
-from tests.runtime.steps import run, runtime_of, story, tiny_model, tokens_of
+from tests.runtime.steps.steps import run, runtime_of, story, tiny_model, tokens_of
 
 CPU = torch.device("cpu")
 PACKED = packed_uploader(CPU, pin_memory=False)

@@ -18,10 +18,12 @@ import numpy as np
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError
 from cellar.core.messages import StepPlan, StepResult
-from cellar.engine import Engine
-from cellar.front import Front, Opened
-from cellar.runtime.fake import FakeRuntime, _Pending
-from cellar.schedule.steps import StepScheduler
+from cellar.engine.client import StepClient
+from cellar.engine.front import Front
+from cellar.engine.opened import Opened
+from cellar.engine.steps import step_engine
+from cellar.runtime.steps.fake import FakeRuntime, _Pending
+from cellar.schedule.steps.scheduler import StepScheduler
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.host import ServedModel
@@ -32,11 +34,11 @@ from cellar.server.supervisor import Supervisor
 from cellar.server.wire import Ready
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker, sampled_rows
-from tests.fake_front import open_fake
+from tests.fake_front import engine_of, open_fake
 from tests.limits import SECONDS, until
 
 
-def over(opened: Opened, engine: Engine[StepPlan]) -> Opened:
+def over(opened: Opened, engine: StepClient) -> Opened:
     """The same text over another engine."""
     front = opened.front
     return replace(opened, front=Front(engine, front.reader, front.tokenizer, front.templates))
@@ -49,11 +51,11 @@ def open_engine(gate: str | None = None, **fake: Any) -> Opened:
     """
     if gate is not None:
         until(lambda: not Path(gate).exists())
-    opened = open_fake(**fake)[0]
-    before, tokenizer = opened.front.engine, opened.front.tokenizer
+    opened, runtime = open_fake(**fake)
+    before, tokenizer = engine_of(opened), opened.front.tokenizer
     assert tokenizer is not None
     masker = Masker(GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,)))
-    return over(opened, Engine(before.scheduler, before.runtime, check_seconds=0.0, masker=masker))
+    return over(opened, step_engine(before.scheduler, runtime, check_seconds=0.0, masker=masker))
 
 
 class IdleRuntime(FakeRuntime):
@@ -72,7 +74,7 @@ class IdleRuntime(FakeRuntime):
 def open_metered(path: str, **fake: Any) -> Opened:
     """As `open_engine` with wide steps; writes when each step was committed (seconds) and its tokens, a line each."""
     opened = open_fake(**fake)[0]
-    capacity = opened.front.engine.runtime.capacity
+    capacity = engine_of(opened).runtime.capacity
     scheduler = StepScheduler(
         capacity.num_slots,
         capacity.num_rows,
@@ -91,14 +93,14 @@ def open_metered(path: str, **fake: Any) -> Opened:
         return output
 
     scheduler.commit = noted  # type: ignore[method-assign]
-    return over(opened, Engine(scheduler, IdleRuntime(capacity, latency=fake["latency"])))
+    return over(opened, step_engine(scheduler, IdleRuntime(capacity, latency=fake["latency"])))
 
 
 def open_nothing() -> Opened:
     raise CapacityError("there is no room; free some.")
 
 
-def attach(ready: Ready, engine: Engine[StepPlan], **fake: Any) -> Opened:
+def attach(ready: Ready, engine: StepClient, **fake: Any) -> Opened:
     """The server's side: the same reader and tokenizer over another engine."""
     opened = open_fake(**fake)[0]
     opened.front.engine.close()

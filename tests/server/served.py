@@ -16,15 +16,16 @@ import openai
 import uvicorn
 
 from cellar import AsyncLLM
-from cellar.front import Opened
-from cellar.runtime.fake import FakeRuntime
+from cellar.engine.opened import Opened
+from cellar.runtime.steps.fake import FakeRuntime
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.host import SameProcess, ServedModel
+from cellar.server.serving import server_config
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
-from tests.fake_front import TOKENIZER, continuation, open_fake
+from tests.fake_front import TOKENIZER, continuation, engine_of, open_fake
 from tests.limits import SECONDS, asked, join_all, until
 
 TEXT = Tokenizer.load(TOKENIZER)
@@ -67,11 +68,11 @@ class Served:
 
     def settle(self) -> None:
         """Wait until nothing runs; then the books must balance and no chunk be referenced."""
-        engine = self.opened.front.engine
+        engine = engine_of(self.opened)
         admission = self.app.state.api.desk.admission
         until(lambda: not engine.has_work() and not len(self.opened.front._outputs) and not admission.num_requests)
-        asked(engine._mailbox, engine.scheduler.check_integrity)
-        stats = asked(engine._mailbox, engine.stats)
+        asked(engine, engine.scheduler.check_integrity)
+        stats = asked(engine, engine.stats)
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
         assert (stats.running, stats.waiting) == (0, 0)
         assert (admission.num_requests, admission.num_tokens) == (0, 0)
@@ -80,8 +81,7 @@ class Served:
 @contextmanager
 def serve(server: dict[str, Any] | None = None, limits: dict[str, Any] | None = None, **fake: Any) -> Iterator[Served]:
     """A server over the fake device."""
-    opened, runtime = open_fake(**fake)
-    opened.front.engine.masker = Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
+    opened, runtime = open_fake(masker=Masker(GrammarCompiler(TEXT, VOCAB, (2,))), **fake)
     llm = AsyncLLM.over(opened)
     app = build_app(
         SameProcess(llm),
@@ -89,15 +89,14 @@ def serve(server: dict[str, Any] | None = None, limits: dict[str, Any] | None = 
         ServerConfig(**server or {}),
         LimitConfig(**limits or {}),
     )
-    with running(app) as url:
+    with running(app, LimitConfig(**limits or {})) as url:
         yield Served(url, opened, runtime, app)
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, limits: LimitConfig | None = None) -> Iterator[str]:
     """An application on a free port, in a thread; gives its address."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="on")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(server_config(app, ServerConfig(log_level="warning"), limits or LimitConfig()))
     sock = socket.create_server(("127.0.0.1", 0), backlog=512)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()

@@ -21,9 +21,9 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.run import served_at
 from cellar.server.serving import server_config
-from cellar.text.chat import ChatTemplate
+from cellar.text.rendering import Rendering
 from cellar.text.tokenizer import Tokenizer
-from tests.fake_front import TOKENIZER
+from tests.fake_front import TOKENIZER, engine_of
 from tests.limits import SECONDS, join_all
 from tests.server.served import TEXT, VOCAB, Served, plain, serve
 
@@ -198,8 +198,15 @@ def test_an_idle_connection_outlives_those_of_proxies() -> None:
 
 
 def test_the_address_can_be_copied() -> None:
-    assert served_at(("m",), ServerConfig(host="::1"), 80).endswith(" http://[::1]:80/v1")
-    assert served_at(("m",), ServerConfig(), 80).endswith(" http://127.0.0.1:80/v1")
+    for host, api, page in (
+        ("::1", "[::1]", "[::1]"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "0.0.0.0", "127.0.0.1"),
+        ("::", "[::]", "[::1]"),
+    ):
+        told, open_it = served_at(("m",), ServerConfig(host=host), 80).splitlines()
+        assert told == f"m is served at http://{api}:80/v1"
+        assert f" http://{page}:80/ " in open_it
 
 
 def test_completion_logprobs(served: Served) -> None:
@@ -433,14 +440,14 @@ def test_a_wrong_type_says_which_are_right(served: Served) -> None:
 def test_others_are_answered_while_a_long_conversation_is_read(
     served: Served, body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reading, go, render = threading.Event(), threading.Event(), ChatTemplate.render
+    reading, go, render = threading.Event(), threading.Event(), Rendering.render
 
     def held(*arguments: Any, **options: Any) -> str:
         reading.set()
         assert go.wait(SECONDS)
         return render(*arguments, **options)
 
-    monkeypatch.setattr(ChatTemplate, "render", held)
+    monkeypatch.setattr(Rendering, "render", held)
     statuses: list[int] = []
 
     def ask() -> None:
@@ -499,7 +506,7 @@ def test_ids_of_requests(served: Served) -> None:
 def test_conversations_are_named_and_counted() -> None:
     with serve() as served:
         seen: list[tuple[str | None, bytes]] = []
-        scheduler = served.opened.front.engine.scheduler
+        scheduler = engine_of(served.opened).scheduler
         add = scheduler.add
 
         def noted(request: Any, now: float) -> None:

@@ -17,12 +17,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cellar.cell_engine import CellEngine
 from cellar.cli.cells_file import load_models
 from cellar.cli.main import build
 from cellar.core.errors import ConfigError
-from cellar.server.cells_app import build_cells_app
-from cellar.server.cells_run import check_options
+from cellar.engine.cells import CellEngine
+from cellar.server.cells.app import build_cells_app
+from cellar.server.cells.run import check_options
 from cellar.server.config import LimitConfig, ServerConfig
 from tests.limits import SECONDS, asked, until
 from tests.server.served import raw, running
@@ -46,8 +46,8 @@ class Cells:
     def settle(self) -> None:
         """Wait until nothing runs; then the books must balance and every row be free."""
         admission = self.app.state.api.admission
-        until(lambda: not self.engine.loop.has_work() and not admission.num_requests)
-        asked(self.engine.loop._mailbox, self.engine.scheduler.check_integrity)
+        until(lambda: not self.engine.engine.has_work() and not admission.num_requests)
+        asked(self.engine.engine, self.engine.scheduler.check_integrity)
         assert (admission.num_requests, admission.num_tokens) == (0, 0)
 
 

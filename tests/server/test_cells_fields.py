@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import ConfigError
 from cellar.core.tasks import Port
-from cellar.server.cells_fields import as_array, grows, plain, read_body, request_type, response_schema
+from cellar.server.cells.fields import as_array, grows, plain, read_body, request_type, response_schema
 from cellar.server.errors import ApiError
 
 
@@ -110,3 +110,16 @@ def test_responses() -> None:
     assert not grows({"h": Response("many", h)})
     value = {"h": np.array([1.0, np.inf], np.float32), "t": np.int64(3), "all": (1, np.float32(0.5)), "x": float("nan")}
     assert plain(value) == {"h": [1.0, None], "t": 3, "all": [1, 0.5], "x": None}
+
+
+def test_a_schema_says_that_unknown_fields_are_refused() -> None:
+    kind = request_type("m", FIELDS)
+    assert kind.model_json_schema()["additionalProperties"] is False
+    with pytest.raises(ApiError, match="colour is not a parameter"):
+        read_body(kind, {"tokens": [1], "colour": 1})
+
+
+def test_what_may_be_infinite_is_null_in_a_body_and_so_in_its_schema() -> None:
+    response = Response("one", Port("logits", (2,), "float32", None, infinite=True))
+    assert response_schema(response)["items"]["type"] == ["number", "null"]
+    assert plain(np.array([1.0, -np.inf])) == [1.0, None]

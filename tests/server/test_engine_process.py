@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import pytest
 
 from cellar import AsyncLLM, SamplingParams
 from cellar.core.errors import CellarError
-from cellar.core.messages import RequestOutput
-from cellar.front import Opened
+from cellar.core.messages import FinishReason, RequestOutput
+from cellar.engine.opened import Opened
 from cellar.server.engine_process import Switchboard
+from cellar.server.remote import RemoteEngine
 from cellar.server.supervisor import Link
-from cellar.server.wire import Ready
-from tests.fake_front import ENDLESS, ROOMY, open_fake
-from tests.limits import asked, eventually, join_all, until
+from cellar.server.wire import Call, Ready
+from tests.fake_front import ENDLESS, ROOMY, engine_of, open_fake
+from tests.limits import SECONDS, asked, eventually, join_all, until
 from tests.server.fake_process import attach
 from tests.server.served import TEXT, plain
 
@@ -49,10 +51,10 @@ class Exchange:
 
     def settle(self) -> None:
         """Nothing runs, the books balance, and the switchboard knows of no sequence."""
-        engine, board = self.opened.front.engine, self.board
+        engine, board = engine_of(self.opened), self.board
         until(lambda: not engine.has_work() and not board._owners)
-        asked(engine._mailbox, engine.scheduler.check_integrity)
-        stats = asked(engine._mailbox, engine.stats)
+        asked(engine, engine.scheduler.check_integrity)
+        stats = asked(engine, engine.stats)
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
         until(lambda: not any(line.ids for line in list(board._lines.values())))
 
@@ -145,7 +147,7 @@ def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
         def broken(*_: Any) -> None:
             raise ValueError("a defect")
 
-        exchange.opened.front.engine.scheduler.commit = broken  # type: ignore[method-assign]
+        engine_of(exchange.opened).scheduler.commit = broken  # type: ignore[method-assign]
         for task in tasks:
             with pytest.raises(CellarError, match="a defect"):
                 await task
@@ -153,3 +155,38 @@ def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
 
     asyncio.run(run())
     exchange.close()
+
+
+def _turn_until_it_raises(engine: RemoteEngine) -> None:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        engine.turn(1.0)
+
+
+def test_what_one_front_sends_wrongly_harms_no_other(exchange: Exchange) -> None:
+    """A call that cannot be served ends its sequence, a message that cannot be read its front; others go on."""
+
+    async def run() -> None:
+        good, bad = exchange.link(), RemoteEngine(exchange.address)
+        kept = good.generate([5], GREEDY)
+        await anext(kept)
+        for number, call in enumerate((Call("add", 0, ("no request",)), Call("finish", 1, ("many", None, 3)))):
+            bad._names[number], bad._numbers[f"r{number}"] = f"r{number}", number
+            bad._pipe.send(call)
+        ends: dict[str, Any] = {}
+        for _ in range(int(SECONDS)):
+            if len(ends) == 2:
+                break
+            for output in await asyncio.to_thread(bad.turn, 1.0):
+                ends |= output.finished
+        assert len(ends) == 2
+        assert all(reason is FinishReason.ERROR for reason, _ in ends.values())
+        bad._pipe.send_bytes(b"no pickle")
+        with pytest.raises(CellarError, match="has ended"):
+            await asyncio.to_thread(_turn_until_it_raises, bad)
+        bad.close()
+        tokens = [output async for output in kept][-1].outputs[0].token_ids
+        assert tokens == plain([5], 40)
+
+    asyncio.run(run())
+    exchange.settle()

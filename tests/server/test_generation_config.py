@@ -12,11 +12,11 @@ import pytest
 
 from cellar.core.config import EngineConfig
 from cellar.core.sampling import SamplingParams
+from cellar.engine.stream import AsyncLLM
 from cellar.server.app import build_app
 from cellar.server.host import SameProcess, ServedModel
 from cellar.server.supervisor import FrontMaker
 from cellar.server.wire import Ready
-from cellar.stream import AsyncLLM
 from cellar.text.generation import GenerationConfig
 from tests.fake_front import open_fake
 from tests.server.served import running

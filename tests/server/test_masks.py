@@ -13,7 +13,7 @@ import pytest
 from cellar import AsyncLLM, SamplingParams
 from cellar.core.messages import RequestOutput
 from cellar.core.sampling import StructuredOutputsParams
-from cellar.runtime.fake import FakeRuntime
+from cellar.runtime.steps.fake import FakeRuntime
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from tests.fake_front import open_fake
@@ -22,8 +22,7 @@ from tests.server.served import TEXT, VOCAB, plain
 
 
 def opened_with_masks(masker: Masker | None = None, **fake: Any) -> tuple[AsyncLLM, Any, FakeRuntime]:
-    opened, runtime = open_fake(**fake)
-    opened.front.engine.masker = masker or Masker(GrammarCompiler(TEXT, VOCAB, (2,)))
+    opened, runtime = open_fake(masker=masker or Masker(GrammarCompiler(TEXT, VOCAB, (2,))), **fake)
     return AsyncLLM.over(opened), opened.front.engine, runtime
 
 
@@ -68,7 +67,7 @@ def test_suspended_rows_go_on_where_their_grammar_stood(seed: int) -> None:
         await asyncio.gather(*(one(k) for k in range(40)))
         assert engine.stats().preemptions > 0
         await eventually(lambda: not engine.has_work())
-        asked(engine._mailbox, engine.scheduler.check_integrity)
+        asked(engine, engine.scheduler.check_integrity)
         await asyncio.to_thread(llm.close)
 
     asyncio.run(run())
@@ -90,10 +89,10 @@ def test_a_request_dropped_while_its_grammar_compiles_never_starts() -> None:
         # Others go on meanwhile.
         beside = await last(llm, [7], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
         assert beside.outputs[0].token_ids == plain([7], 9)
-        await eventually(lambda: len(engine._compiling) == 2)
-        assert asked(engine._mailbox, engine.has_work)
+        await eventually(lambda: len(engine.companion._held) == 2)
+        assert asked(engine, engine.has_work)
         dropped.cancel()
-        await eventually(lambda: len(engine._compiling) == 1, SECONDS / 2)
+        await eventually(lambda: len(engine.companion._held) == 1, SECONDS / 2)
         go.set()
         assert (await kept).outputs[0].text == "a" * 9
         await eventually(lambda: not engine.has_work())
@@ -119,6 +118,47 @@ def test_a_failed_step_and_a_grammar_that_does_not_compile_end_their_requests_on
             made = output.outputs[0]
             assert made.finish_reason == "error" or re.fullmatch("[ab]{30}", made.text)
         await eventually(lambda: not engine.has_work())
+        await asyncio.to_thread(llm.close)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("where", ["mask", "consume", "copy"])
+def test_a_matcher_that_fails_ends_its_request_only(where: str) -> None:
+    class Failing(GrammarCompiler):
+        def compile(self, wanted: StructuredOutputsParams) -> Any:
+            return _Broken(super().compile(wanted), where if wanted.text == "[ab]{12}" else "")
+
+    class _Broken:
+        def __init__(self, inner: Any, where: str) -> None:
+            self.inner, self.where = inner, where
+
+        def mask(self) -> Any:
+            return self._do("mask")
+
+        def consume(self, token: int) -> None:
+            self._do("consume", token)
+
+        def copy(self) -> Any:
+            return _Broken(self._do("copy"), self.where)
+
+        def _do(self, name: str, *arguments: int) -> Any:
+            if name == self.where:
+                raise ZeroDivisionError("a defect of a grammar")
+            return getattr(self.inner, name)(*arguments)
+
+    async def run() -> None:
+        llm, engine, _ = opened_with_masks(Masker(Failing(TEXT, VOCAB, (2,))))
+        made = [
+            SamplingParams(temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex=regex))
+            for regex in ("[ab]{12}", "[cd]{12}", "[ab]{12}", "[ef]{12}")
+        ]
+        outputs = await asyncio.gather(*(last(llm, [k + 3], params) for k, params in enumerate(made)))
+        assert [output.outputs[0].finish_reason for output in outputs] == ["error", "stop", "error", "stop"]
+        assert re.fullmatch("[cd]{12}", outputs[1].outputs[0].text)
+        assert "not finite" in str(outputs[0].outputs[0].stop_reason)
+        await eventually(lambda: not engine.has_work())
+        asked(engine, engine.scheduler.check_integrity)
         await asyncio.to_thread(llm.close)
 
     asyncio.run(run())

@@ -120,7 +120,7 @@ class NoEngine:
 def test_status_without_an_engine() -> None:
     with serve() as served:
         model = served.app.state.api.model
-    assert EngineStatus(NoEngine(), model, False).now()["engine"] is None  # type: ignore[arg-type]
+    assert EngineStatus(NoEngine(), model, False, None).now()["engine"] is None  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

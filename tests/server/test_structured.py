@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import openai
@@ -272,3 +273,54 @@ def test_the_clients_own_helpers(served: Served) -> None:
 def test_auto_needs_a_parser() -> None:
     with serve() as served, pytest.raises(openai.BadRequestError, match="tool-call-parser"):
         served.client().chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+
+
+def test_tools_that_the_template_does_not_show_are_refused() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with serve({"tool_call_parser": "hermes"}, template=template) as served:
+        for choice in ("auto", "required"):
+            with pytest.raises(openai.BadRequestError, match="does not show tools") as refusal:
+                served.client().chat.completions.create(
+                    model="fake", messages=MESSAGES, tools=TOOLS, tool_choice=choice
+                )
+            assert refusal.value.param == "tools"
+
+
+TEMPLATES = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "chat_templates" / "llamacpp"
+LOOPS = {  # what each model writes to call weather(city=Rome)
+    "Qwen-Qwen3-0.6B": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "Qwen-QwQ-32B": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "meta-llama-Llama-3.1-8B-Instruct": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistralai-Mistral-Nemo-Instruct-2407": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+}
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="../shared/data/chat_templates is not there")
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_of_three_steps(name: str) -> None:
+    """Each answer, as the client has it, goes back with its result; no option names the parser."""
+    template = (TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8")
+    with serve(template=template, max_model_len=8192, num_slots=1024) as served:
+        client, messages = served.client(), list(MESSAGES)
+        for step in range(3):
+            made = client.chat.completions.create(
+                model="fake",
+                messages=messages,
+                tools=TOOLS[:1],
+                max_tokens=200,
+                extra_body={"structured_outputs": {"choice": [LOOPS[name]]}},
+            )
+            message = made.choices[0].message
+            assert made.choices[0].finish_reason == "tool_calls"
+            assert message.content is None
+            (call,) = message.tool_calls or []
+            assert call.type == "function"
+            assert json.loads(call.function.arguments) == {"city": "Rome"}
+            messages += [
+                message.model_dump(),  # with every field that is null
+                {"role": "tool", "tool_call_id": call.id, "content": f"result {step}"},
+            ]
+        rendered = client.post("/../tokenize", body={"model": "fake", "messages": messages}, cast_to=object)
+        shown = TEXT.decode(rendered["tokens"], skip_special_tokens=False)  # type: ignore[index]
+        assert all(f"result {step}" in shown for step in range(3))
+        assert shown.count('"city"') == 3

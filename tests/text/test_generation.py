@@ -68,7 +68,7 @@ def test_a_folder_of_ones_own(tmp_path: Path) -> None:
     found = read_generation_config(str(mine), model)
     assert (found.sampling, found.eos_token_ids) == ({"min_p": 0.1}, (7,))
     for wrong in ("none", str(tmp_path), str(mine / "generation_config.json")):
-        with pytest.raises(ConfigError, match="is no file; give auto, vllm or its folder"):
+        with pytest.raises(ConfigError, match="is not a file; give auto, vllm or its folder"):
             read_generation_config(wrong, model)
 
 

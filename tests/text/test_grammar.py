@@ -12,7 +12,8 @@ import pytest
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import StructuredOutputsParams
-from cellar.text.grammar import GrammarCompiler, Matcher, check_grammar
+from cellar.text.expendable import Budget
+from cellar.text.grammar import GrammarCheck, GrammarCompiler, Matcher
 from cellar.text.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "data" / "tokenizers" / "gpt-tiny"
@@ -84,10 +85,12 @@ def test_after_the_end_only_end_symbols() -> None:
 )
 def test_what_does_not_compile(wanted: dict[str, Any]) -> None:
     _, made = compiler()
-    for call in (check_grammar, made.compile):
+    check = GrammarCheck(Budget())
+    for call in (check.check, check.check, made.compile):  # the second answer is remembered
         with pytest.raises(RequestError, match="cannot be enforced") as caught:
             call(StructuredOutputsParams(**wanted))
         assert caught.value.parameter == "structured_outputs"
+    check.close()
 
 
 def test_whitespace_ends() -> None:

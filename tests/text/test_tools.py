@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellar.text.tools import PARSERS, HermesParser, ListParser, Parsed, functions, required_schema
+from cellar.text.tools.call import Parsed
+from cellar.text.tools.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from cellar.text.tools.hermes import HermesParser
+from cellar.text.tools.registry import PARSERS, parser_of
+from cellar.text.tools.required import ListParser, functions, required_schema
 
+SHARED = Path(__file__).parent.parent.parent.parent / "shared" / "data" / "chat_templates" / "llamacpp"
 ONE = ("f", '{"a": 1}')
 TWO = ("g", '{"b": "<tool_call>"}')
 READERS = {**PARSERS, "required": ListParser}
@@ -27,7 +34,55 @@ def joined(found: list[Parsed]) -> list[tuple[str, str]]:
     return calls
 
 
+def deepseek(*calls: str) -> str:
+    return CALLS + "\n".join(CALL + call + CALL_END for call in calls) + CALLS_END
+
+
+V3 = f'function{SEPARATOR}f\n```json\n{{"a": 1}}\n```'
+V31 = f'g{SEPARATOR}{{"b": "<tool_call>"}}'
 CASES = [
+    ("mistral", "Hello", "Hello", []),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}, "id": "abcdefghi"}]', "", [ONE]),
+    (
+        "mistral",
+        'Hi [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": "<tool_call>"}}] ',
+        "Hi ",
+        [ONE, TWO],
+    ),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x1[ARGS]{"b": "<tool_call>"}', "", [ONE, TWO]),
+    ("mistral", '[TOOL_CALLS]f{"a": 1} on', " on", [ONE]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"a": "[TOOL', "", [("f", '{"a": "[TOOL')]),
+    ("mistral", "[TOOL_CALLS] what now", "[TOOL_CALLS] what now", []),
+    ("mistral", "[TOOL_CALLS][]", "[TOOL_CALLS][]", []),
+    ("mistral", '[TOOL_CALLS][{"name": 3}]', '[TOOL_CALLS][{"name": 3}]', []),
+    ("mistral", "[TOOL_CALLS] a b {c}", "[TOOL_CALLS] a b {c}", []),
+    ("mistral", "[TOOL_", "[TOOL_", []),
+    ("deepseek_v3", deepseek(V3), "", [ONE]),
+    ("deepseek_v3", "Hm. " + deepseek(V3, V31), "Hm. ", [ONE, TWO]),
+    ("deepseek_v31", deepseek(V31) + " on", " on", [TWO]),
+    ("deepseek_v31", CALLS + CALL + f'f{SEPARATOR}{{"a": [', "", [("f", '{"a": [')]),
+    ("deepseek_v31", CALLS + " none", CALLS + " none", []),
+    ("deepseek_v31", CALLS + CALLS_END, CALLS + CALLS_END, []),
+    ("deepseek_v31", CALLS + CALL + "no name{", CALLS + CALL + "no name{", []),
+    ("llama4_pythonic", "Hello [", "Hello [", []),
+    ("llama4_pythonic", "[f(a=1)]", "", [ONE]),
+    ("llama4_pythonic", "<|python_start|>[f(a=1), g(b='<tool_call>')]<|python_end|>", "", [ONE, TWO]),
+    ("pythonic", " [f(a=1),]\n", "", [ONE]),
+    (
+        "pythonic",
+        "[f(x=[1, -2.5, (3,)], y={'k': None, 'l': true}, z='a, \\'b)')]",
+        "",
+        [("f", '{"x": [1, -2.5, [3]], "y": {"k": null, "l": true}, "z": "a, \'b)"}')],
+    ),
+    ("pythonic", "[a.b()]", "", [("a.b", "{}")]),
+    ("pythonic", "[1, 2]", "[1, 2]", []),
+    ("pythonic", "[f(1)]", "[f(1)]", []),
+    ("pythonic", "[f(a=g())]", "[f(a=g())]", []),
+    ("pythonic", "[f(**{'a': 1})]", "[f(**{'a': 1})]", []),
+    ("pythonic", "[f(a=1e999)]", "[f(a=1e999)]", []),
+    ("pythonic", "[f(a=1), g(b=", " g(b=", [ONE]),
+    ("pythonic", "[f(a=1)] and so on", " and so on", [ONE]),
+    ("pythonic", "[]", "[]", []),
     ("hermes", "Hello", "Hello", []),
     ("hermes", 'Hi <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "Hi ", [ONE]),
     (
@@ -118,6 +173,10 @@ def test_text_before_a_call_is_not_held_back() -> None:
         ("hermes", 'Hm. <tool_call>{"name": "f", "arguments": ', "}</tool_call>"),
         ("llama3_json", '{"name": "f", "parameters": ', "}"),
         ("required", '[{"name": "f", "arguments": ', "}]"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ', "}]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]", ""),
+        ("deepseek_v3", CALLS + CALL + f"function{SEPARATOR}f\n```json\n", "\n```" + CALL_END + CALLS_END),
+        ("deepseek_v31", CALLS + CALL + "f" + SEPARATOR, CALL_END + CALLS_END),
     ],
 )
 def test_arguments_are_told_while_they_are_written(parser: str, before: str, after: str) -> None:
@@ -131,7 +190,7 @@ def test_arguments_are_told_while_they_are_written(parser: str, before: str, aft
 
 @pytest.mark.parametrize("parser", READERS)
 @settings(max_examples=100, deadline=None)
-@given(text=st.text(st.sampled_from('{}[]",:\\ ;ntf1<>/_|aeglmoprsu'), max_size=60), data=st.data())
+@given(text=st.text(st.sampled_from("{}[](),='\":\\ ;ntf1<>/_|aeglmoprsu"), max_size=60), data=st.data())
 def test_nothing_breaks_a_reader(parser: str, text: str, data: st.DataObject) -> None:
     """However wild the text, and however it is cut, it is told the same."""
     text = (
@@ -143,6 +202,13 @@ def test_nothing_breaks_a_reader(parser: str, text: str, data: st.DataObject) ->
                     '<tool_call>{"name": "f", "arguments": 1}</tool_call> ',
                     '{"name": "f", "arguments": ',
                     "<|python_tag|>",
+                    "[TOOL_CALLS]",
+                    '[TOOL_CALLS][{"name": "f", "arguments": {}},',
+                    "[TOOL_CALLS]f[ARGS]{}",
+                    CALLS + CALL + "f" + SEPARATOR,
+                    CALLS + CALL + "f" + SEPARATOR + "{}" + CALL_END,
+                    "[f(a=1)",
+                    "<|python_start|>[f(",
                 ]
             )
         )
@@ -173,3 +239,33 @@ def test_the_schema_of_required_calls() -> None:
     ):
         with pytest.raises(ValueError, match="must be"):
             functions([wrong])
+
+
+def test_the_template_chooses_the_parser() -> None:
+    assert parser_of({}) is None
+    assert parser_of({"default": "{{ messages }}"}) is None
+    assert parser_of({"default": "plain", "tool_use": "<tool_call>"}) == "hermes"
+    assert parser_of({"default": "<tool_call>\n<function=f>"}) is None  # XML inside of the tag: no parser reads it
+    assert parser_of({"default": "<|python_start|>[f()]"}) == "llama4_pythonic"
+
+
+CHOSEN = {
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen-QwQ-32B": "hermes",
+    "Qwen-Qwen2.5-7B-Instruct": "hermes",
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": "hermes",
+    "meta-llama-Llama-3.1-8B-Instruct": "llama3_json",
+    "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
+    "meta-llama-Llama-3.3-70B-Instruct": "llama3_json",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "llama-cpp-deepseek-r1": "deepseek_v3",
+    "meetkai-functionary-medium-v3.1": None,
+    "google-gemma-2-2b-it": None,
+    "microsoft-Phi-3.5-mini-instruct": None,
+}
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="../shared/data/chat_templates is not there")
+@pytest.mark.parametrize("name", CHOSEN)
+def test_templates_of_real_models_choose_their_parser(name: str) -> None:
+    assert parser_of({"default": (SHARED / f"{name}.jinja").read_text(encoding="utf-8")}) == CHOSEN[name]

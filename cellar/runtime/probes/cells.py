@@ -1,4 +1,4 @@
-"""Cells: seconds of one task at every batch size, and the best largest batch (thesis 001, sections 2.2.2 and 2.4.2).
+"""Cells: seconds of one task at every batch size, and the best largest batch (BatchMaker §2.2.2, §2.4.2).
 
 A larger batch has a higher rate until the processor is full; from there on it only waits longer. So the best largest
 batch is the smallest one whose rate is within a twentieth of the best rate.
@@ -16,8 +16,8 @@ from torch import nn
 from cellar.core.hardware import Profile, Table
 from cellar.core.tasks import BankSpec, CellModelSpec, CellSpec, Port, TaskPlan, Upload
 from cellar.ops.recurrent import join_rows, lstm_gates, product
-from cellar.ops.rows import Rows, RowsFunction, RowsOutput, placed
-from cellar.runtime.cells import LocalCellRuntime
+from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, placed
+from cellar.runtime.cells.local import LocalCellRuntime
 from cellar.runtime.probes.context import CPU, Probe, ProbeContext
 
 COLUMNS = ("device", "model", "cell", "batch", "seconds")

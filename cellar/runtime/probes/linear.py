@@ -24,9 +24,9 @@ from torch import Tensor
 
 from cellar.core.hardware import Profile
 from cellar.core.specs import ModelSpec
-from cellar.models.loader import is_linear
+from cellar.models.quantization import is_linear
 from cellar.ops.activation import gated
-from cellar.ops.linear_choice import (
+from cellar.ops.linear.choice import (
     MAX_FUSED_COLUMNS,
     Flat,
     Fused,
@@ -43,13 +43,15 @@ from cellar.ops.linear_choice import (
     tables_with,
     timings_of,
 )
-from cellar.ops.linear_cuda import multiply, norm_gemv, prepare
-from cellar.ops.linear_wide import wide, wide_takes
+from cellar.ops.linear.device import DeviceWeight, prepare
+from cellar.ops.linear.hopper import wide, wide_takes
+from cellar.ops.linear.interpolate import interpolated
+from cellar.ops.linear.triton import multiply, norm_gemv
 from cellar.ops.norm import add_rms_norm
 from cellar.runtime.probes.context import ProbeContext, synchronize
 from cellar.runtime.probes.linear_wide import TOKENS as WIDE_TOKENS
 from cellar.runtime.probes.linear_wide import wides_for
-from cellar.runtime.probes.rotation import Call, Rotation
+from cellar.runtime.probes.rotation import Rotation
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64)
 DTYPE = torch.bfloat16
@@ -87,6 +89,8 @@ FUSEDS = (Fused(1, 4), Fused(1, 8), Fused(2, 4), Fused(2, 8), Fused(4, 8))
 
 K = TypeVar("K")
 
+Call = Callable[[DeviceWeight], object]
+
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
@@ -109,11 +113,23 @@ def matrices_of(spec: ModelSpec) -> list[Matrix]:
 
 
 def choices_of(profiles: Sequence[Profile]) -> dict[Shape, LinearChoice]:
-    """What these profiles choose for each [n, k] that they know; the first one that has measured a shape decides."""
+    """What these profiles choose for each shape that they know; the first one that has measured a shape decides."""
     found: dict[Shape, LinearChoice] = {}
     for profile in reversed(profiles):
         found |= linear_choices(profile.tables)
     return found
+
+
+def chooser_of(profiles: Sequence[Profile]) -> Callable[[Shape], LinearChoice | None]:
+    """What runs a shape: as `choices_of`, and for shapes that no profile has what those that it has suggest.
+
+    None where they suggest nothing.
+    """
+    known = choices_of(profiles)
+    measured: dict[Shape, list[Timing]] = {}
+    for profile in reversed(profiles):
+        measured |= timings_of(profile.tables)
+    return lambda shape: known.get(shape) or interpolated(measured, shape)
 
 
 class LinearTimer(Protocol):
@@ -161,7 +177,7 @@ def with_shapes(
     known = timings_of(profile.tables) if missing else {}
     for shape, gate in shapes_of(matrices).items():
         started = time.perf_counter()
-        timer = DeviceTimer(*shape, device)
+        timer = DeviceTimer(shape.n, shape.k, device)
         timings, fused = known.get(shape, []), dict[Shape, FusedTiming]()
         if not timings:
             timer.compile_all(gate)
@@ -176,13 +192,13 @@ def with_shapes(
 
 
 def shapes_of(matrices: Iterable[Matrix]) -> dict[Shape, bool | None]:
-    """[n, k] -> whether a gate follows a norm and this matrix (q, k, v: only the norm); None: no norm before it."""
+    """Shape -> whether a gate follows a norm and this matrix (q, k, v: only the norm); None: no norm before it."""
     gates = {"qkv": False, "gate_up": True}
     found: dict[Shape, bool | None] = {}
     for matrix in matrices:
         gate = gates.get(matrix.name) if matrix.k <= MAX_FUSED_COLUMNS else None
-        if found.get((matrix.n, matrix.k)) is None:
-            found[matrix.n, matrix.k] = gate
+        if found.get(shape := Shape(matrix.n, matrix.k)) is None:
+            found[shape] = gate
     return found
 
 
@@ -191,7 +207,7 @@ def timings_with(shape: Shape, timer: LinearTimer, tokens: Sequence[int] = TOKEN
 
     The flat product computes 8, 16, 32 or 64 tokens whatever there are, so it is timed at these only.
     """
-    n, k = shape
+    n, k, *_ = shape
     flats = [flat for flat in FLATS if flat.depth * flat.splits <= k and flat.rows <= n]
     gemvs = [gemv for gemv in GEMVS if gemv.block < 2 * k and gemv.ahead * gemv.block < k + gemv.block]
     by_padded: dict[int, list[float | None]] = {}
@@ -257,7 +273,7 @@ class DeviceTimer:
 
     def _compile(self, calls: Sequence[Call]) -> None:
         # Not the prepared matrix: its counters serve one launch at a time.
-        weight = self._rotation.weights[0].view_as(self._rotation.weights[0])
+        weight = DeviceWeight(self._rotation.plain[0])
 
         def compiled(call: Call) -> None:
             # What goes wrong here goes wrong again where it is timed.
@@ -291,7 +307,7 @@ class DeviceTimer:
 
     def multiprocessors(self) -> int:
         """As `LinearTimer` says."""
-        if not wide_takes(self._x, self._rotation.weights[0]):
+        if not wide_takes(self._x, self._rotation.plain[0]):
             return 0
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
@@ -304,7 +320,7 @@ class DeviceTimer:
             return None
         return self._rotation.seconds([call])[0]
 
-    def _tried(self, call: Call, weight: Tensor) -> Tensor | None:
+    def _tried(self, call: Call, weight: DeviceWeight) -> Tensor | None:
         from triton.runtime.errors import TritonError
 
         try:
@@ -317,27 +333,29 @@ class DeviceTimer:
 
     def _product(self, m: int, kernel: Kernel) -> Call:
         x = self._x[:m]
-        return lambda weight: multiply(x, weight, None, kernel)
+        return lambda weight: multiply(x, weight.matrix, None, kernel, weight.arrivals)
 
-    def _gated(self, kernel: Kernel, gate: bool) -> Callable[[Tensor, Tensor], Tensor]:
-        if not gate:
-            return lambda x, weight: multiply(x, weight, None, kernel)
-        return lambda x, weight: gated(multiply(x, weight, None, kernel), "silu")
+    def _gated(self, kernel: Kernel, gate: bool) -> Callable[[Tensor, DeviceWeight], Tensor]:
+        def product(x: Tensor, weight: DeviceWeight) -> Tensor:
+            out = multiply(x, weight.matrix, None, kernel, weight.arrivals)
+            return gated(out, "silu") if gate else out
 
-    def _behind_norm(self, m: int, product: Callable[[Tensor, Tensor], Tensor]) -> Call:
+        return product
+
+    def _behind_norm(self, m: int, product: Callable[[Tensor, DeviceWeight], Tensor]) -> Call:
         x, delta = self._x[:m], self._deltas[:m]
         return lambda weight: product(add_rms_norm(x, delta, self._norm, EPS)[0], weight)
 
     def _fused(self, sizes: Fused, gate: bool) -> Call:
         x = self._x[:1]
-        return lambda weight: norm_gemv(x, self._deltas[:1], self._norm, EPS, weight, None, sizes, gate=gate)[0]
+        return lambda weight: norm_gemv(x, self._deltas[:1], self._norm, EPS, weight.matrix, None, sizes, gate=gate)[0]
 
     def _apart(self, kernel: Kernel, gate: bool) -> Call:
         return self._behind_norm(1, self._gated(kernel, gate))
 
 
-def _wide(sizes: Wide, gate: bool, x: Tensor, weight: Tensor) -> Tensor:
-    return wide(x, weight, None, sizes, gate=gate)
+def _wide(sizes: Wide, gate: bool, x: Tensor, weight: DeviceWeight) -> Tensor:
+    return wide(x, weight.matrix, None, sizes, gate=gate)
 
 
 def _line(
@@ -348,7 +366,7 @@ def _line(
     inside = "".join(f", fused {t.fused * 1e6:.1f} us, apart {t.apart * 1e6:.1f}" for t in fused.values())
     wides = " ".join(f"{t.m}:{t.other / t.wide:.2f}" for t in wide)
     wides = wides and f", wide over the others {wides}"
-    return f"{shape[0]} x {shape[1]}: M1 {m1}, M2 {m2}, over the library {ratios}{inside}{wides}"
+    return f"{shape}: M1 {m1}, M2 {m2}, over the library {ratios}{inside}{wides}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

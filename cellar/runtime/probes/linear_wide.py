@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cellar.core.errors import ConfigError
-from cellar.ops.linear_choice import MAX_CLUSTER, MAX_SHARED, Shape, Wide
+from cellar.ops.linear.choice import MAX_CLUSTER, MAX_SHARED, Shape, Wide
 
 # Numbers of tokens that are measured; those between run like the next larger one.
 TOKENS = (64, 128, 256, 512, 768, 1024)
@@ -25,7 +25,7 @@ def wides_for(m: int, shape: Shape, gate: bool, multiprocessors: int) -> list[Wi
 
 
 def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wide]:
-    n, k = shape
+    n, k, *_ = shape
     if m > 256:
         # Tensor cores decide, not memory: large tiles.
         for rows, stages in ((256, 4), (224, 4), (192, 5)):
@@ -66,7 +66,7 @@ def _fitting(sizes: Wide) -> Wide | None:
 
 def _cost(sizes: Wide, m: int, shape: Shape, gate: bool, multiprocessors: int) -> float:
     """Bytes that the busiest multiprocessor takes in, and a little for the sums of parts."""
-    n, k = shape
+    n, k, *_ = shape
     down = -(-m // sizes.tokens)
     blocks = -(-n // sizes.rows) * sizes.parts * down
     rounds = -(-blocks // _at_once(sizes.cluster, multiprocessors))

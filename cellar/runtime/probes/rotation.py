@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,10 +18,12 @@ LEAST_NBYTES = 256 * 2**20
 REPLAY_NBYTES = 2**31
 ROUNDS = 7
 
-Call = Callable[[Tensor], object]
+V = TypeVar("V")
+W = TypeVar("W")
+"""What `change` makes of a matrix: the form in which it is multiplied."""
 
 
-class Rotation:
+class Rotation(Generic[W]):
     """Matrices [n, k] of random numbers that are used in turn; together `nbytes` or more (one is enough if it is)."""
 
     def __init__(
@@ -32,7 +35,7 @@ class Rotation:
         *,
         nbytes: int = LEAST_NBYTES,
         replay_nbytes: int = REPLAY_NBYTES,
-        change: Callable[[Tensor], Tensor] = lambda weight: weight,
+        change: Callable[[Tensor], W],
     ) -> None:
         size = n * k * dtype.itemsize
         self._device = device
@@ -45,7 +48,7 @@ class Rotation:
         turns = 1 if device.type == "cpu" else max(1, replay_nbytes // (size * len(self.weights)))
         self.launches = turns * len(self.weights)
 
-    def seconds(self, calls: Sequence[Call], rounds: int = ROUNDS) -> list[float]:
+    def seconds(self, calls: Sequence[Callable[[W], object]], rounds: int = ROUNDS) -> list[float]:
         """Seconds of one call of each."""
         return self.by_turns([self.replay(call) for call in calls], rounds)
 
@@ -59,10 +62,15 @@ class Rotation:
                 found.append(self._elapsed(replay) / self.launches)
         return [median(found) for found in times]
 
-    def replay(self, call: Call, weights: Sequence[Tensor] | None = None) -> Callable[[], None]:
-        """All launches of one replay, on an accelerator as one graph. `weights` instead of the changed ones."""
-        chosen = self.weights if weights is None else weights
+    def replay(self, call: Callable[[W], object]) -> Callable[[], None]:
+        """All launches of one replay, on an accelerator as one graph."""
+        return self._replay(call, self.weights)
 
+    def replay_plain(self, call: Callable[[Tensor], object]) -> Callable[[], None]:
+        """The same over the plain matrices."""
+        return self._replay(call, self.plain)
+
+    def _replay(self, call: Callable[[V], object], chosen: Sequence[V]) -> Callable[[], None]:
         def all_of_them() -> None:
             for number in range(self.launches):
                 call(chosen[number % len(chosen)])

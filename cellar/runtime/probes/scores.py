@@ -23,11 +23,12 @@ from torch import Tensor
 
 from cellar.core.hardware import Profile, Table
 from cellar.core.specs import ModelSpec
-from cellar.models.loader import LoadedWeights, Transform, is_linear, load
-from cellar.models.model import Hidden, Model
-from cellar.ops.attention import UNIFIED_RANGE
-from cellar.ops.attention_plan import PIECE
-from cellar.ops.linear_cuda import prepare
+from cellar.models.loader import LoadedWeights, Transform, load
+from cellar.models.model import Comm, Hidden, Model, run_layer
+from cellar.models.quantization import is_linear
+from cellar.ops.attention.plan import PIECE
+from cellar.ops.attention.triton import UNIFIED_RANGE
+from cellar.ops.linear.device import prepare
 from cellar.ops.rotary import rope_table, rotary
 from cellar.runtime.probes.context import ProbeContext
 
@@ -157,7 +158,7 @@ def forward(model: Model, weights: LoadedWeights, tokens: Tensor, context: Growi
     """One position of every row through all layers."""
     h = model.embed(weights.embedding, tokens, context)
     for j, layer in enumerate(weights.layers):
-        h = model.layer(j, layer, h, context)
+        h = run_layer(model, j, layer, h, context)
     return h
 
 
@@ -169,6 +170,7 @@ class GrowingContext:
 
     def __init__(self, spec: ModelSpec, device: torch.device, rows: int, length: int, watch: bool = False) -> None:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.comm: Comm | None = None
         self.cos_sin = None if spec.rope is None else rope_table(spec.rope, device)
         self.watches = [ScoreWatch(device) for _ in spec.layers] if watch else []
         self._spec = spec

@@ -1,0 +1,90 @@
+"""Seconds per decode step by batch and context, as a user sees them: through `LLM.generate`, random weights.
+
+A step is (t(130 tokens) - t(2 tokens)) / 128, each the better of two runs, so that prompts and start-up cancel out.
+
+    python -m benchmarks.decode --model llama-3-8b --shapes 1x1024,32x1024 --json out.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from cellar.core.sampling import SamplingParams
+from cellar.engine.llm import LLM
+
+SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
+SHORT, LONG = 2, 130
+
+
+def seconds_per_step(llm: LLM, batch: int, context: int, short: int = SHORT, long: int = LONG) -> float:
+    """Of `batch` sequences with `context` tokens of prompt each; greedy, end symbols ignored."""
+    rng = np.random.default_rng((batch, context))
+
+    def run(num_tokens: int) -> float:
+        prompts = rng.integers(0, llm.spec.vocab_size, (batch, context)).tolist()
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    best = {n: min(run(n) for _ in range(2)) for n in (short, long)}
+    return (best[long] - best[short]) / (long - short)
+
+
+def prompt_seconds(llm: LLM, length: int) -> float:
+    """Of one prompt up to its first token, the best of four."""
+    rng = np.random.default_rng(length)
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+
+    def run() -> float:
+        prompt = rng.integers(0, llm.spec.vocab_size, length).tolist()
+        begin = time.perf_counter()
+        llm.generate([prompt], params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    return min(run() for _ in range(4))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description="Milliseconds per decode step by batch and context.")
+    parser.add_argument("--model", default="llama-3-8b")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--max-model-len", type=int, default=8192)
+    parser.add_argument("--shapes", default=SHAPES, help="batch x context, comma-separated")
+    parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    found: dict[str, float] = {}
+    with LLM(
+        options.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        device=options.device,
+        max_model_len=options.max_model_len,
+        enforce_eager=options.eager,
+        enable_prefix_caching=False,
+    ) as llm:
+        for shape in filter(None, options.shapes.split(",")):
+            batch, context = map(int, shape.split("x"))
+            found[shape] = 1e3 * seconds_per_step(llm, batch, context)
+            print(f"decode {shape}: {found[shape]:.3f} ms", flush=True)
+        for length in map(int, filter(None, options.prompts.split(","))):
+            found[f"prompt {length}"] = 1e3 * prompt_seconds(llm, length)
+            print(f"prompt {length}: {found[f'prompt {length}']:.1f} ms", flush=True)
+    print(json.dumps(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Time of the scheduler alone: one plan and one commit of n running decodes, without any runtime.
+
+    python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned]
+
+The limits are the project's own: 2 ms with 1,000 requests, 150 us with 16, 80 us with one. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from cellar.core.config import ScheduleConfig
+from cellar.core.messages import Request, StepPlan, StepResult
+from cellar.core.sampling import SamplingParams
+from cellar.schedule.steps.scheduler import StepScheduler
+
+LIMIT_SECONDS = {1: 80e-6, 16: 150e-6, 1000: 2e-3}
+CHUNK_SIZE = 32
+VOCAB = 4096
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one plan + commit while `requests` decode; `limit` is None where the project sets none."""
+
+    requests: int
+    steps: int
+    best: float
+    median: float
+    p99: float
+    limit: float | None
+
+
+def measure(requests: int, steps: int, *, aligned: bool = False, seed: int = 0, run_ahead: int = 2) -> Timing:
+    """Decode `requests` requests for `steps` steps, `run_ahead` plans in flight, and time each plan + commit.
+
+    Prompts are 16 to 512 tokens, so chunk borders fall on different steps, as they do in use; `aligned` makes
+    them equally long, so that all requests cross a border in the same step: the worst case, one step in 32.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = np.full(requests, 250) if aligned else rng.integers(16, 513, requests)
+    warm_up = 20
+    output = steps + warm_up + run_ahead + 2
+    chunks = sum(-(-(int(n) + output) // CHUNK_SIZE) for n in lengths)
+    config = ScheduleConfig(max_num_seqs=requests, max_num_batched_tokens=1 << 20, run_ahead=run_ahead)
+    scheduler = StepScheduler(2 * chunks + 16, requests, CHUNK_SIZE, 1024 + output, config)
+    params = SamplingParams(temperature=0.0, max_tokens=output, seed=0)
+    for k, n in enumerate(lengths.tolist()):
+        prompt = rng.integers(3, VOCAB, n, dtype=np.int32)
+        scheduler.add(Request(f"request-{k}", prompt, params, frozenset({1, 2}), output), now=0.0)
+    flying = [_plan(scheduler) for _ in range(run_ahead)]
+    seconds: list[float] = []
+    for _ in range(steps + warm_up):
+        result = _result(flying.pop(0), rng)
+        begin = time.perf_counter()
+        delivered = scheduler.commit(result, 0.0)
+        plan = scheduler.plan(0, 0.0)
+        seconds.append(time.perf_counter() - begin)
+        if plan is None or len(delivered.ids) != requests or len(plan.spans) != requests:
+            raise RuntimeError(f"not all of {requests} requests decode")
+        flying.append(plan)
+    timed = sorted(seconds[warm_up:])
+    return Timing(
+        requests=requests,
+        steps=steps,
+        best=timed[0],
+        median=statistics.median(timed),
+        p99=timed[min(len(timed) - 1, int(0.99 * len(timed)))],
+        limit=LIMIT_SECONDS.get(requests),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table and a last line of JSON; 1 if a median is above its limit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.schedule", description=__doc__)
+    parser.add_argument("--requests", type=int, nargs="+", default=sorted(LIMIT_SECONDS))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--aligned", action="store_true", help="all requests cross chunk borders together")
+    options = parser.parse_args(argv)
+    timings = [measure(count, options.steps, aligned=options.aligned) for count in options.requests]
+    print(f"{'requests':>8}  {'best us':>8}  {'median us':>9}  {'p99 us':>8}  {'limit us':>8}")
+    for t in timings:
+        limit = "-" if t.limit is None else f"{t.limit * 1e6:.0f}"
+        print(f"{t.requests:8}  {t.best * 1e6:8.1f}  {t.median * 1e6:9.1f}  {t.p99 * 1e6:8.1f}  {limit:>8}")
+    print(json.dumps({"benchmark": "schedule", "unit": "s", "timings": [asdict(t) for t in timings]}))
+    return int(any(t.limit is not None and t.median > t.limit for t in timings))
+
+
+def _plan(scheduler: StepScheduler) -> StepPlan:
+    plan = scheduler.plan(0, 0.0)
+    if plan is None:
+        raise RuntimeError("nothing to plan")
+    return plan
+
+
+def _result(plan: StepPlan, rng: np.random.Generator) -> StepResult:
+    """A token for every span; none is an end symbol."""
+    count = len(plan.spans)
+    return StepResult(
+        plan.step,
+        rng.integers(3, VOCAB, (count, 1), dtype=np.int32),
+        np.ones(count, np.int32),
+        np.zeros(count, np.int32),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""Opening a model: weights, tokenizer and engine, and a front over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cellar import demo
+from cellar.core.config import EngineConfig, ModelConfig
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.messages import StepPlan
+from cellar.core.specs import ModelSpec
+from cellar.engine.front import Front
+from cellar.engine.plan import check_here, with_plan
+from cellar.engine.prompts import PromptReader
+from cellar.engine.steps import step_engine
+from cellar.kv.identity import root_identity
+from cellar.kv.policy import RetentionValue
+from cellar.planner.saved import SavedPlan
+from cellar.runtime.protocol import Runtime
+from cellar.text.chat import ChatTemplate
+from cellar.text.generation import NEUTRAL, GenerationConfig, read_generation_config
+from cellar.text.grammar import GrammarCompiler
+from cellar.text.masker import Masker
+from cellar.text.tokenizer import Tokenizer
+
+Wrap = Callable[[Runtime[StepPlan]], Runtime[StepPlan]]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A front, and what it was opened with: everything in `config` is decided."""
+
+    front: Front
+    config: EngineConfig
+    spec: ModelSpec
+    checkpoint: Path | None
+    generation: GenerationConfig = NEUTRAL
+    plan: SavedPlan | None = None
+
+
+def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Opened:
+    """Load a model and its tokenizer, and put an engine over them.
+
+    `wrap` may put something between engine and runtime, e.g. a meter. Raises CheckpointError, ConfigError,
+    CapacityError or DeviceError.
+    """
+    from cellar.runtime.steps.local import open_local
+    from cellar.schedule.steps.scheduler import StepScheduler
+
+    config, plan = with_plan(config)
+    checkpoint = _directory(config.model)
+    if plan is not None:
+        check_here(plan, config, checkpoint)
+    # The cheap part first: a damaged tokenizer is found before gigabytes are read.
+    tokenizer, templates = open_text(config.model, checkpoint)
+    generation = read_generation_config(config.model.generation_config, checkpoint)
+    try:
+        opened = open_local(config, checkpoint, None if plan is None else plan.placement)
+        config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
+        scheduler = StepScheduler(
+            capacity.num_slots,
+            capacity.num_rows,
+            capacity.chunk_size,
+            capacity.max_model_len,
+            config.schedule,
+            config.cache.enable_prefix_caching,
+            root=root_identity(spec, opened.fingerprint),
+            tiers=capacity.tiers,
+            policy=RetentionValue.of(spec) if capacity.tiers else None,
+        )
+    except MemoryError as error:
+        raise CapacityError(
+            f"this machine's memory does not hold the bookkeeping for {config.schedule.max_num_seqs} requests; "
+            "lower max_num_seqs or max_model_len."
+        ) from error
+    reader = open_reader(spec, capacity.max_model_len, tokenizer, config.model.seed, generation)
+    masker = None
+    if tokenizer is not None:
+        masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
+    engine = step_engine(scheduler, wrap(opened.runtime), run_ahead=config.schedule.run_ahead, masker=masker)
+    return Opened(Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan)
+
+
+def open_reader(
+    spec: ModelSpec, max_model_len: int, tokenizer: Tokenizer | None, seed: int, generation: GenerationConfig
+) -> PromptReader:
+    """The reader of a model's prompts; an answer ends where any of the model's files says so."""
+    named = (*spec.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ()), *generation.eos_token_ids)
+    ends = [end for end in named if 0 <= end < spec.vocab_size]  # a tokenizer may know more than the model
+    return PromptReader(
+        vocab_size=spec.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        tokenizer=tokenizer,
+        seed=seed,
+    )
+
+
+def _directory(model: ModelConfig) -> Path | None:
+    """Where the checkpoint is; None for dummy weights of a config that ships with the package."""
+    from cellar.models.hub import resolve
+    from cellar.models.registry import shipped_config
+
+    if model.model is None:
+        return demo.path()
+    if model.load_format == "dummy" and shipped_config(model.model) is not None:
+        return None
+    return resolve(model.model)
+
+
+def open_text(model: ModelConfig, checkpoint: Path | None) -> tuple[Tokenizer | None, ChatTemplate | None]:
+    """Tokenizer and chat template, from the model's directory or the one given."""
+    from cellar.models.hub import resolve
+
+    if model.skip_tokenizer_init:
+        return None, None
+    directory = resolve(model.tokenizer) if model.tokenizer is not None else checkpoint
+    if directory is None:
+        raise ConfigError(
+            f"model {model.model} is a config without a tokenizer; set skip_tokenizer_init, or give a tokenizer."
+        )
+    tokenizer = Tokenizer.load(directory)
+    return tokenizer, ChatTemplate.load(directory, tokenizer.special_tokens)

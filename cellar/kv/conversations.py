@@ -1,0 +1,174 @@
+"""Whose a chunk is, and when they were last active: what a policy needs to know of the users.
+
+A conversation is active when a turn of it is admitted and when it ends. An *audience* is the set of conversations that
+share a chunk; most have one member. Beyond `MAX_MEMBERS` it becomes a *crowd*, which counts as so many conversations
+that are all as active as the last of them: a system prompt that everybody shares costs O(1) and stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.core.errors import IntegrityError
+from cellar.kv.policy import Floats
+
+MAX_MEMBERS = 8
+
+MIN_IDLE_SECONDS = 1.0
+"""Idle times below this are all alike: who wrote a moment ago is not worth a thousand of those before."""
+
+
+class Conversations:
+    """Conversations and audiences, by number. Numbers are used again when nobody runs, and no chunk is left."""
+
+    def __init__(self) -> None:
+        self._active = np.full(64, -np.inf)
+        self._serial = np.zeros(64, np.int64)
+        self._users: list[int] = []  # requests under way, and audiences
+        self._name: list[tuple[bytes, str] | None] = []
+        self._by_name: dict[tuple[bytes, str], int] = {}
+        self._free: list[int] = []
+        self._serials = 0
+        self._members = np.full((64, MAX_MEMBERS), -1, np.int32)
+        self._scale = np.ones(64)
+        self._num_chunks: list[int] = []
+        self._key: list[tuple[int, ...]] = []
+        self._by_key: dict[tuple[int, ...], int] = {}
+        self._crowd: dict[int, int] = {}  # full audience -> that of its crowd
+        self._free_audiences: list[int] = []
+        self._width = 1
+
+    # -- conversations ----------------------------------------------------------------------------
+
+    def join(self, name: tuple[bytes, str] | None, inherited: int, now: float) -> int:
+        """A request begins: it belongs to the conversation of that name, else `inherited`, else (-1) a new one."""
+        number = inherited if name is None else self._by_name.get(name, -1)
+        if number < 0:
+            number = self._new(name)
+        self._users[number] += 1
+        self.touch(number, now)
+        return number
+
+    def leave(self, number: int, now: float) -> None:
+        """A request of the conversation has ended."""
+        self.touch(number, now)
+        self._let_go(number)
+
+    def touch(self, number: int, now: float) -> None:
+        """The conversation is active."""
+        self._active[number] = now
+        self._serials += 1
+        self._serial[number] = self._serials
+
+    def _new(self, name: tuple[bytes, str] | None) -> int:
+        if self._free:
+            number = self._free.pop()
+        else:
+            number = len(self._users)
+            self._users.append(0)
+            self._name.append(None)
+            if number == len(self._active):
+                self._active = np.concatenate((self._active, np.full(number, -np.inf)))
+                self._serial = np.concatenate((self._serial, np.zeros(number, np.int64)))
+        self._name[number] = name
+        if name is not None:
+            self._by_name[name] = number
+        return number
+
+    def _let_go(self, number: int) -> None:
+        self._users[number] -= 1
+        if self._users[number] == 0:
+            name = self._name[number]
+            if name is not None:
+                del self._by_name[name]
+                self._name[number] = None
+            self._active[number] = -np.inf
+            self._free.append(number)
+
+    # -- audiences --------------------------------------------------------------------------------
+
+    def audience(self, number: int) -> int:
+        """The audience of one conversation alone."""
+        return self._audience((number,))
+
+    def widened(self, audience: int, number: int, now: float) -> int:
+        """The audience that `number` belongs to as well; the same one if it does already."""
+        key = self._key[audience]
+        if number in key:
+            return audience
+        if self._scale[audience] > 1:
+            self.touch(key[0], now)
+            return audience
+        if len(key) < MAX_MEMBERS:
+            return self._audience(tuple(sorted((*key, number))))
+        if audience not in self._crowd:
+            crowd = self._new(None)
+            self._crowd[audience] = self._audience((crowd,))
+            self._scale[self._crowd[audience]] = MAX_MEMBERS
+        self.touch(self._key[self._crowd[audience]][0], now)
+        return self._crowd[audience]
+
+    def latest(self, audience: int) -> int:
+        """Its conversation that was active last; -1 for a crowd, which is none."""
+        if self._scale[audience] > 1:
+            return -1
+        return max(self._key[audience], key=lambda number: int(self._serial[number]))
+
+    def count(self, audience: int, more: int) -> None:
+        """So many chunks more (or fewer) have this audience; without any it is gone."""
+        self._num_chunks[audience] += more
+        if self._num_chunks[audience] == 0:
+            key = self._key[audience]
+            del self._by_key[key]
+            self._members[audience] = -1
+            self._scale[audience] = 1.0
+            self._crowd = {full: crowd for full, crowd in self._crowd.items() if audience not in (full, crowd)}
+            self._free_audiences.append(audience)
+            for number in key:
+                self._let_go(number)
+
+    def idle(self, audiences: NDArray[np.intp], now: float) -> Floats:
+        """Seconds since each member was active, at least MIN_IDLE_SECONDS, inf where there is none: [n, k]."""
+        members = self._members[audiences, : self._width]
+        active = np.where(members < 0, -np.inf, self._active[members])
+        return np.maximum(now - active, MIN_IDLE_SECONDS)
+
+    def scale(self, audiences: NDArray[np.intp]) -> Floats:
+        """How many conversations like the given ones each stands for: 1, or that of a crowd."""
+        return self._scale[audiences]
+
+    def recency(self, audiences: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Grows with the moment at which its last member was active."""
+        members = self._members[audiences, : self._width]
+        found: NDArray[np.int64] = np.where(members < 0, -1, self._serial[members]).max(1)
+        return found
+
+    def _audience(self, key: tuple[int, ...]) -> int:
+        audience = self._by_key.get(key, -1)
+        if audience >= 0:
+            return audience
+        if self._free_audiences:
+            audience = self._free_audiences.pop()
+            self._key[audience] = key
+        else:
+            audience = len(self._key)
+            self._key.append(key)
+            self._num_chunks.append(0)
+            if audience == len(self._members):
+                self._members = np.concatenate((self._members, np.full_like(self._members, -1)))
+                self._scale = np.concatenate((self._scale, np.ones(audience)))
+        self._by_key[key] = audience
+        self._members[audience, : len(key)] = key
+        self._width = max(self._width, len(key))
+        for number in key:
+            self._users[number] += 1
+        return audience
+
+    def check(self, audiences: NDArray[np.int32]) -> None:
+        """Raise IntegrityError unless the audiences of all chunks are counted."""
+        counted = np.bincount(audiences, minlength=len(self._num_chunks))
+        if counted.tolist() != self._num_chunks:
+            raise IntegrityError("audiences count other chunks than there are")
+        if sorted(self._by_key.values()) != np.flatnonzero(counted).tolist():
+            raise IntegrityError("an audience without chunks is kept, or one with chunks is gone")

@@ -1,0 +1,114 @@
+"""Directory: all chunks with an identity, whichever tiers they lie in, as a struct of arrays over chunk numbers.
+
+A partly filled tail is a chunk, too: its identity is that of its exact tokens, and it is found by its parent and by
+being a beginning of what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cellar.core.errors import IntegrityError
+from cellar.kv.pool import Chunks
+
+
+class Directory:
+    """At most `capacity` chunks in `num_tiers` tiers.
+
+    slot [tier, chunk]   where it lies or is going to lie, -1: not there
+    end [chunk]          context length at its end, in tokens
+    audience [chunk]     whose it is; see `conversations.py`
+    grown [chunk]        True once another chunk has followed it
+    """
+
+    def __init__(self, capacity: int, num_tiers: int) -> None:
+        self.slot = np.full((num_tiers, capacity), -1, np.int32)
+        self.end = np.zeros(capacity, np.int32)
+        self.audience = np.full(capacity, -1, np.int32)
+        self.grown = np.zeros(capacity, np.bool_)
+        self._identity: list[bytes | None] = [None] * capacity
+        self._number: dict[bytes, int] = {}
+        self._free = list(range(capacity - 1, -1, -1))
+        self._tails: dict[bytes, dict[bytes, int]] = {}  # parent -> tokens -> number
+        self._tail: dict[int, tuple[bytes, bytes]] = {}  # number -> parent, tokens
+
+    def __len__(self) -> int:
+        return len(self._number)
+
+    def find(self, identities: Sequence[bytes]) -> Chunks:
+        """Number of each chunk, or -1."""
+        number = self._number
+        return np.fromiter((number.get(i, -1) for i in identities), np.int32, len(identities))
+
+    def get(self, identity: bytes) -> int:
+        """Number of one chunk, or -1."""
+        return self._number.get(identity, -1)
+
+    def identity(self, chunk: int) -> bytes:
+        """Of a chunk that is there."""
+        identity = self._identity[chunk]
+        assert identity is not None
+        return identity
+
+    def add(self, identity: bytes, end: int, audience: int) -> int:
+        """A chunk that is not there yet; -> its number. It must be given a slot."""
+        if not self._free:
+            raise IntegrityError("there are more chunks than slots")
+        chunk = self._free.pop()
+        self._identity[chunk] = identity
+        self._number[identity] = chunk
+        self.end[chunk] = end
+        self.audience[chunk] = audience
+        self.grown[chunk] = False
+        return chunk
+
+    def add_tail(self, identity: bytes, parent: bytes, tokens: bytes, end: int, audience: int) -> int:
+        """`add` for a partly filled chunk; `tokens` are the int32 bytes of what fills it."""
+        chunk = self.add(identity, end, audience)
+        self._tails.setdefault(parent, {})[tokens] = chunk
+        self._tail[chunk] = parent, tokens
+        return chunk
+
+    def find_tail(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        """The longest tail after `parent` that `tokens` begin with; -> its number (or -1), and its bytes."""
+        best, length = -1, 0
+        for held, chunk in self._tails.get(parent, {}).items():
+            if len(held) > length and tokens.startswith(held):
+                best, length = chunk, len(held)
+        return best, length
+
+    def is_tail(self, chunk: int) -> bool:
+        """True for a partly filled chunk."""
+        return chunk in self._tail
+
+    def remove(self, chunk: int) -> None:
+        """A chunk that lies nowhere any more."""
+        identity = self._identity[chunk]
+        if identity is None:
+            raise IntegrityError(f"chunk {chunk} has no identity to lose")
+        del self._number[identity]
+        self._identity[chunk] = None
+        self.audience[chunk] = -1
+        if chunk in self._tail:
+            parent, tokens = self._tail.pop(chunk)
+            del self._tails[parent][tokens]
+            if not self._tails[parent]:
+                del self._tails[parent]
+        self._free.append(chunk)
+
+    def check(self) -> None:
+        """Raise IntegrityError unless numbers and identities map one to one and every chunk lies somewhere."""
+        named = {chunk: identity for chunk, identity in enumerate(self._identity) if identity is not None}
+        if {identity: chunk for chunk, identity in named.items()} != self._number or len(named) != len(self._number):
+            raise IntegrityError("identities and chunks do not map one to one")
+        if len(named) + len(self._free) != len(self._identity) or named.keys() & set(self._free):
+            raise IntegrityError("a chunk's number is lost, or given twice")
+        somewhere = (self.slot >= 0).any(0)
+        if np.flatnonzero(somewhere).tolist() != sorted(named):
+            raise IntegrityError("a chunk lies nowhere, or a slot holds a chunk that is not there")
+        if {(p, t, c) for p, held in self._tails.items() for t, c in held.items()} != {
+            (p, t, c) for c, (p, t) in self._tail.items()
+        } or not self._tail.keys() <= named.keys():
+            raise IntegrityError("the tails and their parents differ")

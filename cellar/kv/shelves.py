@@ -1,0 +1,226 @@
+"""Shelves: which chunk lies in which tier, and which may leave.
+
+A slot of a tier that nobody uses is in one of three classes:
+
+    spare   it may go first: a slower tier has the chunk, or the device is using its own copy of it
+    only    it may go after those, and is lost by that
+    kept    it stays, because a cached chunk of a faster tier relies on it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.core.errors import IntegrityError
+from cellar.core.messages import Tier
+from cellar.kv.candidates import Candidates
+from cellar.kv.conversations import Conversations
+from cellar.kv.directory import Directory
+from cellar.kv.policy import Policy
+from cellar.kv.pool import Chunks, SlotPool, Slots
+from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
+
+NO_SLOTS: Slots = np.empty(0, np.int32)
+
+_KEPT, _SPARE, _ONLY = 0, 1, 2
+
+
+class Shelves:
+    """Tiers from the fastest to the slowest; `num_slots` says how many chunks each holds. Tier 0 is the device."""
+
+    def __init__(self, num_slots: Mapping[Tier, int], policy: Policy) -> None:
+        self.tiers = tuple(sorted(num_slots))
+        self.pools = [SlotPool(tier, num_slots[tier]) for tier in self.tiers]
+        self.device = self.pools[0]  # where chunks are computed and read
+        capacity = sum(num_slots.values())
+        self.directory = Directory(capacity, len(self.tiers))
+        self.conversations = Conversations()
+
+        def candidates() -> Candidates:
+            return Candidates(capacity, self.directory, self.conversations, policy)
+
+        self.spare = [candidates() for _ in self.tiers]
+        self.only = [candidates() for _ in self.tiers]
+        self._class = np.zeros((len(self.tiers), capacity), np.int8)
+
+    def num_available(self, tier: int) -> int:
+        """Slots that `take` could hand out."""
+        return self.pools[tier].num_free + len(self.spare[tier]) + len(self.only[tier])
+
+    # -- slots ------------------------------------------------------------------------------------
+
+    def take(self, tier: int, count: int, state: int, now: float) -> Slots | None:
+        """`count` slots, or None (and no change) if fewer are available. Free ones go first, then by value."""
+        if count > self.num_available(tier):
+            return None
+        missing = count - self.pools[tier].num_free
+        if missing > 0:
+            self.reclaim(tier, missing, now)
+        return self.pools[tier].take(count, state)
+
+    def reclaim(self, tier: int, count: int, now: float) -> None:
+        """`count` slots become free: of spare chunks, then of others, which are lost there."""
+        spare = min(count, len(self.spare[tier]))
+        leaving = self.spare[tier].lowest(spare, now)
+        leaving += self.only[tier].lowest(count - spare, now)
+        chunks = np.array([chunk for _, chunk in leaving], np.int32)
+        self._class[tier, chunks] = _KEPT
+        self.clear(tier, chunks)
+
+    def clear(self, tier: int, chunks: Chunks) -> None:
+        """Chunks lose their slots in a tier; those without any other are gone. Slots that nobody uses are free."""
+        if not len(chunks):
+            return
+        pool, directory = self.pools[tier], self.directory
+        self._declassify(tier, chunks)
+        slots = directory.slot[tier, chunks]
+        directory.slot[tier, chunks] = -1
+        pool.chunk[slots] = -1
+        unused = pool.unused(slots)
+        pool.give_back(slots[unused])
+        # A slot that a copy is writing stays LOADING until the copy ends, unless a sequence waits for it.
+        kept = slots[~unused]
+        loading = (pool.state[kept] == LOADING) & (pool.references[kept] == 0)
+        pool.move(kept[~loading & (pool.state[kept] != PRIVATE)], PRIVATE)
+        gone = (directory.slot[:, chunks] < 0).all(0)
+        for chunk in chunks[gone].tolist():
+            self.conversations.count(int(directory.audience[chunk]), -1)
+            directory.remove(chunk)
+        self.classify(chunks[~gone])
+
+    def settle(self, slot: int, chunk: int) -> None:
+        """A private slot of the device holds this chunk from now on."""
+        device = self.device
+        if device.state[slot] != PRIVATE:
+            raise IntegrityError(f"slot {slot} gets an identity, but is {State(device.state[slot]).name}")
+        device.state[slot] = RESIDENT
+        device.chunk[slot] = chunk
+        self.directory.slot[0, chunk] = slot
+
+    def expect(self, slots: Slots, chunks: Chunks) -> None:
+        """Loading slots of the device are going to hold these chunks."""
+        self.device.chunk[slots] = chunks
+        self.directory.slot[0, chunks] = slots
+
+    def may_leave(self, tier: int, slots: Slots) -> NDArray[np.bool_]:
+        """Which slots could be reclaimed now."""
+        chunks = self.pools[tier].chunk[slots]
+        found: NDArray[np.bool_] = (chunks >= 0) & (self._class[tier, chunks] != _KEPT)
+        return found
+
+    def hold(self, slots: Slots) -> None:
+        """A sequence uses slots of the device that hold chunks."""
+        if len(slots):
+            self.device.hold(slots)
+            self.classify(self.device.chunk[slots])
+
+    def drop(self, slots: Slots) -> None:
+        """A sequence uses slots of the device no more."""
+        self.device.drop(slots)
+        self.let_go(0, slots)
+
+    def remove(self, chunks: Chunks) -> None:
+        """Chunks are gone from every tier."""
+        for tier in range(len(self.tiers)):
+            self.clear(tier, chunks[self.directory.slot[tier, chunks] >= 0])
+
+    def let_go(self, tier: int, slots: Slots) -> None:
+        """A use of `slots` has ended: those that hold no chunk and have no other user are free."""
+        pool = self.pools[tier]
+        pool.give_back(slots[pool.unused(slots) & (pool.state[slots] == PRIVATE)])
+        chunks = pool.chunk[slots]
+        self.classify(chunks[chunks >= 0])
+
+    # -- chunks -----------------------------------------------------------------------------------
+
+    def resident(self, tier: int, chunks: Chunks) -> NDArray[np.bool_]:
+        """Which of `chunks` a tier has, whole."""
+        slots = self.directory.slot[tier, chunks]
+        state = self.pools[tier].state[slots]
+        found: NDArray[np.bool_] = (slots >= 0) & ((state == RESIDENT) | (state == SAVING))
+        return found
+
+    def share(self, chunks: Chunks, conversation: int, now: float) -> None:
+        """Chunks belong to a conversation as well."""
+        audiences = self.directory.audience[chunks]
+        for audience in np.unique(audiences).tolist():
+            wider = self.conversations.widened(audience, conversation, now)
+            if wider != audience:
+                part = chunks[audiences == audience]
+                for tier in range(len(self.tiers)):
+                    self._declassify(tier, part)
+                self.directory.audience[part] = wider
+                self.conversations.count(wider, len(part))
+                self.conversations.count(audience, -len(part))
+                self.classify(part)
+
+    def classify(self, chunks: Chunks) -> None:
+        """Find out anew which of `chunks` (distinct) may leave which tier."""
+        if not len(chunks):
+            return
+        directory, pools = self.directory, self.pools
+        for tier, pool in enumerate(pools):
+            slots = directory.slot[tier, chunks]
+            idle = (slots >= 0) & (pool.state[slots] == RESIDENT) & pool.unused(slots)
+            kind = np.where(idle, np.int8(_ONLY), np.int8(_KEPT))
+            if len(pools) > 1 and idle.any():
+                kind[idle] = self._classes(tier, chunks[idle])
+            before = self._class[tier, chunks]
+            changed = before != kind
+            if changed.any():
+                self._declassify(tier, chunks[changed])
+                for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
+                    candidates.add(chunks[changed & (kind == number)])
+                self._class[tier, chunks] = kind
+
+    def _classes(self, tier: int, chunks: Chunks) -> NDArray[np.int8]:
+        """Of chunks that a tier holds and nobody uses there."""
+        slower = np.zeros(len(chunks), np.bool_)
+        for other in range(tier + 1, len(self.tiers)):
+            slower |= self.resident(other, chunks)
+        if tier == 0:
+            return np.where(slower, np.int8(_SPARE), np.int8(_ONLY))
+        above = self.directory.slot[0, chunks]
+        in_use = (above >= 0) & (self.device.references[above] > 0)
+        relied_on = (self.directory.slot[:tier, chunks] >= 0).any(0)
+        return np.where(slower | in_use, np.int8(_SPARE), np.where(relied_on, np.int8(_KEPT), np.int8(_ONLY)))
+
+    def _declassify(self, tier: int, chunks: Chunks) -> None:
+        kind = self._class[tier, chunks]
+        for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
+            part = chunks[kind == number]
+            if len(part):
+                candidates.discard(part)
+        self._class[tier, chunks] = _KEPT
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def check(self, references: NDArray[np.int32] | None, pins: list[NDArray[np.int32]]) -> None:
+        """Raise IntegrityError unless slots, chunks, classes and audiences agree, and (if given) `references` of the
+        device's slots and `pins` of each tier's are true.
+        """
+        directory = self.directory
+        directory.check()
+        there = np.flatnonzero((directory.slot >= 0).any(0)).astype(np.int32)
+        self.conversations.check(directory.audience[there])
+        for tier, pool in enumerate(self.pools):
+            pool.check(references if tier == 0 else np.zeros(pool.num_slots, np.int32), pins[tier])
+            held = np.flatnonzero(pool.chunk >= 0)
+            if not np.array_equal(directory.slot[tier, pool.chunk[held]], held) or len(held) != int(
+                (directory.slot[tier] >= 0).sum()
+            ):
+                raise IntegrityError(f"chunks and slots of tier {pool.tier.name} do not map one to one")
+            kind = np.zeros(directory.slot.shape[1], np.int8)
+            idle = there[
+                (directory.slot[tier, there] >= 0)
+                & (pool.state[directory.slot[tier, there]] == RESIDENT)
+                & pool.unused(directory.slot[tier, there])
+            ]
+            kind[idle] = self._classes(tier, idle)
+            if not np.array_equal(kind, self._class[tier]):
+                raise IntegrityError(f"chunks of tier {pool.tier.name} are in the wrong class")
+            self.spare[tier].check(kind == _SPARE)
+            self.only[tier].check(kind == _ONLY)

@@ -1,0 +1,332 @@
+"""Attention on Hopper by two kernels in CUDA C++; docs/decisions/0016-hopper-kernels.md says why.
+
+`decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute.
+`prompt.cu`: a block for each tile, whose tensor cores work while the weights of the next turn are computed.
+Both take the same work list and scratch as the Triton kernel (`plan.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from cellar.ops.attention.plan import AttentionShape, AttentionWork
+from cellar.ops.attention.triton import LOG2E, launched
+from cellar.ops.cuda.compiler import compile_cuda
+from cellar.ops.cuda.driver import Function, TensorMap, tensor_map
+from cellar.ops.cuda.hopper import (
+    DTYPES,
+    MAX_SHARED,
+    hopper_available,
+    hopper_source,
+    multiply_turned,
+    multiply_wide,
+    multiprocessors,
+)
+from cellar.ops.linear.choice import MAX_FLAT_TOKENS
+
+MAX_GROUP = 8
+_DECODE_TURN, _PROMPT_TURN = 64, 128
+_PARTS = "attention/parts.cuh"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of decodes: warps that compute, stages of 64 tokens in flight, and blocks a multiprocessor runs at once.
+
+    Four warps are a team, each with stages of its own: there are as many for each.
+    """
+
+    warps: int
+    stages: int
+    at_once: int
+
+    def shared(self, shape: AttentionShape) -> int:
+        """Bytes of dynamic shared memory: the stages, and what is beside them (`Shared`)."""
+        sums = 4 * self.warps * shape.group * (shape.head_dim + 6)
+        newest = 4 * (2 * shape.head_dim + shape.group)
+        queries = 2 * 8 * (shape.head_dim + 8)
+        stages = self.stages * (4 * _DECODE_TURN * shape.head_dim + 16)
+        return 1024 + stages + sums + newest + queries + 224  # the last: two items and their barriers, and alignment
+
+
+def default_sizes(shape: AttentionShape) -> Sizes:
+    """Two blocks a multiprocessor if three stages fit each of them, else one."""
+    candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
+    return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
+
+
+class DecodeArguments(ctypes.Structure):
+    """As the kernel declares them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "cos_sin", "k_cache", "v_cache", "table")),
+        *((name, ctypes.c_void_p) for name in ("out", "meta", "partial", "extents", "counters", "claimed")),
+        *((name, ctypes.c_longlong) for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head")),
+        *((name, ctypes.c_longlong) for name in ("k_slot", "v_slot", "cache_head", "table_row")),
+        *((name, ctypes.c_longlong) for name in ("out_token", "out_head")),
+        ("scale", ctypes.c_float),
+        ("rotary_dim", ctypes.c_int),
+        ("early", ctypes.c_int),
+    )
+
+
+class PromptArguments(ctypes.Structure):
+    """As the kernel declares them."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("table", "out", "meta", "partial", "extents", "counters")),
+        *((name, ctypes.c_longlong) for name in ("table_row", "out_token", "out_head")),
+        ("scale", ctypes.c_float),
+    )
+
+
+def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
+    """16-bit floats, and a shape that it has."""
+    return hopper_decodes_shape(shape) and _takes(q, k_cache, v_cache)
+
+
+def hopper_decodes_shape(shape: AttentionShape) -> bool:
+    """Heads of 64, 128 or 256, groups up to 8."""
+    return shape.head_dim in (64, 128, 256) and shape.group <= MAX_GROUP
+
+
+def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
+    """16-bit floats, heads of 64 or 128, groups that divide 64, no window; tokens and heads of q on 16 bytes."""
+    aligned = q.data_ptr() % 16 == 0 and all(s * q.element_size() % 16 == 0 for s in q.stride()[:2])
+    return shape.suits_hopper and aligned and q.stride(2) == 1 and _takes(q, k_cache, v_cache)
+
+
+def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    size = k_cache.element_size()
+    return (
+        hopper_available(q.device)
+        and q.dtype in DTYPES
+        and k_cache.dtype == v_cache.dtype == q.dtype
+        and all(c.data_ptr() % 16 == 0 and c.stride(0) * size % 16 == 0 for c in (k_cache, v_cache))
+    )
+
+
+def takes_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> bool:
+    """Whether `attention_hopper` takes such arguments."""
+    return hopper_takes_prompts(q, k_cache, v_cache, work.shape)
+
+
+def takes_decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+) -> bool:
+    """Whether `decode_attention_hopper` takes such arguments."""
+    return hopper_takes_decodes(q, k_cache, v_cache, work.shape)
+
+
+def attention_hopper(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor | None = None,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`attention`: wide tiles by the kernel here, narrow ones by Triton's."""
+    return launched(q, k_cache, v_cache, table, work, scale, out, fresh=new, wide=hopper_prompts)
+
+
+def decode_attention_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+) -> Tensor:
+    """`decode_attention` by the kernel here."""
+    return hopper_decode(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
+
+
+def hopper_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    sizes: Sizes | None = None,
+) -> Tensor:
+    """`decode_attention`; arguments as there."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    shape = work.shape
+    sizes = sizes or default_sizes(shape)
+    arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
+    programs = sum(count for _, _, count in work.launches)
+    if programs:
+        _decode_function(shape, sizes, q.dtype, q.device).launch(
+            min(programs, sizes.at_once * multiprocessors(q.device)),
+            (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
+            torch.cuda.current_stream(q.device).cuda_stream,
+            dependent=True,
+        )
+    return out
+
+
+def decode_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos_sin: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+) -> DecodeArguments:
+    """Of one launch; the tensors must outlive it."""
+    buffers = work.resident
+    pointers = (
+        *(q, k, v, cos_sin, k_cache, v_cache, table),
+        *(out, buffers.meta, buffers.partial, buffers.extents, buffers.counters, buffers.claimed),
+    )
+    strides = (
+        *(x.stride(i) for x in (q, k, v) for i in (0, 1)),
+        *(k_cache.stride(0), v_cache.stride(0), k_cache.stride(1), table.stride(0), out.stride(0), out.stride(1)),
+    )
+    rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
+    addresses = (0 if x is None else x.data_ptr() for x in pointers)
+    # Of so many tokens the next product is a wide one, a block a multiprocessor, or the library's, which waits. Smaller
+    # blocks would gather on the multiprocessors that are free first.
+    early = len(q) > MAX_FLAT_TOKENS
+    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early)
+
+
+def hopper_prompts(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+    tile: int,
+    programs: int,
+) -> None:
+    """`attention` of the wide items alone, tiles of so many rows (64 or 128), in so many blocks."""
+    _prompt_function(work.shape, tile, q.dtype, q.device).launch(
+        programs,
+        (
+            _mapped(q, query_map(q, work.shape, tile)),
+            _mapped(k_cache, cache_map(k_cache)),
+            _mapped(v_cache, cache_map(v_cache)),
+            prompt_arguments(table, work, scale, out),
+        ),
+        torch.cuda.current_stream(q.device).cuda_stream,
+        dependent=True,
+    )
+
+
+def prompt_arguments(table: Tensor, work: AttentionWork, scale: float, out: Tensor) -> PromptArguments:
+    """Of one launch; the tensors must outlive it."""
+    buffers = work.resident
+    pointers = (table, out, buffers.meta, buffers.partial, buffers.extents, buffers.counters)
+    strides = (table.stride(0), out.stride(0), out.stride(1))
+    return PromptArguments(*(x.data_ptr() for x in pointers), *strides, scale * LOG2E)
+
+
+def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+    """CUDA C++, and the constants that it is compiled with."""
+    constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages}
+    return hopper_source(_PARTS, "attention/decode.cu"), constants
+
+
+def prompt_source(shape: AttentionShape, tile: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
+    """CUDA C++, and the constants that it is compiled with."""
+    products = (multiply_wide(_PROMPT_TURN, dtype), multiply_turned(shape.head_dim, dtype))
+    constants = {**_constants(shape, dtype), "TILE": tile, "STAGES": prompt_stages(shape, tile)}
+    return hopper_source(_PARTS, "attention/prompt.cu", instructions=products), constants
+
+
+def prompt_stages(shape: AttentionShape, tile: int) -> int:
+    """As many stages of 128 tokens as fit, up to four."""
+    return next(n for n in (4, 3, 2) if prompt_shared(shape, tile, n) <= MAX_SHARED[1])
+
+
+def prompt_shared(shape: AttentionShape, tile: int, stages: int) -> int:
+    """Bytes of dynamic shared memory: the queries, the stages, and barriers."""
+    return 1024 + 2 * tile * shape.head_dim + stages * (4 * _PROMPT_TURN * shape.head_dim + 32) + 16
+
+
+def _constants(shape: AttentionShape, dtype: torch.dtype) -> dict[str, int]:
+    return {
+        "DIM": shape.head_dim,
+        "CHUNK": shape.chunk_size,
+        "KV_HEADS": shape.kv_heads,
+        "GROUP": shape.group,
+        "BF16": int(dtype == torch.bfloat16),
+    }
+
+
+@functools.cache
+def _decode_function(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Function:
+    cubin = compile_cuda(*decode_source(shape, sizes, dtype))
+    with torch.cuda.device(device):
+        return Function(cubin, "decode_attention", 32 * sizes.warps + 32, sizes.shared(shape), 1)
+
+
+@functools.cache
+def _prompt_function(shape: AttentionShape, tile: int, dtype: torch.dtype, device: torch.device) -> Function:
+    cubin = compile_cuda(*prompt_source(shape, tile, dtype))
+    shared = prompt_shared(shape, tile, prompt_stages(shape, tile))
+    with torch.cuda.device(device):
+        return Function(cubin, "prompt_attention", 2 * tile + 128, shared, 1)
+
+
+# What `tensor_map` wants to know of a tensor: sizes, strides and the box, the innermost dimension first. There are five
+# of each, for the copy engine's instruction and the tensor must agree in that.
+Map: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+
+
+def query_map(q: Tensor, shape: AttentionShape, tile: int) -> Map:
+    """Of [tokens, heads, head_dim]: boxes of a group of heads for the tokens of a tile, 64 dimensions wide."""
+    tokens, heads, dim = q.shape
+    strides = (q.stride(1), q.stride(0), q.stride(0), q.stride(0))
+    return (dim, heads, tokens, 1, 1), strides, (64, shape.group, tile // shape.group, 1, 1)
+
+
+def cache_map(cache: Tensor) -> Map:
+    """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide."""
+    slots, heads, chunk, dim = cache.shape
+    sizes, strides = (64, dim // 64, chunk, heads, slots), (64, dim, cache.stride(1), cache.stride(0))
+    return sizes, strides, (64, 1, chunk, 1, 1)
+
+
+def _mapped(tensor: Tensor, of: Map) -> TensorMap:
+    return tensor_map(tensor.data_ptr(), tensor.dtype, *of)

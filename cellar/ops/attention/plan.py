@@ -1,0 +1,444 @@
+"""The plan of one step's attention: a work list that is made once on the host and used by every layer.
+
+A *packed row* is one query of one head: a span of n tokens has n * group rows per KV head (group = heads / kv_heads),
+row r being token r // group and head r % group of the KV head's group. A work item is a tile of packed rows against
+a range of KV positions, for each KV head. Two classes of tiles: NARROW (all rows of the span fit one tile of 16:
+decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where whole tiles would not
+fill the device; its partial results are summed up by whichever program arrives last.
+
+    meta    [ 0: narrow items | 1: wide items | unused ... | item | item | ... ]      int32, narrow items first
+    item    ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER (ITEM_FIELDS each)
+
+Within a class the costly items stand first: cost = 2 * tile + KV length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.ops.cuda.hopper import hopper_available
+
+IntArray = NDArray[np.int32]
+
+HEADER = 16
+ITEM_FIELDS = 16
+ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER = range(11)
+
+NARROW_TILE = 16
+MAX_PARTS = 64
+PIECE = 128
+
+# Rows of the wide tiles in captured steps, which are too short for larger ones, and on Hopper.
+GRAPH_TILE, HOPPER_TILE = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What all steps of a model have in common. `window` W: a query at position p sees (p - W, p]; None: [0, p]."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    chunk_size: int
+    window: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def reads_new(self) -> bool:
+        """Whether kernels read K and V of spans from position 0 on where the step computed them: the copy engine takes
+        powers of 2.
+        """
+        return self.window is None and self.head_dim >= 16 and self.head_dim & (self.head_dim - 1) == 0
+
+    @property
+    def suits_hopper(self) -> bool:
+        """Whether prompts of this shape run on Hopper by a kernel of its own (`attention_hopper`)."""
+        return self.head_dim in (64, 128) and 64 % self.group == 0 and self.window is None
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """The host's work list. `table` is int32 [items, ITEM_FIELDS], the `narrow` first ones of class NARROW.
+
+    An item covers packed rows [FIRST, LAST) of the span whose tokens begin at TOKEN of the step and at position START
+    of table row ROW, against positions [KV_FIRST, KV_LAST). If PARTS > 1 it is the PART-th of that many: it leaves
+    its partial result in rows PARTIAL + PART * tile of the scratch and counts at COUNTER.
+    """
+
+    table: IntArray
+    narrow: int
+    wide_tile: int
+    partial_rows: int
+    counters: int
+
+    def write(self, words: IntArray) -> int:
+        """Put the list there as kernels read it; -> how many words it takes."""
+        size = HEADER + self.table.size
+        words[0] = self.narrow
+        words[1] = len(self.table) - self.narrow
+        words[HEADER:size] = self.table.reshape(-1)
+        return size
+
+
+class AttentionBuffers:
+    """Device memory at fixed addresses for the work lists of successive steps, so that a captured graph can read them.
+
+    `meta` is filled by one copy from pinned memory; a ring of `depth` host buffers lets as many steps be in flight.
+    `partial` float32 [rows, kv_heads, head_dim]: sums of P V. `extents` float32 [rows, kv_heads, 2]: their maximum
+    score and sum of P. `counters` int32 [counters * kv_heads] and `claimed` int32 [1], items that programs have taken:
+    all zero between launches.
+    """
+
+    def __init__(
+        self, items: int, partial_rows: int, counters: int, shape: AttentionShape, device: torch.device, depth: int = 3
+    ) -> None:
+        self.device = device
+        self.capacity = (items, partial_rows, counters)
+        size = HEADER + items * ITEM_FIELDS
+        self.meta = torch.zeros(size, dtype=torch.int32, device=device)
+        scratch = (max(partial_rows, 1), shape.kv_heads)
+        self.partial = torch.empty((*scratch, shape.head_dim), dtype=torch.float32, device=device)
+        self.extents = torch.empty((*scratch, 2), dtype=torch.float32, device=device)
+        self.counters = torch.zeros(max(counters, 1) * shape.kv_heads, dtype=torch.int32, device=device)
+        self.claimed = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=self._pinned) for _ in range(depth)]
+        event: Any = torch.cuda.Event
+        self._copied = [event() if self._pinned else None for _ in range(depth)]
+        self._next = 0
+
+    @classmethod
+    def for_limits(
+        cls, shape: AttentionShape, max_tokens: int, max_spans: int, programs: int, device: torch.device, depth: int = 3
+    ) -> AttentionBuffers:
+        """Buffers that hold every plan of at most so many tokens and spans that is split by load (no `split`)."""
+        tiles = max_spans + -(-max_tokens * shape.group // 64)
+        pieces = 2 * -(-2 * programs // shape.kv_heads)
+        return cls(tiles + pieces, pieces * 128, pieces, shape, device, depth)
+
+    def holds(self, items: Items) -> bool:
+        """Whether there is room for such a list."""
+        needed = (len(items.table), items.partial_rows, items.counters)
+        return all(n <= c for n, c in zip(needed, self.capacity, strict=True))
+
+    def placed_at(self, meta: Tensor) -> AttentionBuffers:
+        """The same scratch for lists that somebody else copies to `meta`."""
+        other = copy(self)
+        other.meta = meta
+        return other
+
+    def fill(self, items: Items) -> None:
+        """Copy a work list to the device, in stream order. Raises CapacityError if it is larger than the buffers."""
+        if not self.holds(items):
+            needed = (len(items.table), items.partial_rows, items.counters)
+            raise CapacityError(
+                f"the step needs {needed} attention items, partial rows and counters, but {self.capacity} are "
+                "reserved; lower max_num_batched_tokens or reserve more."
+            )
+        host, copied = self._hosts[self._next], self._copied[self._next]
+        self._next = (self._next + 1) % len(self._hosts)
+        if copied is not None:
+            copied.synchronize()
+        size = items.write(host.numpy())
+        self.meta[:size].copy_(host[:size], non_blocking=True)
+        if copied is not None:
+            copied.record()
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """How many items of each class a graph computes at most. The wide ones are tiles of `tile` rows."""
+
+    narrow: int
+    wide: int = 0
+    tile: int = GRAPH_TILE
+
+    @classmethod
+    def decodes(cls, rows: int, shape: AttentionShape, programs: int) -> Captured:
+        """Enough for every plan by load of `rows` spans of one token."""
+        return cls(rows + _cuts(shape, programs))
+
+    @classmethod
+    def prompts(cls, tokens: int, rows: int, shape: AttentionShape, programs: int, tile: int = GRAPH_TILE) -> Captured:
+        """Enough for every plan by load of `tokens` in at most `rows` spans."""
+        spans, cuts = min(tokens, rows), _cuts(shape, programs)
+        return cls(spans + cuts, -(-tokens * shape.group // tile) + spans + cuts, tile)
+
+    def holds(self, items: Items) -> bool:
+        """Whether the graph computes all of the list."""
+        return items.narrow <= self.narrow and len(items.table) - items.narrow <= self.wide
+
+
+def _cuts(shape: AttentionShape, programs: int) -> int:
+    """By how many more items than tiles a plan by load has at most.
+
+    A tile of length n is cut into at most max(1, n / share + 1/2) < 1 + n / share parts, and with the share rounded
+    down the sum of n / share is at most programs / kv_heads (1 + 1 / PIECE).
+    """
+    return -(-programs * (PIECE + 1) // (PIECE * shape.kv_heads))
+
+
+Softmax: TypeAlias = Literal["auto", "unified", "maximum"]
+"""How weights are made on a GPU: with a running maximum; without one, where the kernel can (FlashDecoding++ §3); or
+whichever was measured to be faster.
+"""
+
+
+@dataclass
+class AttentionWork:
+    """One step's plan, shared by all layers of one shape. Span s owns tokens [offset[s], offset[s + 1]) of the step.
+
+    `prepared` is where a path keeps what it derives from plan and slot table in the first layer and uses again in the
+    others; therefore all calls with one work must pass the same, unchanged table, and not at the same time.
+    """
+
+    shape: AttentionShape
+    row: IntArray
+    start: IntArray
+    stop: IntArray
+    offset: IntArray
+    device: torch.device
+    programs: int
+    split: int | None = None
+    buffers: AttentionBuffers | None = None
+    prepared: dict[Any, Any] = field(default_factory=dict)
+    captured: Captured | None = None
+    softmax: Softmax = "auto"
+
+    @classmethod
+    def for_graph(cls, shape: AttentionShape, buffers: AttentionBuffers, captured: Captured) -> AttentionWork:
+        """Work for a graph: the list is what `buffers` hold when it is replayed.
+
+        Of decodes alone, the group must fit the narrow tile.
+        """
+        none = np.zeros(0, np.int32)
+        device = buffers.device
+        programs = default_programs(device)
+        offset = np.zeros(1, np.int32)
+        return cls(shape, none, none, none, offset, device, programs, buffers=buffers, captured=captured)
+
+    @property
+    def launches(self) -> list[tuple[bool, int, int]]:
+        """One launch per class of tiles that the list has: (wide, rows of a tile, programs).
+
+        A program for each (item, KV head), the long ones first: what the device cannot run at once starts when others
+        end. A captured launch has as many as its steps may need.
+        """
+        if self.captured is not None:
+            counts, wide_tile = (self.captured.narrow, self.captured.wide), self.captured.tile
+        else:
+            counts = (self.items.narrow, len(self.items.table) - self.items.narrow)
+            wide_tile = self.items.wide_tile
+        classes = zip((False, True), (NARROW_TILE, wide_tile), counts, strict=True)
+        return [(wide, tile, n * self.shape.kv_heads) for wide, tile, n in classes if n]
+
+    @cached_property
+    def is_decode(self) -> bool:
+        """True if `decode_attention` may compute it: every span is one token, and the group fits the narrow tile."""
+        if self.shape.group > NARROW_TILE:
+            return False
+        if self.captured is not None:
+            return self.captured.wide == 0
+        return bool((self.stop - self.start == 1).all())
+
+    @property
+    def reads_new(self) -> bool:
+        """Whether `attention` wants the step's own K and V, too: on a GPU, in steps too long to be captured, where it
+        does not read the cache by the copy engine.
+        """
+        eager = self.captured is None and self.device.type == "cuda"
+        return eager and self.shape.reads_new and not on_hopper(self.shape, self.device)
+
+    @cached_property
+    def with_maximum(self) -> AttentionWork:
+        """The same plan, list and scratch, for layers whose scores are too wide to leave the maximum out."""
+        other = copy(self)
+        other.softmax = "maximum"
+        return other
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the step."""
+        return int(self.offset[-1])
+
+    @cached_property
+    def items(self) -> Items:
+        """The work list on the host."""
+        tile = HOPPER_TILE if on_hopper(self.shape, self.device) else None
+        return work_items(self.shape, self.row, self.start, self.stop, self.offset, self.programs, self.split, tile)
+
+    @cached_property
+    def resident(self) -> AttentionBuffers:
+        """The work list on the device."""
+        buffers = self.buffers
+        if self.captured is not None:
+            assert buffers is not None
+            return buffers
+        items = self.items
+        if buffers is None:
+            sizes = (len(items.table), items.partial_rows, items.counters)
+            buffers = AttentionBuffers(*sizes, self.shape, self.device, depth=1)
+        buffers.fill(items)
+        return buffers
+
+
+def plan_attention(
+    row: Sequence[int] | IntArray,
+    start: Sequence[int] | IntArray,
+    stop: Sequence[int] | IntArray,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    chunk_size: int,
+    window: int | None = None,
+    device: torch.device | str = "cpu",
+    programs: int | None = None,
+    split: int | None = None,
+    buffers: AttentionBuffers | None = None,
+) -> AttentionWork:
+    """Plan the attention of one step; span s computes positions [start[s], stop[s]) of table row row[s].
+
+    `programs`: how many the device runs at once (default: two per multiprocessor). `split`: cut KV every so many
+    positions whatever the batch is, so that a request's result does not depend on its company; None: by load.
+    `buffers`: where on the device the list is put; None allocates. Raises ConfigError for impossible shapes.
+    """
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"{heads} heads over {kv_heads} KV heads; the first must be a multiple of the second.")
+    if window is not None and window < 1:
+        raise ConfigError(f"the attention window is {window}; it must be at least 1, or None.")
+    if split is not None and split < 1:
+        raise ConfigError(f"split is {split}; it must be at least 1, or None.")
+    device = torch.device(device)
+    starts, stops = np.asarray(start, np.int32), np.asarray(stop, np.int32)
+    offset = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(stops - starts, out=offset[1:])
+    work = AttentionWork(
+        AttentionShape(heads, kv_heads, head_dim, chunk_size, window),
+        np.asarray(row, np.int32),
+        starts,
+        stops,
+        offset,
+        device,
+        default_programs(device) if programs is None else programs,
+        split,
+        buffers,
+    )
+    if device.type == "cuda":
+        work.resident  # noqa: B018  the copy starts now, not in the first layer
+    return work
+
+
+def on_hopper(shape: AttentionShape, device: torch.device) -> bool:
+    """Whether 16-bit prompts run by the kernel for Hopper: it takes tiles of HOPPER_TILE rows, and reads the cache."""
+    return shape.suits_hopper and hopper_available(device)
+
+
+def default_programs(device: torch.device) -> int:
+    """Programs that a device runs at once: two per multiprocessor."""
+    if device.type != "cuda":
+        return 8
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def work_items(
+    shape: AttentionShape,
+    row: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    offset: IntArray,
+    programs: int,
+    split: int | None = None,
+    wide_tile: int | None = None,
+) -> Items:
+    """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class.
+
+    `wide_tile`: rows of wide tiles, 64 or, for Hopper's kernel, HOPPER_TILE; None: by load.
+    """
+    programs_of_wide = -(-programs // 2) if wide_tile == HOPPER_TILE else programs
+    rows = (stop - start) * shape.group
+    narrow = rows <= NARROW_TILE
+    wide_rows = int(rows[~narrow].sum())
+    if wide_tile is None:
+        fills = wide_rows * shape.kv_heads >= 128 * programs
+        by_slots = not (shape.reads_new and (start[~narrow] == 0).all())
+        wide_tile = 128 if fills and by_slots and split is None and shape.head_dim <= 128 else 64
+
+    tiles = np.where(narrow, 1, -(-rows // wide_tile))
+    if len(rows) == int(tiles.sum()):
+        span, first = np.arange(len(rows)), np.zeros(len(rows), np.int32)
+    else:
+        span = np.repeat(np.arange(len(rows)), tiles)
+        first = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * wide_tile
+    narrow, start, rows = narrow[span], start[span], rows[span]
+    last = np.minimum(first + wide_tile, rows)
+    kv_last = start + (last - 1) // shape.group + 1
+    kv_first = np.zeros_like(kv_last)
+    if shape.window is not None:
+        kv_first = np.maximum(start + first // shape.group - shape.window + 1, 0)
+
+    piece = _pieces(kv_last - kv_first, narrow, shape.kv_heads, programs, programs_of_wide, split)
+    parts = -(-(kv_last - kv_first) // piece)
+    tile = np.where(narrow, NARROW_TILE, wide_tile)
+    is_split = parts > 1
+    scratch = np.where(is_split, parts * tile, 0)
+    partial = np.cumsum(scratch) - scratch
+    counter = np.cumsum(is_split) - is_split
+
+    if is_split.any():
+        of = np.repeat(np.arange(len(span)), parts)
+        part = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+        begin = kv_first[of] + part * piece[of]
+        end = np.minimum(begin + piece[of], kv_last[of])
+    else:
+        of, part, begin, end = np.arange(len(span)), 0, kv_first, kv_last
+    # Narrow items first, then by falling cost; stable, so that equal plans give equal lists.
+    cost = np.where(narrow, 1 << 30, 0)[of] + 2 * tile[of] + (end - begin)
+    order = np.argsort(-cost, kind="stable")
+    of = of[order]
+    table = np.zeros((len(of), ITEM_FIELDS), np.int32)
+    table[:, ROW] = row[span[of]]
+    table[:, TOKEN] = offset[span[of]]
+    table[:, FIRST] = first[of]
+    table[:, LAST] = last[of]
+    table[:, START] = start[of]
+    table[:, KV_FIRST] = begin[order]
+    table[:, KV_LAST] = end[order]
+    table[:, PARTIAL] = partial[of]
+    table[:, PART] = part if isinstance(part, int) else part[order]
+    table[:, PARTS] = parts[of]
+    table[:, COUNTER] = counter[of]
+    return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()))
+
+
+def _pieces(
+    length: IntArray, narrow: NDArray[np.bool_], kv_heads: int, programs: int, programs_of_wide: int, split: int | None
+) -> IntArray:
+    """KV positions per item: `split`, or even parts of about what is each program's equal share.
+
+    A part has at least about PIECE positions, a tile at most MAX_PARTS parts. Wide tiles that have a multiprocessor for
+    themselves have parts four times as long: to add two of them up takes as long as to compute one.
+    """
+    if split is not None:
+        return np.full(len(length), split, np.int32)
+    share = np.empty(len(length), np.int32)
+    least_of_wide = PIECE if programs_of_wide == programs else 4 * PIECE
+    for of_class, number, least in ((narrow, programs, PIECE), (~narrow, programs_of_wide, least_of_wide)):
+        share[of_class] = max(least, int(length[of_class].sum()) * kv_heads // number)
+    # Rounded, not up: a tile little longer than its share is left whole, for two halves would take two turns.
+    parts = np.clip((length + share // 2) // share, 1, MAX_PARTS)
+    even: IntArray = -(-length // (16 * parts)) * 16
+    return even

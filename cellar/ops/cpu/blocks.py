@@ -1,0 +1,12 @@
+"""How codes of quantized matrices are taken by the kernels: sizes that their callers know, too, without Numba."""
+
+from __future__ import annotations
+
+SIZE = 16
+"""Numbers that are computed with at once."""
+
+BLOCK = 2 * SIZE
+"""Codes that are decoded at once. Of those with 4 bits the first half are the low bits of sixteen bytes."""
+
+ROWS = 4
+"""Rows of the matrix that are multiplied at once: as many sums as hide a multiplication's latency."""

@@ -1,0 +1,532 @@
+"""The kernels of the CPU, compiled by Numba when they are first asked for and kept on disk.
+
+Each takes one pointer to two words: a counter that the threads of a call share, and the address of the call's
+arguments, eight bytes each, in the order of the list above the kernel; strides are in elements. Threads take turns at
+the counter, so one that lost its core for a while leaves its share to the others; what is computed does not depend on
+who does it. `kind` is a pointer whose type says what the tensors' elements are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from numba import cfunc, njit, types
+
+from cellar.ops.cpu import blocks as blocks_cpu
+from cellar.ops.cpu import gates as gates_cpu
+from cellar.ops.cpu import lanes as lanes_cpu
+from cellar.ops.cpu import quantized as quantized_cpu
+from cellar.ops.cpu import wide as wide_cpu
+from cellar.ops.cpu.lanes import (
+    LONGS,
+    WIDTH,
+    begin_region,
+    brains,
+    doubles,
+    first_of,
+    floats,
+    fma,
+    front,
+    get,
+    greater,
+    halves,
+    ints,
+    largest,
+    like,
+    load,
+    longs,
+    next_of,
+    power,
+    put,
+    root,
+    rounded,
+    splat,
+    stack,
+    store,
+    total,
+    totals,
+)
+
+LEAST = -1.0e30
+LOG2E = 1.4426950408889634
+
+
+def _inner(function: Any) -> Any:
+    """A function that kernels call."""
+    return njit(function, error_model="numpy", boundscheck=False)
+
+
+# -- norm ----------------------------------------------------------------------------------------
+
+# x, delta (0: none), weight, out, sum (0: none wanted); rows, inner (rows of one outer index), columns; strides of x:
+# outer, inner; rows per turn; eps
+
+
+@_inner
+def _norm(words, kind):  # type: ignore[no-untyped-def]
+    a = longs(get(words, 1))
+    x, weight, out = like(kind, get(a, 0)), like(kind, get(a, 2)), like(kind, get(a, 3))
+    delta, added = like(kind, get(a, 1)), like(kind, get(a, 4))
+    adds = get(a, 1) != 0
+    rows, inner, columns = get(a, 5), get(a, 6), get(a, 7)
+    outer_stride, inner_stride, step = get(a, 8), get(a, 9), get(a, 10)
+    eps = get(doubles(get(words, 1)), 11)
+    whole = columns - columns % WIDTH
+    while True:
+        first = next_of(words) * step
+        if first >= rows:
+            return
+        for row in range(first, min(first + step, rows)):
+            at = row // inner * outer_stride + row % inner * inner_stride
+            to = row * columns
+            squares = splat(0.0)
+            for d in range(0, whole, WIDTH):
+                v = load(x, at + d)
+                if adds:
+                    v = rounded(kind, v + load(delta, to + d))
+                    store(added, to + d, v)
+                squares = fma(v, v, squares)
+            square = total(squares)
+            for d in range(whole, columns):
+                n = get(x, at + d)
+                if adds:
+                    n = rounded(kind, n + get(delta, to + d))
+                    put(added, to + d, n)
+                square = fma(n, n, square)
+            scale = types.float32(1.0) / root(square / types.float32(columns) + eps)
+            scales = splat(scale)
+            if adds:
+                for d in range(0, whole, WIDTH):
+                    store(out, to + d, rounded(kind, load(added, to + d) * scales) * load(weight, d))
+                for d in range(whole, columns):
+                    put(out, to + d, rounded(kind, get(added, to + d) * scale) * get(weight, d))
+            else:
+                for d in range(0, whole, WIDTH):
+                    store(out, to + d, rounded(kind, load(x, at + d) * scales) * load(weight, d))
+                for d in range(whole, columns):
+                    put(out, to + d, rounded(kind, get(x, at + d) * scale) * get(weight, d))
+
+
+# -- activation ----------------------------------------------------------------------------------
+
+SILU, GELU, GELU_TANH = 0, 1, 2
+
+
+@_inner
+def _activated(v, function):  # type: ignore[no-untyped-def]
+    if function == SILU:
+        return v / (splat(1.0) + power(v * splat(-LOG2E)))
+    if function == GELU_TANH:  # (1 + tanh u) / 2 = 1 / (1 + e^(-2u)), u = sqrt(2 / pi) (v + 0.044715 v^3)
+        u = fma(v * v, splat(-2.0 * 0.7978845608028654 * 0.044715 * LOG2E), splat(-2.0 * 0.7978845608028654 * LOG2E))
+        return v / (splat(1.0) + power(v * u))
+    # 1 - erf to 1.5e-7, for arguments from 0 on (Abramowitz and Stegun, 7.1.26).
+    size = greater(v, splat(0.0) - v)
+    t = splat(1.0) / fma(size, splat(0.3275911 * 0.7071067811865476), splat(1.0))
+    rest = fma(t, splat(1.061405429), splat(-1.453152027))
+    rest = fma(t, fma(t, fma(t, rest, splat(1.421413741)), splat(-0.284496736)), splat(0.254829592)) * t
+    rest = rest * power(v * v * splat(-0.5 * LOG2E))
+    return greater(v, splat(0.0)) - splat(0.5) * size * rest
+
+
+# x, out, rows, columns of out, stride of x, rows per turn, function, gated (1: behind the gates stands what they let
+# through)
+
+
+@_inner
+def _activation(words, kind):  # type: ignore[no-untyped-def]
+    a = longs(get(words, 1))
+    x, out = like(kind, get(a, 0)), like(kind, get(a, 1))
+    rows, columns, stride, step, function, gated = get(a, 2), get(a, 3), get(a, 4), get(a, 5), get(a, 6), get(a, 7)
+    whole = columns - columns % WIDTH
+    last = stack(WIDTH)
+    for d in range(WIDTH):
+        put(last, d, types.float32(0.0))
+    while True:
+        first = next_of(words) * step
+        if first >= rows:
+            return
+        for row in range(first, min(first + step, rows)):
+            at, to = row * stride, row * columns
+            for d in range(0, whole, WIDTH):
+                v = rounded(kind, _activated(load(x, at + d), function))
+                if gated:
+                    v = v * load(x, at + columns + d)
+                store(out, to + d, v)
+            if whole < columns:
+                for d in range(whole, columns):
+                    put(last, d - whole, get(x, at + d))
+                store(last, 0, rounded(kind, _activated(load(last, 0), function)))
+                for d in range(whole, columns):
+                    n = get(last, d - whole)
+                    if gated:
+                        n = n * get(x, at + columns + d)
+                    put(out, to + d, n)
+
+
+# -- rotary embedding ----------------------------------------------------------------------------
+
+
+@_inner
+def _turn(source, at, target, to, kind, cos_sin, row, half, dim, scale):  # type: ignore[no-untyped-def]
+    """Copy a head of `dim` elements, its first 2 * half turned by row `row` of the table, times `scale`."""
+    scales = splat(scale)
+    whole = half - half % WIDTH
+    cos, sin = row * 2 * half, row * 2 * half + half
+    for d in range(0, whole, WIDTH):
+        c, s = load(cos_sin, cos + d), load(cos_sin, sin + d)
+        x, y = load(source, at + d), load(source, at + half + d)
+        store(target, to + d, rounded(kind, fma(x, c, splat(0.0) - y * s)) * scales)
+        store(target, to + half + d, rounded(kind, fma(y, c, x * s)) * scales)
+    for d in range(whole, half):
+        c, s = get(cos_sin, cos + d), get(cos_sin, sin + d)
+        x, y = get(source, at + d), get(source, at + half + d)
+        put(target, to + d, rounded(kind, fma(x, c, -(y * s))) * scale)
+        put(target, to + half + d, rounded(kind, fma(y, c, x * s)) * scale)
+    _copy(source, at + 2 * half, target, to + 2 * half, dim - 2 * half, scale)
+
+
+@_inner
+def _copy(source, at, target, to, count, scale):  # type: ignore[no-untyped-def]
+    scales = splat(scale)
+    whole = count - count % WIDTH
+    for d in range(0, whole, WIDTH):
+        store(target, to + d, load(source, at + d) * scales)
+    for d in range(whole, count):
+        put(target, to + d, get(source, at + d) * scale)
+
+
+# q, its token and head strides; k, its; v, its; out (q turned); positions, cos_sin, rotary_dim (0: nothing turns);
+# k_cache, v_cache, their slot strides, their head stride; slot_mapping; tokens, heads, kv_heads, dim, chunk; tokens per
+# turn
+
+
+@_inner
+def _rotary_kv(words, kind):  # type: ignore[no-untyped-def]
+    a = longs(get(words, 1))
+    q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
+    k, k_token, k_head = like(kind, get(a, 3)), get(a, 4), get(a, 5)
+    v, v_token, v_head = like(kind, get(a, 6)), get(a, 7), get(a, 8)
+    out, positions, cos_sin, half = like(kind, get(a, 9)), longs(get(a, 10)), floats(get(a, 11)), get(a, 12) // 2
+    k_cache, v_cache, k_slot, v_slot = like(kind, get(a, 13)), like(kind, get(a, 14)), get(a, 15), get(a, 16)
+    cache_head, mapping = get(a, 17), longs(get(a, 18))
+    tokens, heads, kv_heads, dim, chunk, step = get(a, 19), get(a, 20), get(a, 21), get(a, 22), get(a, 23), get(a, 24)
+    one = types.float32(1.0)
+    while True:
+        first = next_of(words) * step
+        if first >= tokens:
+            return
+        for t in range(first, min(first + step, tokens)):
+            place = get(mapping, t)
+            inner = place % chunk * dim
+            k_at = place // chunk * k_slot + inner
+            v_at = place // chunk * v_slot + inner
+            position = get(positions, t)
+            for h in range(heads if half else 0):
+                _turn(q, t * q_token + h * q_head, out, (t * heads + h) * dim, kind, cos_sin, position, half, dim, one)
+            for h in range(kv_heads):
+                to = k_at + h * cache_head
+                _turn(k, t * k_token + h * k_head, k_cache, to, kind, cos_sin, position, half, dim, one)
+                _copy(v, t * v_token + h * v_head, v_cache, v_at + h * cache_head, dim, one)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+@_inner
+def _scores(query, at, keys, k_at, dim, last):  # type: ignore[no-untyped-def]
+    """Lane n is the query times the n-th key from k_at on; beyond `last` the last one's stands in their place."""
+    r1, r2, r3 = k_at + min(1, last) * dim, k_at + min(2, last) * dim, k_at + min(3, last) * dim
+    r4, r5, r6 = k_at + min(4, last) * dim, k_at + min(5, last) * dim, k_at + min(6, last) * dim
+    r7 = k_at + min(7, last) * dim
+    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = splat(0.0)
+    for d in range(0, dim - dim % WIDTH, WIDTH):
+        x = load(query, at + d)
+        s0 = fma(x, load(keys, k_at + d), s0)
+        s1 = fma(x, load(keys, r1 + d), s1)
+        s2 = fma(x, load(keys, r2 + d), s2)
+        s3 = fma(x, load(keys, r3 + d), s3)
+        s4 = fma(x, load(keys, r4 + d), s4)
+        s5 = fma(x, load(keys, r5 + d), s5)
+        s6 = fma(x, load(keys, r6 + d), s6)
+        s7 = fma(x, load(keys, r7 + d), s7)
+    return totals(s0, s1, s2, s3, s4, s5, s6, s7)
+
+
+@_inner
+def _tail_score(query, at, keys, k_at, dim):  # type: ignore[no-untyped-def]
+    """The rest of a product: what is left of the dimensions behind the last whole lanes."""
+    s = types.float32(0.0)
+    for d in range(dim - dim % WIDTH, dim):
+        s = fma(get(query, at + d), get(keys, k_at + d), s)
+    return s
+
+
+@_inner
+def _score(query, at, keys, k_at, begin, end, dim, scores):  # type: ignore[no-untyped-def]
+    """Write the scores of positions begin..end of a chunk, the last one again up to whole lanes; -> the largest."""
+    largest_so_far = splat(LEAST)
+    for o in range(begin, end, WIDTH):
+        s = _scores(query, at, keys, k_at + o * dim, dim, end - 1 - o)
+        if dim % WIDTH:
+            store(scores, o, s)
+            for x in range(o, o + WIDTH):
+                rest = _tail_score(query, at, keys, k_at + min(x, end - 1) * dim, dim)
+                put(scores, x, get(scores, x) + rest)
+            s = load(scores, o)
+        largest_so_far = greater(s, largest_so_far)
+        store(scores, o, s)
+    return largest(largest_so_far)
+
+
+@_inner
+def _weigh(scores, begin, end, top):  # type: ignore[no-untyped-def]
+    """Scores s become 2^(s - top), 0 behind the end; -> their sum."""
+    tops, weight = splat(top), splat(0.0)
+    for o in range(begin, end, WIDTH):
+        w = power(load(scores, o) - tops)
+        if o + WIDTH > end:
+            w = front(w, end - o)
+        store(scores, o, w)
+        weight = weight + w
+    return total(weight)
+
+
+@_inner
+def _add_values(weights, begin, end, values, v_at, dim, sums, at, shrink):  # type: ignore[no-untyped-def]
+    """sums * shrink + the weighted sum of the values begin..end, those of v_at being the 0th, dim elements each."""
+    shrinks = splat(shrink)
+    d = 0
+    while d + 8 * WIDTH <= dim:
+        o = at + d
+        a0, a1 = load(sums, o) * shrinks, load(sums, o + 8) * shrinks
+        a2, a3 = load(sums, o + 16) * shrinks, load(sums, o + 24) * shrinks
+        a4, a5 = load(sums, o + 32) * shrinks, load(sums, o + 40) * shrinks
+        a6, a7 = load(sums, o + 48) * shrinks, load(sums, o + 56) * shrinks
+        for n in range(begin, end):
+            w = splat(get(weights, n))
+            r = v_at + n * dim + d
+            a0 = fma(w, load(values, r), a0)
+            a1 = fma(w, load(values, r + 8), a1)
+            a2 = fma(w, load(values, r + 16), a2)
+            a3 = fma(w, load(values, r + 24), a3)
+            a4 = fma(w, load(values, r + 32), a4)
+            a5 = fma(w, load(values, r + 40), a5)
+            a6 = fma(w, load(values, r + 48), a6)
+            a7 = fma(w, load(values, r + 56), a7)
+        store(sums, o, a0)
+        store(sums, o + 8, a1)
+        store(sums, o + 16, a2)
+        store(sums, o + 24, a3)
+        store(sums, o + 32, a4)
+        store(sums, o + 40, a5)
+        store(sums, o + 48, a6)
+        store(sums, o + 56, a7)
+        d += 8 * WIDTH
+    while d + WIDTH <= dim:
+        b0 = load(sums, at + d) * shrinks
+        for n in range(begin, end):
+            b0 = fma(splat(get(weights, n)), load(values, v_at + n * dim + d), b0)
+        store(sums, at + d, b0)
+        d += WIDTH
+    while d < dim:
+        b = get(sums, at + d) * shrink
+        for n in range(begin, end):
+            b = fma(get(weights, n), get(values, v_at + n * dim + d), b)
+        put(sums, at + d, b)
+        d += 1
+
+
+# q, its token and head strides; k, its (0: all K and V are written); v, its; cos_sin (0: nothing turns), rotary_dim;
+# k_cache, v_cache, their slot strides, their head stride; table, its stride; out, its token and head strides;
+# row, start, stop, offset (int32, of spans); span and first query of each item (int32; 0: item = span, of one token);
+# items, queries of an item, kv_heads, group, dim, chunk, window (0: none), scale * log2(e)
+
+
+@_inner
+def _attention(words, kind):  # type: ignore[no-untyped-def]
+    a = longs(get(words, 1))
+    q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
+    k, k_token, k_head = like(kind, get(a, 3)), get(a, 4), get(a, 5)
+    v, v_token, v_head = like(kind, get(a, 6)), get(a, 7), get(a, 8)
+    is_new = get(a, 3) != 0
+    cos_sin, half = floats(get(a, 9)), get(a, 10) // 2
+    k_cache, v_cache, k_slot, v_slot = like(kind, get(a, 11)), like(kind, get(a, 12)), get(a, 13), get(a, 14)
+    cache_head, table, table_stride = get(a, 15), ints(get(a, 16)), get(a, 17)
+    out, out_token, out_head = like(kind, get(a, 18)), get(a, 19), get(a, 20)
+    rows, starts, stops, offsets = ints(get(a, 21)), ints(get(a, 22)), ints(get(a, 23)), ints(get(a, 24))
+    spans, firsts, listed = ints(get(a, 25)), ints(get(a, 26)), get(a, 25) != 0
+    items, block, kv_heads, group = get(a, 27), get(a, 28), get(a, 29), get(a, 30)
+    dim, chunk, window = get(a, 31), get(a, 32), get(a, 33)
+    scale = get(doubles(get(words, 1)), 34)
+    one = types.float32(1.0)
+    # Of each query and head: the query, and a sum of values, largest score and sum of weights as far as they go.
+    most = block * group
+    queries, sums = stack(most * dim), stack(most * dim)
+    tops, weights_of = stack(most), stack(most)
+    scores = stack(chunk + WIDTH)
+    while True:
+        item = next_of(words)
+        if item >= items * kv_heads:
+            return
+        head = item % kv_heads
+        item //= kv_heads
+        span, skipped = item, 0
+        if listed:
+            span, skipped = get(spans, item), get(firsts, item)
+        start = get(starts, span) + skipped
+        count = min(block, get(stops, span) - start)
+        token = get(offsets, span) + skipped
+        slots = get(rows, span) * table_stride
+        if is_new:
+            slot = get(table, slots + start // chunk)
+            inner = head * cache_head + start % chunk * dim
+            at = token * k_token + head * k_head
+            _turn(k, at, k_cache, slot * k_slot + inner, kind, cos_sin, start, half, dim, one)
+            _copy(v, token * v_token + head * v_head, v_cache, slot * v_slot + inner, dim, one)
+        for i in range(count):
+            for g in range(group):
+                n = i * group + g
+                at = (token + i) * q_token + (head * group + g) * q_head
+                _turn(q, at, queries, n * dim, kind, cos_sin, start + i, half, dim, scale)
+                put(tops, n, types.float32(LEAST))
+                put(weights_of, n, types.float32(0.0))
+        for d in range(0, count * group * dim - WIDTH + 1, WIDTH):
+            store(sums, d, splat(0.0))
+        for d in range(count * group * dim - count * group * dim % WIDTH, count * group * dim):
+            put(sums, d, types.float32(0.0))
+        low = max(0, start - window + 1) if window else 0
+        for j in range(low // chunk, (start + count - 1) // chunk + 1):
+            slot = get(table, slots + j)
+            keys, values = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
+            for i in range(count):
+                position = start + i - j * chunk
+                end = min(chunk, position + 1)
+                begin = max(0, position + 1 - window) if window else 0
+                if begin < end:
+                    for n in range(i * group, i * group + group):
+                        old = get(tops, n)
+                        top = _score(queries, n * dim, k_cache, keys, begin, end, dim, scores)
+                        shrink = one
+                        if top > old:
+                            shrink = first_of(power(splat(old - top)))
+                            put(tops, n, top)
+                        else:
+                            top = old
+                        weight = _weigh(scores, begin, end, top)
+                        put(weights_of, n, fma(get(weights_of, n), shrink, weight))
+                        _add_values(scores, begin, end, v_cache, values, dim, sums, n * dim, shrink)
+        for i in range(count):
+            for g in range(group):
+                n = i * group + g
+                at = (token + i) * out_token + (head * group + g) * out_head
+                _copy(sums, n * dim, out, at, dim, one / get(weights_of, n))
+
+
+# -- entries -------------------------------------------------------------------------------------
+
+
+def _entries(source: str) -> dict[tuple[str, Any], Any]:
+    """The kernels by name and element. What Numba keeps on disk it looks up by `source`, too."""
+
+    def norm_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _norm(words, floats(0))
+
+    def norm_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _norm(words, halves(0))
+
+    def norm_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _norm(words, brains(0))
+
+    def activation_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _activation(words, floats(0))
+
+    def activation_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _activation(words, halves(0))
+
+    def activation_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _activation(words, brains(0))
+
+    def rotary_kv_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _rotary_kv(words, floats(0))
+
+    def rotary_kv_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _rotary_kv(words, halves(0))
+
+    def rotary_kv_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _rotary_kv(words, brains(0))
+
+    def attention_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attention(words, floats(0))
+
+    def attention_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attention(words, halves(0))
+
+    def attention_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attention(words, brains(0))
+
+    return {
+        ("norm", torch.float32): norm_floats,
+        ("norm", torch.float16): norm_halves,
+        ("norm", torch.bfloat16): norm_brains,
+        ("activation", torch.float32): activation_floats,
+        ("activation", torch.float16): activation_halves,
+        ("activation", torch.bfloat16): activation_brains,
+        ("rotary_kv", torch.float32): rotary_kv_floats,
+        ("rotary_kv", torch.float16): rotary_kv_halves,
+        ("rotary_kv", torch.bfloat16): rotary_kv_brains,
+        ("attention", torch.float32): attention_floats,
+        ("attention", torch.float16): attention_halves,
+        ("attention", torch.bfloat16): attention_brains,
+    }
+
+
+def _launcher(source: str) -> Any:
+    def launch(region, kernel, arguments, threads):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        begin_region(region, kernel, arguments, threads)
+
+    return launch
+
+
+_KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types.int64, types.int64)
+# Numba looks at the file of the function alone; these are all that it may be made of.
+_PARTS = (lanes_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu)
+_FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
+_SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
+_KERNELS = _entries(_SOURCE) | gates_cpu.entries(_SOURCE) | quantized_cpu.entries(_SOURCE)
+
+
+@functools.cache
+def compiled(name: str, dtype: torch.dtype) -> Any:
+    """A kernel; its `address` is good as long as it lives, which is as long as the process does."""
+    return _compiled(_KERNELS[name, dtype], _KERNEL)
+
+
+@functools.cache
+def launcher() -> Any:
+    """`launch(region, kernel, arguments, threads)`, all of them integers; region 0: on this thread."""
+    return _compiled(_launcher(_SOURCE), _LAUNCH)
+
+
+def _compiled(function: Any, shape: Any) -> Any:
+    """Compile it, or read it from disk; where nothing can be written nothing is kept."""
+    try:
+        return cfunc(shape, cache=True, error_model="numpy")(function)
+    except RuntimeError:
+        return cfunc(shape, error_model="numpy")(function)

@@ -1,0 +1,78 @@
+"""From a plan that a search found to the file that an engine obeys."""
+
+from __future__ import annotations
+
+import math
+
+from cellar.core.config import ScheduleConfig, step_tokens
+from cellar.core.specs import ModelSpec
+from cellar.planner.offload import logits_bytes, working_bytes
+from cellar.planner.partition import Formats
+from cellar.planner.placement import placement
+from cellar.planner.plans import Plan
+from cellar.planner.resident import resident_bytes
+from cellar.planner.saved import Limits, SavedPlan, StepShape, geometry_of
+from cellar.planner.steps import StepPrices
+from cellar.planner.work import StepCost, StepWork
+
+
+def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> SavedPlan:
+    """What a plan says to an engine, with `about` among its figures.
+
+    Raises CapacityError if whole rows do not fit where shares did.
+    """
+    dtype = run_dtype(plan.formats, spec.dtype)
+    limits = cost = chunks = None
+    steps: tuple[StepShape, ...] = ()
+    if plan.kind == "resident":
+        chunks = _slots(plan)
+        longest = min(spec.max_position, chunks * plan.d.chunk)
+        limits = Limits(plan.batch, step_tokens(plan.machine.device.kind), longest)
+        cost = StepPrices(plan.d, plan.machine, plan.formats).cost
+        steps = _shapes(plan, cost)
+    return SavedPlan(
+        model=model,
+        geometry=geometry_of(spec),
+        dtype=dtype,
+        chunk_size=plan.d.chunk,
+        machine=plan.machine.name,
+        device=plan.machine.device.kind,
+        placement=placement(plan, spec, dtype, chunks),
+        limits=limits,
+        cost=cost,
+        steps=steps,
+        figures={**about, **plan.figures()},
+    )
+
+
+def run_dtype(formats: Formats, dtype: str) -> str:
+    """The dtype of a run in these formats of a model that is in `dtype` by itself: either 16-bit type is as good."""
+    return formats.compute if "float32" in (formats.compute, dtype) else dtype
+
+
+def _slots(plan: Plan) -> int:
+    """Chunks of KV that let all sequences of the batch run at once, if there is room for the reserve that the scheduler
+    keeps for decodes when it admits one; without, the last wait for the first.
+    """
+    d, job, batch = plan.d, plan.job, plan.batch
+    held = resident_bytes(d, plan.formats, 1, 1)
+    buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, batch)
+    each = d.layers * d.kv_elements() * plan.formats.kv_bytes * d.chunk
+    room = int((plan.machine.usable("device") - held - buffers) // each)
+    at_once = math.ceil(batch * d.chunks(job.prompt) / (1 - ScheduleConfig().decode_reserve))
+    return max(batch * d.chunks(job.prompt + job.generate), min(at_once, room))
+
+
+def _shapes(plan: Plan, cost: StepCost) -> tuple[StepShape, ...]:
+    """The job's prompts, cut into equal steps, and its decodes at the middle of their contexts."""
+    s, n, batch = plan.job.prompt, plan.job.generate, plan.batch
+    each = max(1, step_tokens(plan.machine.device.kind) // s)
+    shapes = []
+    for phase, sequences, new, context in (
+        ("prefill", min(each, batch), s, float(s)),
+        ("decode", batch, 1, s + n / 2),
+    ):
+        attended = sequences * new * plan.d.seen(context - (new - 1) / 2)
+        work = StepWork(sequences * new, sequences, attended, sequences * plan.d.seen(context), new > 1)
+        shapes.append(StepShape(phase, sequences, new, context, cost.seconds(work)))
+    return tuple(shapes)

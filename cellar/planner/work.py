@@ -1,0 +1,86 @@
+"""What a step of the engine works on, in four counts, and what that costs: figures small enough for a plan's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Positions = NDArray[np.integer]
+
+
+class StepWork(NamedTuple):
+    """Counts of one step, positions averaged over the layers where some have windows.
+
+    `attended` sums over the tokens the positions that each attends to, `resident` over the spans those whose K and V
+    are read. `prompts` says that some tokens are a prompt's.
+    """
+
+    tokens: int
+    sampled: int
+    attended: float
+    resident: float
+    prompts: bool = False
+
+
+def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[int | None, ...] = ()) -> StepWork:
+    """The counts of spans [start, stop) of positions, prompts among them.
+
+    `windows` are as in `Dimensions`: one for each layer, or none if all layers see everything.
+    """
+    a, b = start.astype(np.int64), stop.astype(np.int64)
+    new = b - a
+    tokens = int(new.sum())
+    if not windows:
+        return StepWork(tokens, sampled, float((new * (a + b + 1)).sum()) / 2, int(b.sum()), True)
+    attended = resident = 0.0
+    for window in set(windows):
+        share = windows.count(window) / len(windows)
+        limit = _ALL if window is None else window
+        whole = np.clip(np.minimum(b, limit) - a, 0, None)  # tokens that see all that is before them
+        attended += share * float((whole * (2 * a + whole + 1) / 2 + (new - whole) * limit).sum())
+        resident += share * float(np.minimum(b, limit + new - 1).sum())
+    return StepWork(tokens, sampled, attended, resident, True)
+
+
+_ALL = 1 << 40  # a window that no context reaches
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Seconds of any step of one model on one machine, as figures that a plan can carry.
+
+    Products take the longest of `token_flops` and `token_bytes` a token and `weights` once (or `gathers`, of weights
+    from other devices), and `unhidden` of the shorter; logits likewise of `sampled` a row and `head` once. Attention
+    takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
+    collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`.
+    """
+
+    token_flops: float
+    token_bytes: float
+    weights: float
+    attended: float
+    resident: float
+    sampled: float
+    head: float
+    launches: float
+    eager: float
+    gathers: float = 0.0
+    unhidden: float = 0.0
+    talk: float = 0.0
+    token_talk: float = 0.0
+    windows: tuple[int | None, ...] = ()
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a step."""
+        flops, nbytes = self.token_flops * work.tokens, self.weights + self.token_bytes * work.tokens
+        products = max(flops, nbytes, self.gathers) + self.unhidden * min(flops, nbytes)
+        attention = max(self.attended * work.attended, self.resident * work.resident)
+        head = 0.0
+        if work.sampled:
+            flops = self.sampled * work.sampled
+            head = max(flops, self.head) + self.unhidden * min(flops, self.head)
+        found = products + attention + head + self.launches + self.talk + self.token_talk * work.tokens
+        return max(found, self.eager) if work.prompts else found

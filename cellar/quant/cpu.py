@@ -1,0 +1,88 @@
+"""Products with quantized matrices on the CPU, by the kernels of `ops/cpu/quantized.py`."""
+
+from __future__ import annotations
+
+import struct
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
+from cellar.ops.cpu.launch import kernel
+from cellar.ops.linear.onednn import onednn_packs
+from cellar.quant.matrix import Quantized
+
+# Numbers that a thread takes per turn.
+_TURN = 1 << 16
+# Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time.
+_EXPANDED_FROM = 8
+_EXPANDED = 1 << 20
+
+
+def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    """True for matrices in memory whose groups are whole blocks of neighbours."""
+    group = matrix.format.group or x.shape[1]
+    return (
+        matrix.codes.is_cpu
+        and matrix.codes.is_contiguous()
+        and matrix.groups is None
+        and x.shape[1] % group == 0
+        and group % BLOCK == 0
+        and (matrix.zeros is None or matrix.format.rows == 1)
+    )
+
+
+def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` for matrices that are taken; summed in float32, rounded once.
+
+    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format.
+    """
+    tokens, rows = x.shape[0], matrix.shape[0]
+    if not tokens or not rows:
+        return x.new_empty((tokens, rows))
+    if x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
+        return _expanded(x, matrix, bias)
+    out = torch.empty((tokens, rows), dtype=torch.float32)
+    wide = _in_order(x.float(), matrix).contiguous()
+    _launch("product", (wide.data_ptr(),), matrix, out, (tokens,))
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def _expanded(x: Tensor, matrix: Quantized, bias: Tensor | None) -> Tensor:
+    """Some rows at a time become bfloat16 in the same scratch memory, and the library multiplies them."""
+    rows, columns = matrix.shape
+    step = max(1, _EXPANDED // columns)
+    if matrix.format.rows > 1:
+        step = -(-step // matrix.format.rows) * matrix.format.rows
+    scratch = x.new_empty((min(step, rows), columns))
+    x = _in_order(x, matrix).reshape(x.shape)
+    parts = []
+    for start in range(0, rows, step):
+        part = matrix.rows(start, min(rows, start + step))
+        there = scratch[: part.shape[0]]
+        _launch("expansion", (), part, there, ())
+        parts.append(functional.linear(x, there, None if bias is None else bias[start : start + step]))
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
+def _in_order(x: Tensor, matrix: Quantized) -> Tensor:
+    """The columns as they are decoded: of pairs in a byte all the first, then all the second."""
+    if matrix.format.name not in ("int4", "mxfp4"):
+        return x
+    return x.reshape(x.shape[0], -1, SIZE, 2).transpose(2, 3)
+
+
+def _launch(name: str, first: tuple[int, ...], matrix: Quantized, out: Tensor, tokens: tuple[int, ...]) -> None:
+    """Run a kernel of `ops/cpu/quantized.py`."""
+    rows, columns = matrix.shape
+    scales = matrix.scales.contiguous()
+    zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
+    group = matrix.format.group or columns
+    turn = max(1, _TURN // columns // ROWS) * ROWS
+    places = (*first, matrix.codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    counts = (*tokens, rows, columns // group, group // BLOCK, matrix.format.rows or rows, turn)
+    values = (*places, out.data_ptr(), *counts)
+    kernel(f"{name}_{matrix.format.name}", scales.dtype)(struct.pack(f"{len(values)}q", *values), rows * columns)

@@ -1,0 +1,77 @@
+"""The product with a quantized matrix: what it means, and who computes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cellar.core.formats import Format
+from cellar.ops.registry import Case, Op, Variant
+from cellar.quant.cpu import quantized_linear_cpu, takes
+from cellar.quant.matrix import Quantized, dequantized, quantized
+
+# Numbers that are dequantized at a time: they stay in a CPU's cache and bound the extra memory.
+_ELEMENTS = 1 << 18
+
+
+def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b: x: [t, in]; matrix: [out, in]; bias: [out] or None -> [t, out] in x's dtype."""
+    return (_OP.on_cpu if x.is_cpu else _OP.on_gpu)(x, matrix, bias)
+
+
+def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """The dequantized matrix's product in float32, rounded once: some rows are dequantized at a time."""
+    out_features, columns = matrix.shape
+    wide = x.float()
+    out = wide.new_empty((x.shape[0], out_features))
+    step = max(1, _ELEMENTS // max(1, columns))
+    if matrix.format.rows > 1:
+        step = -(-step // matrix.format.rows) * matrix.format.rows
+    for start in range(0, out_features, step):
+        stop = min(out_features, start + step)
+        out[:, start:stop] = functional.linear(wide, dequantized(matrix.rows(start, stop)))
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def _case(format: Format, t: int, n: int, k: int, bias: bool = False) -> Case:
+    def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(n)
+        matrix = quantized(torch.randn((n, k), generator=generator) / k**0.5, format)
+        parts = (matrix.codes, matrix.scales, matrix.zeros)
+        codes, scales, zeros = (None if part is None else part.to(device) for part in parts)
+        assert codes is not None
+        assert scales is not None
+        return {
+            "x": torch.randn((t, k), generator=generator).to(dtype).to(device),
+            "matrix": Quantized(format, codes, scales, zeros),
+            "bias": torch.randn((n,), generator=generator).to(dtype).to(device) if bias else None,
+        }
+
+    return Case(f"{format.name}/{format.group} {t}x{n}x{k}", make)
+
+
+_OP = Op(
+    "quantized_linear",
+    quantized_linear_definition,
+    (Variant("cpu", quantized_linear_cpu, takes),),
+    (
+        _case(Format("int4", 32), 1, 70, 96),
+        _case(Format("int4", 64, zero_points=True), 1, 300, 576, bias=True),
+        _case(Format("int4", 128, zero_points=True), 6, 33, 256),
+        _case(Format("int8"), 1, 130, 416, bias=True),
+        _case(Format("int8"), 7, 31, 96),
+        _case(Format("int8"), 2, 5, 41),
+        _case(Format("fp8"), 1, 40, 160),
+        _case(Format("fp8", 128, rows=128), 5, 200, 256, bias=True),
+        _case(Format("fp8", rows=0), 2, 9, 64),
+        _case(Format("mxfp4", 32), 1, 37, 64),
+        _case(Format("mxfp4", 32), 9, 34, 96, bias=True),
+    ),
+)
+
+OPS = (_OP,)

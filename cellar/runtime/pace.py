@@ -1,0 +1,46 @@
+"""Pace: the number of threads of a worker's operations, from the clock and `threads.py`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+
+import torch
+
+from cellar.ops.cpu.launch import use_threads
+from cellar.runtime.threads import ThreadChoice
+
+
+class Pace:
+    """Sets the number of threads of the calling thread's operations: always the same (`fixed`), or as its laps suggest.
+
+    It belongs to one thread, and must be made in it. Without `fixed` the most is what torch has there.
+    """
+
+    def __init__(self, fixed: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        if fixed is not None:
+            torch.set_num_threads(fixed)
+        self.threads = torch.get_num_threads()
+        self._clock = clock
+        self._choice = ThreadChoice(self.threads) if fixed is None and self.threads > 1 else None
+
+    def begin(self, kind: Hashable, size: float) -> None:
+        """A piece of work begins; its laps take about the same time per `size` as others of its kind."""
+        if self._choice is not None:
+            self._set(self._choice.begin(kind, size, self._clock()))
+
+    def lap(self) -> None:
+        """A lap of the piece has ended."""
+        if self._choice is not None:
+            self._set(self._choice.lap(self._clock()))
+
+    def _set(self, threads: int) -> None:
+        if threads != self.threads:
+            use_threads(threads)
+            self.threads = threads
+
+
+def magnitude(count: int) -> int:
+    """Counts that differ by less than a quarter mostly have the same one: a kind of laps."""
+    shift = max(count.bit_length() - 3, 0)
+    return count >> shift << shift

@@ -1,0 +1,231 @@
+"""RankGroup: several ranks as one runtime. The same plan goes to each, in the same order; rank 0 answers for all."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.core.errors import ConfigError, DeviceError, IntegrityError
+from cellar.core.messages import CopyBatch, CopyResult, StepPlan, StepResult
+from cellar.runtime.protocol import Capacity
+from cellar.runtime.ranks.rank import Died, Masks, News, Opener, Rank, ThreadRank
+
+MakeRank = Callable[[int, Opener, "SimpleQueue[News]"], Rank]
+Result = StepResult | CopyResult
+
+
+@dataclass(slots=True)
+class _Awaited:
+    """A plan or a batch, and what the ranks have answered so far."""
+
+    number: int
+    answers: dict[int, Result] = field(default_factory=dict)
+    since: float = 0.0  # when the first answer came
+
+
+class RankGroup:
+    """Implements `Runtime[StepPlan]` by the runtimes of several ranks, each with a shard of the model and of its KV.
+
+    Rank 0 samples: masks go to it alone, and the ranks hand its tokens on among themselves. All answer, and must say
+    the same: a rank that answers otherwise or out of turn raises IntegrityError from `poll`; one that has died, or has
+    not answered `patience` seconds after another did, DeviceError. Every later call raises the same. A step that failed
+    on any rank has failed. Capacity is the least of all ranks.
+    """
+
+    def __init__(self, openers: Sequence[Opener], make: MakeRank = ThreadRank, *, patience: float = 60.0) -> None:
+        self._news: SimpleQueue[News] = SimpleQueue()
+        self._patience = patience
+        self._steps: deque[_Awaited] = deque()
+        self._copies: dict[int, _Awaited] = {}
+        self._failed: Exception | None = None
+        self._closed = False
+        self._ranks: list[Rank] = []
+        try:
+            for number, opener in enumerate(openers):
+                self._ranks.append(make(number, opener, self._news))
+            self.capacity = least([rank.capacity for rank in self._ranks])
+        except BaseException:
+            self.close()
+            raise
+        self.workers = (RankedWorker(self),)
+
+    @property
+    def in_flight(self) -> int:
+        """Plans submitted whose result no `poll` has returned yet."""
+        return len(self._steps)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand a plan to every rank."""
+        self._check()
+        self._steps.append(_Awaited(plan.step))
+        for rank in self._ranks:
+            rank.send(plan)
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Each rank copies its shard of the chunks."""
+        self._check()
+        self._copies[batch.number] = _Awaited(batch.number)
+        for rank in self._ranks:
+            rank.send(batch)
+
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+        """Masks go to the rank that samples."""
+        self._ranks[0].send(Masks(step, masks))
+
+    def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
+        """Results that all ranks have answered, in order; waits for a first one, or for a wake."""
+        self._check()
+        end = None if timeout is None else time.monotonic() + timeout
+        found: list[Result] = []
+        try:
+            while not found:
+                try:
+                    news = self._news.get(timeout=self._left(end))
+                except Empty:
+                    if end is not None and time.monotonic() >= end:
+                        return found
+                    continue
+                if news is None:
+                    return found
+                self._take(news, found)
+            while True:  # what else is there
+                try:
+                    news = self._news.get_nowait()
+                except Empty:
+                    return found
+                if news is not None:
+                    self._take(news, found)
+        except (DeviceError, IntegrityError) as error:
+            self._failed = error
+            raise
+
+    def wake(self) -> None:
+        """End a waiting `poll` from another thread."""
+        self._news.put(None)
+
+    def close(self) -> None:
+        """End all ranks, within seconds even if one hangs; a second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for rank in self._ranks:
+            rank.stop()
+        for rank in self._ranks:
+            rank.join()
+        self._news.put(None)
+
+    def _take(self, news: News, found: list[Result]) -> None:
+        assert news is not None
+        if isinstance(news, Died):
+            raise DeviceError(f"rank {news.rank} has ended ({news.reason}); start again.")
+        rank, result = news.rank, news.result
+        awaited = self._awaited(rank, result)
+        awaited.answers[rank] = result
+        awaited.since = awaited.since or time.monotonic()
+        if len(awaited.answers) < len(self._ranks):
+            return
+        answers = [awaited.answers[k] for k in range(len(self._ranks))]
+        if isinstance(result, StepResult):
+            self._steps.popleft()
+            found.append(joined([answer for answer in answers if isinstance(answer, StepResult)]))
+        else:
+            del self._copies[result.number]
+            found.append(copied([answer for answer in answers if isinstance(answer, CopyResult)]))
+
+    def _awaited(self, rank: int, result: Result) -> _Awaited:
+        """What a rank's answer belongs to. Raises IntegrityError if that is not its turn."""
+        if isinstance(result, CopyResult):
+            awaited = self._copies.get(result.number)
+            if awaited is None or rank in awaited.answers:
+                raise IntegrityError(f"rank {rank} answered copies {result.number}, which it was not to make.")
+            return awaited
+        due = next((awaited for awaited in self._steps if rank not in awaited.answers), None)
+        if due is None or due.number != result.step:
+            turn = "none" if due is None else f"step {due.number}"
+            raise IntegrityError(f"rank {rank} answered step {result.step}, but its next was {turn}.")
+        return due
+
+    def _left(self, end: float | None) -> float | None:
+        """Seconds until `end`, or until a rank that keeps the others waiting is given up. Raises DeviceError then."""
+        now = time.monotonic()
+        left = None if end is None else max(0.0, end - now)
+        behind = next((a for a in (*self._steps, *self._copies.values()) if a.since), None)
+        if behind is None:
+            return left
+        rest = behind.since + self._patience - now
+        if rest <= 0:
+            silent = [k for k in range(len(self._ranks)) if k not in behind.answers]
+            raise DeviceError(
+                f"rank {silent[0]} has not answered for {self._patience:g} s, though others have; start again."
+            )
+        return rest if left is None else min(left, rest)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise self._failed
+        if self._closed:
+            raise DeviceError("the runtime is closed and takes no plans; open a new one.")
+
+
+@dataclass(frozen=True, slots=True)
+class RankedWorker:
+    """The one queue of a group."""
+
+    group: RankGroup
+    id: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Plans submitted whose result no `poll` has returned yet."""
+        return self.group.in_flight
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over a plan; never blocks."""
+        self.group.submit(plan)
+
+
+def least(capacities: Sequence[Capacity]) -> Capacity:
+    """What all ranks have room for. Raises ConfigError if their chunks differ."""
+    sizes = {capacity.chunk_size for capacity in capacities}
+    if len(sizes) != 1:
+        raise ConfigError(f"the ranks have chunks of {sorted(sizes)} tokens; give all the same block_size.")
+    return Capacity(
+        min(capacity.num_slots for capacity in capacities),
+        min(capacity.num_rows for capacity in capacities),
+        sizes.pop(),
+        min(capacity.max_model_len for capacity in capacities),
+    )
+
+
+def joined(results: Sequence[StepResult]) -> StepResult:
+    """Rank 0's result of a step, once all say the same; an error if any has one. Raises IntegrityError otherwise."""
+    first = results[0]
+    errors = {k: result.error for k, result in enumerate(results) if result.error is not None}
+    if errors:
+        said = "; ".join(f"rank {k}: {error}" for k, error in errors.items())
+        alike = len(errors) == len(results) and len(set(errors.values())) == 1
+        none = np.empty(0, np.int32)
+        return StepResult(first.step, none.reshape(0, 1), none, none, error=errors[0] if alike else said)
+    for k, result in enumerate(results[1:], 1):
+        for name in ("tokens", "num_tokens", "flags"):
+            if not np.array_equal(getattr(first, name), getattr(result, name)):
+                raise IntegrityError(f"rank {k} has other {name} of step {first.step} than rank 0; please report this.")
+    return first
+
+
+def copied(results: Sequence[CopyResult]) -> CopyResult:
+    """A chunk has arrived if every rank has its shard."""
+    first = results[0]
+    return CopyResult(
+        first.number,
+        np.logical_and.reduce([result.ok for result in results]),
+        sum(result.nbytes for result in results),
+        max(result.seconds for result in results),
+        next((f"rank {k}: {result.error}" for k, result in enumerate(results) if result.error is not None), None),
+    )

@@ -1,0 +1,418 @@
+"""StepExecutor: one plan, from the deltas of its rows to the tokens of its results.
+
+    apply deltas -> upload index arrays -> layers -> head on what is emitted -> sample -> remember -> download
+
+`launch` starts all of it. On the CPU everything is done when it returns; on an accelerator nothing has been waited
+for, and the function it returns waits for the event behind the last copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cellar.core.errors import IntegrityError
+from cellar.core.messages import Flag, FloatArray, Logprobs, StepPlan, StepResult
+from cellar.models.loader import LoadedWeights
+from cellar.models.model import Hidden, Model
+from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
+from cellar.runtime.pace import Pace, magnitude
+from cellar.runtime.steps.arena import Arena
+from cellar.runtime.steps.forward import Forward, select
+from cellar.runtime.steps.graphs import StepGraphs
+from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
+from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.steps.rows import Drawing, Rows
+from cellar.runtime.transfer import Upload, to_host, uploader
+
+# Logits of scored prompts are made in pieces of about this many bytes in float32.
+SCORED_NBYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Rows that are sampled together.
+
+    `index` are their places among the step's results; None: all, in order. `masked` are those of them, by their
+    places in the group, that have a mask; None: none has.
+    """
+
+    drawing: Drawing
+    index: LongArray | None
+    masked: LongArray | None
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Rows first, places last."""
+        return [self.drawing.rows, *self.drawing.arrays, *([] if self.index is None else [self.index])]
+
+
+class _Arrays:
+    """Collects the arrays of a step, so that one copy takes them all to the device."""
+
+    def __init__(self) -> None:
+        self.arrays: list[NDArray[Any]] = []
+
+    def add(self, arrays: Sequence[NDArray[Any]]) -> slice:
+        """Where these will be among the tensors."""
+        begin = len(self.arrays)
+        self.arrays += arrays
+        return slice(begin, len(self.arrays))
+
+
+class StepExecutor:
+    """Runs plans on one device, one at a time, in order.
+
+    `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: LoadedWeights,
+        *,
+        num_slots: int,
+        num_rows: int,
+        device: torch.device,
+        upload: Upload | None = None,
+        mirrored: bool | None = None,
+    ) -> None:
+        spec = model.spec
+        self._device = device
+        self._vocab_size = spec.vocab_size
+        self._chunk_size = spec.kv.chunk_size
+        self._upload = upload or uploader(device)
+        self.arena = Arena(spec.kv, num_slots, device)
+        self.forward = Forward(model, weights, self.arena, device)
+        num_columns = -(-spec.max_position // spec.kv.chunk_size)
+        self._graphs: StepGraphs | None = None
+        self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
+
+    def launch(self, plan: StepPlan, masks: MaskBox, pace: Pace | None = None) -> Callable[[], StepResult]:
+        """Start a plan; the function returned waits for its end and makes the result. `pace` sets the threads of a CPU.
+
+        The plan's deltas are applied even if computing fails, so that later plans find the rows they expect.
+        """
+        clock = _clock(self._device)
+        try:
+            delta = self.rows.apply(plan)
+            return self._run(plan, delta, masks, clock, pace)
+        finally:
+            self.rows.close(plan.closes)
+
+    def _run(
+        self,
+        plan: StepPlan,
+        delta: list[NDArray[Any]],
+        masks: MaskBox,
+        clock: Callable[[], Callable[[], float]],
+        pace: Pace | None,
+    ) -> Callable[[], StepResult]:
+        given = plan.tokens
+        if len(given) and (given.min() < 0 or given.max() >= self._vocab_size):
+            raise IntegrityError(f"step {plan.step} has a token that is not in [0, {self._vocab_size}).")
+        inputs = step_inputs(plan, self.rows.table_host, self._chunk_size)
+        # On the CPU a step's masks have nearly always come when its logits are there, so its rows are grouped then.
+        later = bool(plan.masked_rows) and self._device.type == "cpu"
+        groups = [] if later else self._groups(plan, inputs)
+        if self._graphs is not None and self._graphs.serves(inputs) and groups[0].index is None:
+            return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
+        arrays = _Arrays()
+        core = arrays.add([inputs.positions, inputs.slot_mapping])
+        given_tokens = arrays.add([inputs.tokens] if len(given) else [])
+        fed = arrays.add([inputs.feed, inputs.feed_rows] if len(given) else [inputs.feed_rows])
+        chosen = arrays.add([] if inputs.all_sampled else [inputs.sampled])
+        scored = arrays.add([inputs.scored, inputs.targets] if len(inputs.scored) else [])
+        shown = arrays.add([inputs.hidden] if len(inputs.hidden) else [])
+        changed = arrays.add(delta)
+        places = [arrays.add(group.arrays()) for group in groups]
+        tensors = self._upload(arrays.arrays)
+
+        if delta:
+            self.rows.mirror(*tensors[changed])
+        if not inputs.num_tokens:
+            return _Finish(plan.step, [], {}, {}, clock())
+        h = None if self._graphs is None else self._graphs.hidden(inputs)
+        if h is None:
+            positions, slot_mapping = tensors[core]
+            tokens = self._tokens(tensors[given_tokens], tensors[fed])
+            planned = self.forward.plan(inputs)
+            if pace is not None:
+                _begin(pace, inputs)
+            h = self.forward.run(planned, tokens, positions, slot_mapping, self.rows.table, pace)
+
+        prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
+        states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
+        outcomes = []
+        if len(inputs.sampled):
+            logits = self.forward.logits(h if inputs.all_sampled else select(h, *tensors[chosen]))
+            drawn = [tensors[place] for place in places]
+            if later:
+                groups = self._groups(plan, inputs, masks)
+                drawn = [self._upload(group.arrays()) for group in groups]
+            for group, there in zip(groups, drawn, strict=True):
+                outcomes.append(self._sample(plan.step, logits, group, there, masks))
+        return _Finish(plan.step, outcomes, prompt_scores, states, clock())
+
+    def _replay(
+        self,
+        step: int,
+        graphs: StepGraphs,
+        inputs: StepInputs,
+        group: _Group,
+        delta: list[NDArray[Any]],
+        masks: MaskBox,
+        clock: Callable[[], Callable[[], float]],
+    ) -> Callable[[], StepResult]:
+        """A step of decodes alone, from its graph. What a graph does not do is done before and after it."""
+        plain = not group.drawing.wants
+        arrays = [*delta, *([] if plain else group.arrays())]
+        tensors = self._upload(arrays) if arrays else []
+        if delta:
+            self.rows.mirror(*tensors[: len(delta)])
+        logits = graphs.logits(inputs)
+        if plain:
+            chosen = graphs.best(inputs.num_tokens)
+            outcome = _Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None)
+        else:
+            outcome = self._sample(step, logits, group, tensors[len(delta) :], masks)
+        return _Finish(step, [outcome], {}, {}, clock())
+
+    def capture(self, most_rows: int, most_tokens: int) -> None:
+        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, if
+        device and model allow it.
+        """
+        if self._device.type == "cuda" and StepGraphs.possible(self.forward):
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                self._graphs = StepGraphs(self.forward, self.rows, most_rows, most_tokens, self._device)
+
+    def release(self) -> None:
+        """Let go of the captured steps."""
+        self._graphs = None
+
+    def _groups(self, plan: StepPlan, inputs: StepInputs, masks: MaskBox | None = None) -> list[_Group]:
+        """One group if no row has a mask, or all `masks` are there; else unmasked rows before masked ones: they do
+        not wait.
+        """
+        rows = inputs.sampled_rows
+        if not len(rows):
+            return []
+        if not plan.masked_rows:
+            return [_Group(self.rows.prepare(rows), None, None)]
+        is_masked = np.zeros(self.rows.spare, np.bool_)
+        is_masked[list(plan.masked_rows)] = True
+        is_masked = is_masked[rows]
+        if masks is not None and masks.complete(plan.step, rows[is_masked].tolist()):
+            return [_Group(self.rows.prepare(rows), None, np.flatnonzero(is_masked))]
+        free, bound = np.flatnonzero(~is_masked), np.flatnonzero(is_masked)
+        parts = [(free, None), (bound, np.arange(len(bound)))]
+        return [_Group(self.rows.prepare(rows[at]), at, masked) for at, masked in parts if len(at)]
+
+    def _tokens(self, given: Sequence[Tensor], fed: Sequence[Tensor]) -> Tensor:
+        """The step's tokens: from the host, and those that were sampled before and never left the device.
+
+        given: the host's tokens int64 [tokens], or nothing if all are fed; fed: where (if some are given), and rows.
+        """
+        last = self.rows.last.index_select(0, fed[-1])
+        return given[0].index_copy(0, fed[0], last) if given else last
+
+    def _sample(self, step: int, logits: Tensor, group: _Group, tensors: Sequence[Tensor], masks: MaskBox) -> _Outcome:
+        drawing, index = group.drawing, group.index
+        rows_there, tensors = tensors[0], tensors[1:]
+        if index is not None:
+            logits, tensors = logits.index_select(0, tensors[-1]), tensors[:-1]
+        how = self.rows.bind(drawing, tensors)
+        if group.masked is not None and len(group.masked):
+            how = replace(how, masks=self._masks(step, drawing.rows, group.masked, masks))
+        chosen = sample(logits, how)
+        self.rows.sampled(rows_there, chosen.tokens, how)
+        return _Outcome(group, *_downloaded(chosen, how))
+
+    def _masks(self, step: int, rows: LongArray, places: LongArray, masks: MaskBox) -> Masks:
+        """The masks of the rows at `places`, once they have come."""
+        words = -(-self._vocab_size // 32)
+        given = [mask[:words] for mask in masks.wait(step, rows[places].tolist())]
+        least = min(len(mask) for mask in given)
+        if least != words:
+            raise IntegrityError(f"the masks of step {step} have {least} words, but {words} are needed.")
+        bits: NDArray[np.int32] = np.concatenate(given, dtype=np.int32).reshape(-1, words)
+        where, there = self._upload([places, bits])
+        return Masks(where, there)
+
+    def _scores(
+        self, h: Hidden, inputs: StepInputs, scored: Tensor, targets: Tensor
+    ) -> dict[int, tuple[LongArray, int, list[TokenLogprobs]]]:
+        """Log-probabilities of targets, row by row, the logits of a few positions at a time."""
+        size = max(1, SCORED_NBYTES // (4 * self._vocab_size))
+        found: dict[int, tuple[LongArray, int, list[TokenLogprobs]]] = {}
+        for row in dict.fromkeys(inputs.scored_rows.tolist()):
+            places = np.flatnonzero(inputs.scored_rows == row)
+            best = self.rows.prompt_logprobs_of(row)
+            pieces = []
+            # A row's spans stand together, so its places are a range.
+            for begin in range(int(places[0]), int(places[-1]) + 1, size):
+                piece = slice(begin, min(begin + size, int(places[-1]) + 1))
+                logits = self.forward.logits(select(h, scored[piece]))
+                pieces.append(_to_host(target_logprobs(logits, targets[piece], best)))
+            found[row] = (inputs.positions[inputs.scored[places]] + 1, best, pieces)
+        return found
+
+    def _hidden(self, h: Hidden, inputs: StepInputs, hidden: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
+        states = to_host(self.forward.final_hidden(select(h, hidden)).float())
+        rows = inputs.hidden_rows
+        return {row: (states, np.flatnonzero(rows == row)) for row in dict.fromkeys(rows.tolist())}
+
+
+def _begin(pace: Pace, inputs: StepInputs) -> None:
+    """Decodes read all weights, however many rows there are; a layer of prompts takes as long as it has tokens."""
+    if inputs.num_tokens == len(inputs.row):
+        pace.begin(("decode", magnitude(inputs.num_tokens)), 1.0)
+    else:
+        pace.begin(("prompt", inputs.num_tokens.bit_length()), inputs.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a group sampled, on its way to the host."""
+
+    group: _Group
+    tokens: Tensor
+    finite: Tensor
+    logprobs: TokenLogprobs | None
+
+
+class _Finish:
+    """Waits for a step and makes its result."""
+
+    def __init__(
+        self,
+        step: int,
+        outcomes: Sequence[_Outcome],
+        scores: dict[int, tuple[LongArray, int, list[TokenLogprobs]]],
+        hidden: dict[int, tuple[Tensor, LongArray]],
+        wait: Callable[[], float],
+    ) -> None:
+        self._step = step
+        self._outcomes = outcomes
+        self._scores = scores
+        self._hidden = hidden
+        self._wait = wait
+
+    def __call__(self) -> StepResult:
+        seconds = self._wait()
+        tokens, finite, logprobs = _merged(self._outcomes)
+        valid = finite.astype(np.int32)
+        return StepResult(
+            step=self._step,
+            tokens=tokens.reshape(-1, 1),
+            num_tokens=valid,
+            flags=np.where(finite, np.int32(Flag.OK), np.int32(Flag.NAN)),
+            logprobs=logprobs,
+            prompt_logprobs={row: _prompt(*found) for row, found in self._scores.items()},
+            hidden={row: _states(*found) for row, found in self._hidden.items()},
+            seconds=seconds,
+        )
+
+
+def _merged(outcomes: Sequence[_Outcome]) -> tuple[NDArray[np.int32], NDArray[np.bool_], Logprobs | None]:
+    """The groups' results in the order of the step's spans."""
+    if not outcomes:
+        return np.empty(0, np.int32), np.empty(0, np.bool_), None
+    if len(outcomes) == 1 and outcomes[0].group.index is None:
+        only = outcomes[0]
+        asked = _logprobs(only, np.arange(len(only.tokens))) if only.logprobs is not None else None
+        return only.tokens.numpy().astype(np.int32), only.finite.numpy(), asked
+    count = sum(len(outcome.tokens) for outcome in outcomes)
+    tokens, finite = np.zeros(count, np.int32), np.zeros(count, np.bool_)
+    parts = []
+    for outcome in outcomes:
+        index = outcome.group.index
+        assert index is not None
+        tokens[index] = outcome.tokens.numpy()
+        finite[index] = outcome.finite.numpy()
+        if outcome.logprobs is not None:
+            parts.append(_logprobs(outcome, index))
+    return tokens, finite, _in_order(parts)
+
+
+def _logprobs(outcome: _Outcome, index: LongArray) -> Logprobs:
+    """`index` are the places of the group's rows among the results."""
+    asking = outcome.group.drawing.asking
+    assert outcome.logprobs is not None
+    assert asking is not None
+    return _plain_logprobs(index[asking], outcome.logprobs)
+
+
+def _plain_logprobs(index: LongArray, found: TokenLogprobs) -> Logprobs:
+    return Logprobs(
+        index=index.astype(np.int32),
+        logprob=found.logprob.numpy(),
+        rank=found.rank.numpy().astype(np.int32) - np.int32(1),
+        top_ids=found.top_ids.numpy().astype(np.int32),
+        top_logprobs=found.top_logprobs.numpy(),
+    )
+
+
+def _in_order(parts: Sequence[Logprobs]) -> Logprobs | None:
+    """Groups' log-probabilities as one, by index; those with fewer best tokens are filled up with -inf."""
+    if not parts:
+        return None
+    width = max(part.top_ids.shape[1] for part in parts)
+    order = np.argsort(np.concatenate([part.index for part in parts]))
+
+    def wide(array: NDArray[Any], fill: float) -> NDArray[Any]:
+        return np.pad(array, ((0, 0), (0, width - array.shape[1])), constant_values=fill)
+
+    return Logprobs(
+        index=np.concatenate([part.index for part in parts])[order],
+        logprob=np.concatenate([part.logprob for part in parts])[order],
+        rank=np.concatenate([part.rank for part in parts])[order],
+        top_ids=np.concatenate([wide(part.top_ids, 0) for part in parts])[order],
+        top_logprobs=np.concatenate([wide(part.top_logprobs, -np.inf) for part in parts])[order],
+    )
+
+
+def _prompt(index: LongArray, best: int, pieces: Sequence[TokenLogprobs]) -> Logprobs:
+    """`index` are the targets' positions in the sequence."""
+    return _plain_logprobs(index, TokenLogprobs(*(torch.cat(part) for part in zip(*pieces, strict=True))))
+
+
+def _states(states: Tensor, places: LongArray) -> FloatArray:
+    return states.numpy()[places]
+
+
+def _downloaded(chosen: Sampled, how: SamplingRows) -> tuple[Tensor, Tensor, TokenLogprobs | None]:
+    logprobs = None if chosen.logprobs is None else _to_host(chosen.logprobs)
+    return to_host(chosen.tokens), to_host(chosen.finite), logprobs
+
+
+def _to_host(found: TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(*(to_host(tensor) for tensor in found))
+
+
+def _clock(device: torch.device) -> Callable[[], Callable[[], float]]:
+    """Started now; call it at the end of the launch, and what that returns to wait and get the seconds between."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        return lambda: lambda: time.perf_counter() - begin
+    first = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    first.record()
+
+    def stop() -> Callable[[], float]:
+        # A blocking event: the thread that awaits it sleeps.
+        last = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        last.record()
+
+        def wait() -> float:
+            last.synchronize()
+            return float(first.elapsed_time(last)) / 1e3
+
+        return wait
+
+    return stop

@@ -1,0 +1,328 @@
+"""LocalRuntime: the model in this process, on the CPU or one accelerator; `open_local`: from options to a runtime."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cellar.core.config import CacheConfig, EngineConfig
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.messages import CopyBatch, CopyResult, Placement, StepResult, Tier
+from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.models import fingerprint, hub, loader, registry
+from cellar.models.loader import LoadedWeights
+from cellar.models.model import Model
+from cellar.models.quantization import is_linear
+from cellar.ops.attention import Softmax
+from cellar.ops.cpu.launch import prepare as prepare_kernels
+from cellar.ops.linear.choice import LinearChoice, Shape
+from cellar.ops.linear.device import prepare
+from cellar.ops.linear.pack import pack
+from cellar.ops.linear.weight import Weight
+from cellar.runtime.device import resolve_device
+from cellar.runtime.memory import GIB, device_free, human
+from cellar.runtime.probes.linear import chooser_of
+from cellar.runtime.probes.registry import profiles_of
+from cellar.runtime.probes.scores import wide_layers
+from cellar.runtime.protocol import Capacity
+from cellar.runtime.steps.capacity import plan_slots
+from cellar.runtime.steps.executor import StepExecutor
+from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.steps.placed import PlacedBytes, check_resident, read_back
+from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
+from cellar.runtime.steps.worker import Results, StepWorker
+from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.copier import Copier
+from cellar.runtime.tiers.host import HostTier
+
+_LOG = logging.getLogger(__name__)
+
+
+class LocalRuntime:
+    """Implements `Runtime`: one worker, one device. `poll` belongs to the thread that submits; `wake` to any.
+
+    `weights` lie on `device` in the form that its operations want (`open_local` packs them for the CPU).
+    `num_threads` is the worker's number of CPU threads; None: chosen while it runs, at most torch's (`threads.py`).
+    `enforce_eager`: capture no graphs.
+    `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
+    softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `host_slots`:
+    chunks that the host's memory keeps. `warmup`: compilers at work for it, which stop with it.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        weights: LoadedWeights,
+        *,
+        num_slots: int,
+        num_rows: int,
+        device: torch.device,
+        num_threads: int | None = None,
+        enforce_eager: bool = False,
+        most_tokens: int = 0,
+        wide_layers: Collection[int] = (),
+        softmax: Softmax = "auto",
+        host_slots: int = 0,
+        warmup: Warmup | None = None,
+    ) -> None:
+        spec = model.spec
+        tiers = {Tier.HOST: host_slots} if host_slots else {}
+        self._capacity = Capacity(num_slots, num_rows, spec.kv.chunk_size, spec.max_position, tiers)
+        self._results: Results = SimpleQueue()
+        self._masks = MaskBox()
+        self._closed = False
+        self._warmup = warmup
+        self._device = device
+        self.executor: StepExecutor | None = StepExecutor(
+            model, weights, num_slots=num_slots, num_rows=num_rows, device=device
+        )
+        self.executor.forward.keep_maximum(wide_layers)
+        self.executor.forward.use_softmax(softmax)
+        if not enforce_eager:
+            self.executor.capture(num_rows, most_tokens)
+        if device.type != "cpu":
+            # Weights and arena were filled by this thread; the worker's first step must find them.
+            torch.cuda.synchronize(device)
+        self._copier: Copier | None = None
+        if tiers:
+            chunks = ArenaChunks(self.executor.arena, device)
+            storage = {Tier.HOST: HostTier(host_slots, chunks.chunk_nbytes, device)}
+            self._copier = Copier(chunks, storage, self._results.put)
+        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads)
+
+    @property
+    def workers(self) -> Sequence[StepWorker]:
+        """The one worker."""
+        return (self._worker,)
+
+    @property
+    def capacity(self) -> Capacity:
+        """Slots, rows, tokens of a chunk, longest sequence."""
+        return self._capacity
+
+    def copy(self, batch: CopyBatch) -> None:
+        """Hand over copies; never blocks. Raises ConfigError for a tier that is not there, or a step to wait."""
+        if self._copier is None:
+            raise ConfigError("this runtime has no tiers to copy chunks between; plan without copies.")
+        self._copier.submit(batch)
+
+    def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
+        """Results so far, FIFO; waits up to `timeout` seconds (None: for ever) for a first one or `wake`."""
+        found: list[StepResult | CopyResult] = []
+        queue = self._results
+        wait = not self._closed and (timeout is None or timeout > 0)
+        try:
+            item = queue.get(wait, timeout if wait else None)
+            while True:
+                if isinstance(item, CopyResult):
+                    found.append(item)
+                elif item is not None:
+                    worker, result = item
+                    worker.num_collected += 1
+                    found.append(result)
+                item = queue.get_nowait()
+        except Empty:
+            return found
+
+    def wake(self) -> None:
+        """End a waiting `poll` from another thread; if none waits, the next one returns at once."""
+        self._results.put(None)
+
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+        """Token bit masks for the masked rows of a submitted step; see `masks.py`. Rows may come one by one."""
+        self._masks.supply(step, masks)
+
+    def close(self) -> None:
+        """Stop the worker after the step it is at, drop later plans, free the memory. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._warmup is not None:
+            self._warmup.close()
+        self._masks.close()
+        self._worker.close()
+        if self._copier is not None:
+            self._copier.close()
+            self._copier = None
+        self.executor = None
+        if self._device.type != "cpu":
+            torch.cuda.empty_cache()
+        self.wake()
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """A runtime, what it runs, where that was found, and the options with nothing left to decide.
+
+    `fingerprint` is that of the weights: see `models/fingerprint.py`. `start_seconds`: by phase: list (kernels), load
+    (weights, while kernels are compiled), compile (what was left of it), capture.
+    """
+
+    runtime: LocalRuntime
+    spec: ModelSpec
+    config: EngineConfig
+    directory: Path | None
+    load_seconds: float
+    fingerprint: bytes
+    placed: PlacedBytes | None = None
+    start_seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def open_local(config: EngineConfig, directory: Path | None = None, placement: Placement | None = None) -> OpenedModel:
+    """`_open` in a thread of its own, which takes its OpenMP team with it when it ends.
+
+    OpenMP counts the teams of all threads: with a second one idle beside the worker's it finds the cores
+    oversubscribed, lets nobody spin for a moment, and every parallel operation pays for a sleep and a wake-up (1.5x at
+    one token).
+    """
+    with ThreadPoolExecutor(1, "cellar-open") as thread:
+        return thread.submit(_open, config, directory, placement).result()
+
+
+def _open(config: EngineConfig, directory: Path | None, placement: Placement | None) -> OpenedModel:
+    """Load a model and make a runtime for it.
+
+    `directory` is that of the checkpoint; without it `config.model.model` is looked for: a directory, the name of a
+    config that ships with the package (dummy weights only), or a repository of the hub.
+    With a `placement` there are as many slots as it has chunks, and what lies in memory is compared with it.
+    Raises DeviceError, CheckpointError, ConfigError, or CapacityError if weights or one request do not fit.
+    """
+    device = resolve_device(config.device.device)
+    config = config.on(device.type)
+    model_config = config.model
+    raw: Mapping[str, object] | None = None
+    if directory is None:
+        if model_config.model is None:
+            raise ConfigError("no model is given; give a directory or a hub name.")
+        if model_config.load_format == "dummy":
+            raw = registry.shipped_config(model_config.model)
+        if raw is None:
+            directory = hub.resolve(model_config.model)
+    if raw is None:
+        assert directory is not None
+        raw = registry.read_config(directory)
+    dtype = registry.auto_dtype(raw, device.type) if model_config.dtype == "auto" else model_config.dtype
+    model = registry.open_model(
+        raw, dtype, config.cache.block_size, model_config.max_model_len, model_config.quantization
+    )
+    spec = model.spec
+    if placement is not None:
+        check_resident(placement, spec)
+    _check_fits(spec, device)
+    start = time.perf_counter()
+    change: loader.Transform = _pack_linear
+    wide: Collection[int] = ()
+    warmup: Warmup | None = None
+    if device.type == "cpu":
+        prepare_kernels(getattr(torch, dtype))
+    else:
+        profiles = profiles_of(config.device.machine_profile, device)
+        change = _preparing(chooser_of(profiles))
+        if model_config.load_format != "dummy" and directory is not None:
+            wide = wide_layers(profiles, directory)
+        if not config.device.enforce_eager:
+            warmup = _warmup(model, change, device, config, wide)
+    listed = time.perf_counter()
+    if model_config.load_format == "dummy":
+        weights = loader.dummy(spec, device, model_config.seed, change)
+        content = fingerprint.of_dummy(spec, model_config.seed, device.type)
+    else:
+        assert directory is not None
+        weights = loader.load(spec, directory, device, change)
+        content = fingerprint.of_checkpoint(directory)
+    if model_config.quantization is not None:
+        content = fingerprint.of_quantized(content, model_config.quantization)
+    loaded = time.perf_counter()
+    if warmup is not None:
+        warmup.wait()
+    compiled = time.perf_counter()
+    runtime = LocalRuntime(
+        model,
+        weights,
+        num_slots=plan_slots(
+            model,
+            weights,
+            config.cache,
+            config.schedule,
+            device,
+            enforce_eager=config.device.enforce_eager,
+            planned=placement.num_chunks if placement is not None else None,
+        ),
+        num_rows=config.schedule.max_num_seqs,
+        device=device,
+        num_threads=config.device.num_threads,
+        enforce_eager=config.device.enforce_eager,
+        most_tokens=config.schedule.max_num_batched_tokens or 0,
+        wide_layers=wide,
+        host_slots=_host_slots(config.cache, spec),
+        warmup=warmup,
+    )
+    placed = None
+    if placement is not None:
+        assert runtime.executor is not None
+        placed = read_back(placement, spec, weights, runtime.executor.arena)
+    resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
+    ready = time.perf_counter()
+    times = {"list": listed - start, "load": loaded - listed, "compile": compiled - loaded, "capture": ready - compiled}
+    return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, placed, times)
+
+
+def _warmup(
+    model: Model, change: loader.Transform, device: torch.device, config: EngineConfig, wide: Collection[int]
+) -> Warmup | None:
+    """Compilers at work on the model's kernels. They only save time: without them each launch compiles its own."""
+    schedule = config.schedule
+    try:
+        kernels = kernels_of(
+            model, change, Machine.of(device), schedule.max_num_seqs, schedule.max_num_batched_tokens or 0, tuple(wide)
+        )
+        return Warmup.on(device, kernels)
+    except Exception:
+        _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
+        return None
+
+
+def _pack_linear(spec: TensorSpec, tensor: torch.Tensor) -> Weight:
+    return pack(tensor) if is_linear(spec) else tensor
+
+
+def _preparing(choice_of: Callable[[Shape], LinearChoice | None]) -> loader.Transform:
+    """Each matrix gets its counters and its choice of kernels."""
+
+    def change(spec: TensorSpec, tensor: torch.Tensor) -> Weight:
+        if not is_linear(spec):
+            return tensor
+        return prepare(tensor, choice_of(Shape(*tensor.shape)))
+
+    return change
+
+
+def _host_slots(cache: CacheConfig, spec: ModelSpec) -> int:
+    """Chunks that the host's share holds. Raises CapacityError if it is not even one."""
+    if cache.kv_offloading_size is None:
+        return 0
+    wanted, chunk = int(cache.kv_offloading_size * GIB), spec.kv.chunk_nbytes()
+    if wanted < chunk:
+        raise CapacityError(
+            f"kv_offloading_size asks for {human(wanted)} of host memory, but one chunk takes {human(chunk)}; "
+            "ask for more, or leave it out."
+        )
+    return wanted // chunk
+
+
+def _check_fits(spec: ModelSpec, device: torch.device) -> None:
+    free = device_free(device)
+    if spec.nbytes() > free:
+        raise CapacityError(
+            f"the weights take {human(spec.nbytes())} in {spec.dtype}, but {device} has {human(free)} of memory free; "
+            "take a smaller model or another device."
+        )

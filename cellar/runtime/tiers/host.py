@@ -1,0 +1,96 @@
+"""The host's memory as a tier: one mapping, in which a chunk is one contiguous piece.
+
+On an accelerator the mapping is registered with the driver, so that copies are DMA and overlap with steps. Registering
+touches every page (about 1 s for 4 GiB), so a thread does it beside the start, in ranges of whole chunks; until its
+range is registered a chunk is copied through the driver's own buffer, which is slower and as right.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from cellar.core.errors import CapacityError
+from cellar.runtime.memory import host_available, human
+from cellar.runtime.tiers.storage import Bytes
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED_AT_ONCE = 512 * 2**20
+_RESERVE = 0.05
+"""Of the memory that is free, what is left to others."""
+
+
+class HostTier:
+    """`num_slots` chunks in memory. With `device` an accelerator, the memory is registered with its driver.
+
+    Raises CapacityError if the host has not so much memory.
+    """
+
+    def __init__(self, num_slots: int, chunk_nbytes: int, device: torch.device) -> None:
+        wanted, free = num_slots * chunk_nbytes, host_available()
+        if wanted > (1 - _RESERVE) * free:
+            raise CapacityError(
+                f"kv_offloading_size asks for {human(wanted)} of host memory, but {human(free)} are free; ask for "
+                f"{(1 - _RESERVE) * free / 2**30:.1f} or less (GiB)."
+            )
+        self._num_slots = num_slots
+        # Anonymous pages: they are taken when they are first written, or registered.
+        self._map = mmap.mmap(-1, max(wanted, 1))
+        self.chunks: Bytes = np.frombuffer(self._map, np.uint8, wanted).reshape(num_slots, chunk_nbytes)
+        self._closing = threading.Event()
+        self._registered: list[int] = []
+        self._thread: threading.Thread | None = None
+        if device.type == "cuda":
+            self._thread = threading.Thread(target=self._register, args=(device,), name="cellar-register", daemon=True)
+            self._thread.start()
+
+    @property
+    def num_slots(self) -> int:
+        """Chunks that it holds."""
+        return self._num_slots
+
+    def write(self, slot: int, chunk: Bytes) -> None:
+        """Keep a chunk."""
+        self.chunks[slot] = chunk
+
+    def read(self, slot: int, chunk: Bytes) -> None:
+        """Fill `chunk`."""
+        chunk[:] = self.chunks[slot]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+        driver: Any = torch.cuda.cudart() if self._registered else None  # type: ignore[no-untyped-call]
+        for address in self._registered:
+            driver.cudaHostUnregister(address)
+        self._registered.clear()
+        self.chunks = np.empty((0, 0), np.uint8)
+
+    def _register(self, device: torch.device) -> None:
+        nbytes = self.chunks.shape[1]
+        step = max(1, _REGISTERED_AT_ONCE // nbytes)
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):
+            for first in range(0, self._num_slots, step):
+                if self._closing.is_set():
+                    return
+                part = self.chunks[first : first + step]
+                # Ranges need no alignment; those that share a page register it twice, which the driver allows.
+                error = int(driver.cudaHostRegister(part.ctypes.data, part.nbytes, 0))
+                if error:
+                    logger.warning(
+                        "the driver registered %s of %s of host memory (error %d); the rest is copied more slowly",
+                        human(first * nbytes),
+                        human(self.chunks.nbytes),
+                        error,
+                    )
+                    return
+                self._registered.append(part.ctypes.data)

@@ -1,0 +1,146 @@
+"""StepBatch: one step while it is put together, then the plan for the runtime and the record for the commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cellar.core.messages import Emit, IntArray, RowOpen, Source, Spans, StepPlan, TableUpdate
+from cellar.schedule.steps.request import RequestState
+from cellar.schedule.steps.rows import Index, Rows
+
+_NO_INTS = np.empty(0, np.int32)
+_NO_ROWS = np.empty(0, np.intp)
+_NO_UPDATE = TableUpdate(_NO_INTS, _NO_INTS, _NO_INTS)
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """What a commit must know of its plan.
+
+    `rows` are the rows named, each once; when it commits, their KV is computed up to `stops`. `sampled`
+    are the rows of its results, in the order of the results: `num_decodes` decodes, then ends of prompts.
+    """
+
+    step: int
+    rows: Index
+    stops: Index
+    sampled: Index
+    num_decodes: int
+
+
+class StepBatch:
+    """Collects spans up to `budget` tokens: decodes in one go, then prompt chunks one by one."""
+
+    def __init__(self, rows: Rows, budget: int) -> None:
+        self.budget = budget
+        self._rows = rows
+        self._decodes: Index = _NO_ROWS
+        self._opens: list[RowOpen] = []
+        self._updates: list[tuple[Index, Index, IntArray]] = []
+        self._spans: list[tuple[int, int, int, Emit]] = []
+        self._prompts: list[int] = []
+        self._stops: list[int] = []
+        self._sampled: list[int] = []
+
+    def decode(self, rows: Index) -> None:
+        """One token of each of `rows`."""
+        self._decodes = rows
+        self.budget -= len(rows)
+
+    def place(self, rows: Index, columns: Index, slots: IntArray) -> None:
+        """New entries of the rows' tables."""
+        self._updates.append((rows, columns, slots))
+
+    def open(self, state: RequestState) -> None:
+        """The request has got its row."""
+        request, row, penalized = state.request, state.row, state.request.params.penalized
+        structured = request.params.structured_outputs is not None
+        self._opens.append(
+            RowOpen(
+                row=row,
+                params=request.params,
+                num_output=state.num_output,
+                stop_ids=tuple(sorted(request.stop_ids)),
+                prompt=request.prompt if penalized else None,
+                output=state.known[state.num_prompt :] if penalized or structured else None,
+            )
+        )
+        slots = self._rows.slots(row).copy()
+        self.place(np.full(len(slots), row), np.arange(len(slots)), slots)
+
+    def prompt(self, state: RequestState) -> None:
+        """As much of a request's known tokens as the budget allows, holes before what follows them."""
+        todo, row, end = state.todo, state.row, len(state.known)
+        stop = 0
+        while todo and self.budget > 0:
+            start, stop = todo.popleft()
+            if stop - start > self.budget:
+                todo.appendleft((start + self.budget, stop))
+                stop = start + self.budget
+            self.budget -= stop - start
+            emit = Emit.ALL if state.scores_prompt else Emit.LAST if stop == end else Emit.NONE
+            self._spans.append((row, start, stop, emit))
+        if stop:
+            self._prompts.append(row)
+            self._stops.append(stop)
+            if stop == end:
+                self._sampled.append(row)
+
+    def build(self, step: int, closes: tuple[int, ...]) -> tuple[StepPlan, InFlight] | None:
+        """The plan, and the rows' arrays moved on by it. None if there is nothing to compute."""
+        rows, decodes = self._rows, self._decodes
+        count = len(decodes)
+        if not count and not self._spans:
+            return None
+        start = rows.planned[decodes]
+        record = InFlight(step, decodes, start + 1, decodes, count)
+        spans = Spans(
+            row=decodes.astype(np.int32),
+            start=start.astype(np.int32),
+            stop=record.stops.astype(np.int32),
+            source=rows.from_device[:count],
+            emit=rows.emit_last[:count],
+        )
+        tokens, targets = _NO_INTS, None
+        if self._spans:
+            record = InFlight(
+                step,
+                np.concatenate((decodes, self._prompts)).astype(np.intp),
+                np.concatenate((record.stops, self._stops)).astype(np.intp),
+                np.concatenate((decodes, self._sampled)).astype(np.intp),
+                count,
+            )
+            row, begin, stop, emit = np.array(self._spans, np.int32).T
+            spans = Spans(
+                row=np.concatenate((spans.row, row)),
+                start=np.concatenate((spans.start, begin)),
+                stop=np.concatenate((spans.stop, stop)),
+                source=np.concatenate((spans.source, np.full(len(row), Source.HOST, np.int32))),
+                emit=np.concatenate((spans.emit, emit)),
+            )
+            tokens = np.concatenate([rows.tokens[r, a:b] for r, a, b, _ in self._spans])
+            targets = self._targets()
+        rows.planned[record.rows] = record.stops
+        rows.in_flight[record.rows] += 1
+        masked = tuple(record.sampled[rows.masked[record.sampled]].tolist()) if rows.masked.any() else ()
+        plan = StepPlan(step, spans, tokens, self._update(), tuple(self._opens), closes, targets, masked_rows=masked)
+        return plan, record
+
+    def _targets(self) -> IntArray | None:
+        """Tokens that follow the positions of the ALL spans; -1 after the last known one, which is sampled."""
+        pieces = []
+        for row, start, stop, emit in self._spans:
+            if emit is Emit.ALL:
+                known = int(self._rows.length[row])
+                pieces.append(self._rows.tokens[row, start + 1 : min(stop + 1, known)])
+                if stop == known:
+                    pieces.append(np.array([-1], np.int32))
+        return np.concatenate(pieces) if pieces else None
+
+    def _update(self) -> TableUpdate:
+        if not self._updates:
+            return _NO_UPDATE
+        row, column, slot = (np.concatenate(part).astype(np.int32) for part in zip(*self._updates, strict=True))
+        return TableUpdate(row, column, slot)

@@ -1,0 +1,99 @@
+"""From a step's result to what users get: tokens of the rows that still count, and who ends by them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cellar.core.errors import IntegrityError
+from cellar.core.messages import FinishReason, Flag, Logprobs, StepOutput, StepResult
+from cellar.schedule.steps.batch import InFlight
+from cellar.schedule.steps.rows import Index, Rows
+
+NOT_FINITE = "the logits of this request are not finite: its parameters forbid every token, or the model overflows."
+NO_TOKEN = "the device brought no token for this request; please report this defect."
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The request of `row` ends; `detail` is the stop id that did it, or says what went wrong."""
+
+    row: int
+    reason: FinishReason
+    detail: int | str | None = None
+
+
+def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput) -> list[Ending]:
+    """Fill `output`, append the tokens to their rows, and say which requests end.
+
+    Results of rows whose request has ended meanwhile are void. A row without finite logits, or without a
+    token, ends with an error. Nothing of a request is delivered after its end.
+    """
+    rows_, tokens, flags = record.sampled, result.tokens, result.flags
+    if len(tokens) != len(rows_):
+        raise IntegrityError(f"step {record.step} has {len(tokens)} results, but sampled {len(rows_)} rows")
+    endings: list[Ending] = []
+    wanted = rows.accepts[rows_]
+    if np.count_nonzero(flags) or np.count_nonzero(result.num_tokens) < len(rows_):
+        bad = (flags == Flag.NAN) | (flags == Flag.VOID) | (result.num_tokens == 0)
+        bad &= wanted
+        for row, flag in zip(rows_[bad].tolist(), flags[bad].tolist(), strict=True):
+            endings.append(Ending(row, FinishReason.ERROR, NOT_FINITE if flag == Flag.NAN else NO_TOKEN))
+        wanted = wanted & ~bad
+    if result.prompt_logprobs:
+        _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings})
+    if not len(rows_):
+        return endings
+    sampled = rows_
+    column = tokens[:, 0]
+    if np.count_nonzero(wanted) < len(rows_):
+        rows_, column = rows_[wanted], column[wanted]
+    lengths, stopped = rows.append(rows_, column)
+    output.ids = rows.ids[rows_].tolist()
+    output.tokens = column.tolist()
+    for k, row in enumerate(sampled[record.num_decodes :].tolist(), record.num_decodes):
+        state = rows.state(row)
+        if wanted[k] and rows.length[row] == state.num_prompt + 1:
+            output.num_cached_tokens[state.request.id] = state.num_cached
+            output.queue_seconds[state.request.id] = state.queue_seconds
+    if result.logprobs is not None:
+        _deliver_logprobs(rows, sampled, wanted, result.logprobs, output)
+    ended = stopped | (lengths >= rows.limit[rows_])
+    if np.count_nonzero(ended):
+        for k in np.flatnonzero(ended).tolist():
+            row = int(rows_[k])
+            if stopped[k]:
+                endings.append(Ending(row, FinishReason.STOP, int(column[k])))
+            else:
+                endings.append(Ending(row, FinishReason.LENGTH))
+    return endings
+
+
+def _deliver_logprobs(rows: Rows, sampled: Index, wanted: np.ndarray, logprobs: Logprobs, output: StepOutput) -> None:
+    for m, k in enumerate(logprobs.index.tolist()):
+        if wanted[k]:
+            state = rows.state(int(sampled[k]))
+            if state.request.params.logprobs is not None:
+                output.logprobs[state.request.id] = _part(logprobs, np.array([m]))
+
+
+def _deliver_prompt_logprobs(rows: Rows, result: StepResult, output: StepOutput, failed: set[int]) -> None:
+    """A prompt that is computed again after a suspension delivers only what it had not delivered yet."""
+    for row, logprobs in result.prompt_logprobs.items():
+        if rows.accepts[row] and row not in failed and len(logprobs.index):
+            state = rows.state(row)
+            fresh = np.flatnonzero(logprobs.index >= state.num_scored)
+            if len(fresh):
+                state.num_scored = int(logprobs.index[fresh[-1]]) + 1
+                output.prompt_logprobs[state.request.id] = _part(logprobs, fresh)
+
+
+def _part(logprobs: Logprobs, entries: Index) -> Logprobs:
+    return Logprobs(
+        logprobs.index[entries],
+        logprobs.logprob[entries],
+        logprobs.rank[entries],
+        logprobs.top_ids[entries],
+        logprobs.top_logprobs[entries],
+    )

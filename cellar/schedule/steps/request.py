@@ -1,0 +1,78 @@
+"""RequestState: one request on its way through the scheduler.
+
+    waiting --admit--> [loading] --> running --end-------------> ended
+       ^                  |             |                          ^
+       +--a load failed---+          suspend                       |
+       +--in_flight == 0----------------+ suspending --------------+
+
+A request whose chunks are on their way from another tier owns their slots and no row until they have come. A suspending
+request is in no later plan, but what its plans in flight bring still counts. Abort and finish
+lead to `ended` from anywhere. Memory and row are given back when no plan in flight names the row.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum
+
+from cellar.core.messages import IntArray, Request
+from cellar.kv.identity import Chain
+from cellar.kv.store import Reservation
+
+
+class Phase(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    SUSPENDING = "suspending"
+    ENDED = "ended"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """`key` orders requests: (priority, arrival). It never changes, so the suspended return to their place.
+
+    `known` are the prompt and the output so far, as of the last time it was queued: what a row is to be
+    opened with. `limit` is the longest that prompt and output may become. `todo` are the ranges of `known`
+    not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
+    before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
+    the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
+    for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come.
+    """
+
+    request: Request
+    key: tuple[int, int]
+    limit: int
+    chain: Chain
+    known: IntArray
+    phase: Phase = Phase.WAITING
+    row: int = -1
+    todo: deque[tuple[int, int]] = field(default_factory=deque)
+    num_cached: int = -1
+    arrived: float = 0.0
+    queue_seconds: float = 0.0
+    num_scored: int = 1
+    conversation: int = -1
+    reservation: Reservation | None = None
+    awaits: set[int] = field(default_factory=set)
+
+    @property
+    def num_prompt(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens of `known`."""
+        return len(self.known) - self.num_prompt
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if log-probabilities of the prompt are asked for and not all delivered.
+
+        They are complete with the first output token, since both come from the last prompt chunk.
+        """
+        return self.request.params.prompt_logprobs is not None and self.num_output == 0

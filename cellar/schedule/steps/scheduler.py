@@ -1,0 +1,479 @@
+"""StepScheduler: unified iteration-level batching of transformer steps (Pensieve §3.4.2, §3.4.3.5).
+
+Each plan is one batch of requests in whatever phase they are: first one token of every running decode, then
+prompt chunks of running requests, then requests from the waiting queue, first come first served, until the
+token budget is spent. Memory for a prompt is reserved when its request is admitted; decodes take a chunk when
+they need one. When there is none, the latest arrival is suspended.
+
+Plans run ahead of their commits. One rule makes that safe: a row and its slots are given back only when no
+plan in flight names the row, be it after an end, an abort or a suspension.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cellar.core.config import ScheduleConfig
+from cellar.core.errors import CapacityError, IntegrityError, RequestError
+from cellar.core.messages import (
+    CopyBatch,
+    CopyResult,
+    Event,
+    EventKind,
+    FinishReason,
+    Request,
+    SchedulerStats,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    Tier,
+)
+from cellar.kv.policy import Policy
+from cellar.kv.store import KVStore, Reservation
+from cellar.schedule.steps.batch import InFlight, StepBatch
+from cellar.schedule.steps.delivery import Ending, deliver
+from cellar.schedule.steps.integrity import check_requests, check_rows
+from cellar.schedule.steps.queue import WaitingQueue
+from cellar.schedule.steps.request import Phase, RequestState
+from cellar.schedule.steps.rows import NEVER, Index, Rows
+
+MAX_NAMED_PER_COMMIT = 256
+"""Chunks that get their identity in one commit. More may wait for the next: an identity can, a step cannot."""
+
+
+class StepScheduler:
+    """Implements `Scheduler` for transformer steps of one worker.
+
+    `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. `row_depth` is
+    how many plans in flight may name one row (default: `config.run_ahead`). `root` is what the
+    identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
+    `policy` which chunks leave a tier first.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        num_rows: int,
+        chunk_size: int,
+        max_model_len: int,
+        config: ScheduleConfig,
+        enable_prefix_caching: bool = True,
+        *,
+        row_depth: int | None = None,
+        root: bytes = b"",
+        tiers: Mapping[Tier, int] | None = None,
+        policy: Policy | None = None,
+    ) -> None:
+        self._config = config
+        self._max_model_len = max_model_len
+        self._row_depth = row_depth or config.run_ahead
+        self._caching = enable_prefix_caching
+        self._keep_free = math.ceil(config.decode_reserve * num_slots)
+        self._store = KVStore(num_slots, chunk_size, root, tiers, policy)
+        self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
+        self._queue = WaitingQueue()
+        self._requests: dict[str, RequestState] = {}
+        self._prompts: list[RequestState] = []  # running, with known tokens left to plan; in order of key
+        self._loading: list[RequestState] = []  # their chunks are on the way; in order of key
+        self._in_flight: deque[InFlight] = deque()
+        self._closes: set[int] = set()
+        self._running = 0
+        self._releasing = 0  # rows that ended or are suspending, kept by plans in flight
+        self._suspending = 0  # those of them that are suspending
+        self._arrivals = 0
+        self._steps = 0
+        self._now = 0.0  # of the plan being made
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._generation_tokens = 0
+
+    # -- the protocol -----------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> None:
+        """Queue a request.
+
+        Raises RequestError for an empty prompt, one that leaves no room for a token, or an id in use;
+        CapacityError if prompt and max_tokens need more chunks than there are.
+        """
+        limit = self._check(request)
+        key = (request.priority if self._config.scheduling_policy == "priority" else 0, self._arrivals)
+        self._arrivals += 1
+        self._now = now
+        prompt = np.ascontiguousarray(request.prompt, np.int32)
+        state = RequestState(request, key, limit, self._store.chain(request.salt), prompt, arrived=now)
+        self._requests[request.id] = state
+        self._queue.push(state)
+
+    def plan(self, worker: int, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before the next commit or add."""
+        self._now = now
+        batch = StepBatch(self._rows, self._config.max_num_batched_tokens or self._rows.tokens.size)
+        if self._plan_decodes(batch):
+            self._plan_prompts(batch)
+            self._start_loaded(batch)
+            self._admit(batch)
+        else:
+            self._plan_prompts(batch)  # memory is short: nobody new
+        built = batch.build(self._steps, tuple(self._closes))
+        if built is None:
+            return None
+        plan, record = built
+        self._closes.clear()
+        self._in_flight.append(record)
+        self._steps += 1
+        return plan
+
+    def commit(self, result: StepResult, now: float) -> StepOutput:
+        """Take in the result of the oldest plan in flight: deliver tokens, name chunks, give back memory."""
+        self._now = now
+        record = self._in_flight.popleft() if self._in_flight else None
+        if record is None or record.step != result.step:
+            raise IntegrityError(f"the result of step {result.step} came out of turn")
+        output = StepOutput()
+        self._rows.in_flight[record.rows] -= 1
+        if result.error is None:
+            self._take_in(record, result, output)
+        else:
+            for row in record.rows[self._rows.accepts[record.rows]].tolist():
+                self._end(Ending(row, FinishReason.ERROR, result.error), output)
+        if self._releasing:
+            for row in record.rows[self._rows.in_flight[record.rows] == 0].tolist():
+                state = self._rows.states[row]
+                if state is not None and state.phase is not Phase.RUNNING:
+                    self._releasing -= 1
+                    self._release(row)
+        return output
+
+    def copies(self, now: float) -> Sequence[CopyBatch]:
+        """Copies decided since the last call, with those that memory pressure asks for."""
+        return self._store.copies(now)
+
+    def commit_copy(self, result: CopyResult, now: float) -> None:
+        """Take in the result of a CopyBatch: who waits for it may start, or, if a load failed, waits to be admitted
+        anew, when the hole will be computed.
+        """
+        self._now = now
+        failed = self._store.commit_copy(result)
+        for state in tuple(self._loading):
+            state.awaits.discard(result.number)
+            assert state.reservation is not None
+            if len(failed) and np.isin(state.reservation.slots, failed).any():
+                self._unload(state)
+                state.phase = Phase.WAITING
+                self._queue.push(state)
+
+    def next_event(self, now: float) -> Event | None:
+        """A copy while any is under way: it brings chunks that are waited for, or gives back memory."""
+        return Event(EventKind.COPY) if self._store.num_moving else None
+
+    def finish(self, request_id: str, num_tokens: int, reason: FinishReason) -> None:
+        """End a request after `num_tokens` output tokens; later ones are void. Unknown ids are ignored.
+
+        Chunks that hold later tokens lose their identity, and the count of generated tokens is put right.
+        """
+        state = self._requests.get(request_id)
+        if state is None:
+            return
+        row, count = state.row, state.num_prompt + num_tokens
+        length = len(state.known) if row < 0 else int(self._rows.length[row])
+        if not state.num_prompt <= count <= length:
+            raise IntegrityError(f"{request_id} has {length - state.num_prompt} output tokens, not {num_tokens}")
+        self._generation_tokens -= length - count
+        if row >= 0 and count < length:
+            self._rows.length[row] = count
+            self._store.forget(self._rows.slots(row)[count // self._store.chunk_size :])
+        self._drop(state)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at any moment; unknown and ended ids are ignored."""
+        state = self._requests.get(request_id)
+        if state is not None:
+            self._drop(state)
+
+    def has_work(self) -> bool:
+        """True while any request waits, runs, or has a plan in flight."""
+        return bool(self._requests or self._in_flight)
+
+    def stats(self) -> SchedulerStats:
+        """A snapshot; O(1). Prefix queries and hits count prompt tokens of first admissions."""
+        kv = self._store.stats()
+        return SchedulerStats(
+            running=self._running,
+            waiting=len(self._queue) + len(self._loading),
+            total_chunks=kv.total,
+            free_chunks=kv.free,
+            cached_chunks=kv.cached,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            tiers=self._store.tier_stats(),
+        )
+
+    # -- planning (§3.4.2) ------------------------------------------------------------------------
+
+    def _plan_decodes(self, batch: StepBatch) -> bool:
+        """One token of every running decode, as budget and memory allow. False if memory is short."""
+        rows = self._rows
+        ready = rows.ready(self._row_depth)
+        if len(ready) > batch.budget:
+            ready = rows.in_order(ready)[: batch.budget]
+        need = ready[rows.planned[ready] >= rows.capacity[ready]]
+        enough = True
+        if len(need):
+            if len(need) > self._store.num_available:
+                ready, need = self._make_room(ready, need)
+                enough = False
+            slots = self._store.extend(len(need), self._now)
+            if slots is None:
+                raise IntegrityError(f"{len(need)} chunks were counted as available, but could not be taken")
+            batch.place(need, rows.grow(need, slots), slots)
+        batch.decode(ready)
+        return enough
+
+    def _plan_prompts(self, batch: StepBatch) -> None:
+        """Prompt chunks of requests that were admitted in an earlier step."""
+        for state in self._prompts:
+            if batch.budget > 0 and self._rows.in_flight[state.row] < self._row_depth:
+                self._plan_prompt(batch, state)
+        if self._prompts:
+            self._prompts = [state for state in self._prompts if state.todo]
+
+    def _plan_prompt(self, batch: StepBatch, state: RequestState) -> None:
+        batch.prompt(state)
+        if not state.todo:
+            self._rows.decodes[state.row] = True
+
+    def _admit(self, batch: StepBatch) -> None:
+        """Requests from the waiting queue, strictly in order, while budget, rows and memory last.
+
+        None while a suspension is pending: the suspended came before all who wait.
+        """
+        if self._suspending or len(self._requests) == self._running:
+            return
+        while batch.budget > 0 and self._rows.num_free > len(self._loading):
+            state = self._queue.first()
+            reservation = self._reserve(state) if state is not None else None
+            if state is None or reservation is None:
+                return
+            self._queue.remove(state)
+            state.conversation = reservation.conversation
+            if reservation.awaits:
+                state.phase, state.reservation, state.awaits = Phase.LOADING, reservation, set(reservation.awaits)
+                insort(self._loading, state, key=lambda other: other.key)
+            else:
+                self._start(batch, state, reservation)
+
+    def _start_loaded(self, batch: StepBatch) -> None:
+        """Requests whose chunks have come."""
+        for state in tuple(self._loading):
+            if batch.budget > 0 and not state.awaits:
+                assert state.reservation is not None
+                self._loading.remove(state)
+                self._start(batch, state, state.reservation)
+                state.reservation = None
+
+    def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:
+        """Give an admitted request its row, and plan as much of it as the budget allows."""
+        self._open(state, reservation)
+        batch.open(state)
+        self._plan_prompt(batch, state)
+        if state.todo:
+            insort(self._prompts, state, key=lambda other: other.key)
+
+    def _reserve(self, state: RequestState) -> Reservation | None:
+        """Memory for all known tokens. 10 % stay free for running decodes, unless nothing runs (§3.4.3.5)."""
+        found = None
+        if self._caching and not state.scores_prompt:
+            found = self._store.find(state.chain, state.known)
+        request, busy = state.request, self._running or self._loading
+        name = None if request.conversation is None else (request.salt, request.conversation)
+        return self._store.reserve(found, len(state.known), self._keep_free if busy else 0, name=name, now=self._now)
+
+    def _open(self, state: RequestState, reservation: Reservation) -> None:
+        row = self._rows.open(state, reservation.slots)
+        if not self._caching:
+            self._rows.next_named[row] = NEVER
+        state.row, state.phase = row, Phase.RUNNING
+        state.todo = deque(reservation.compute)
+        self._closes.discard(row)  # the open clears the row as well
+        self._running += 1
+        if state.num_cached < 0:
+            state.num_cached = reservation.num_cached_tokens
+            state.queue_seconds = self._now - state.arrived
+            self._prompt_tokens += state.num_prompt
+            self._prefix_queries += state.num_prompt
+            self._prefix_hits += state.num_cached
+
+    # -- memory (§3.4.3.5) ------------------------------------------------------------------------
+
+    def _make_room(self, ready: Index, need: Index) -> tuple[Index, Index]:
+        """Fewer decodes: those of `ready` that go on, and those of `need` that get a chunk.
+
+        The latest arrival is suspended, and the next, until the rest has room. While memory is on its way
+        back anyhow (by an end, a suspension, a copy, or a row whose last token is planned), rows wait instead.
+        """
+        rows = self._rows
+        while len(need) > self._store.num_available and not self._is_memory_coming():
+            victim = int(rows.in_order(rows.owned(Phase.RUNNING))[-1])
+            self._suspend(victim)
+            ready, need = ready[ready != victim], need[need != victim]
+        need = rows.in_order(need)
+        fed, starved = need[: self._store.num_available], need[self._store.num_available :]
+        return ready[~np.isin(ready, starved)], fed
+
+    def _is_memory_coming(self) -> bool:
+        """True if slots will come back without another suspension."""
+        return bool(self._releasing or self._store.num_returning) or self._rows.any_draining()
+
+    def _suspend(self, row: int) -> None:
+        """Plan a running request no more; it waits again once its plans in flight have committed."""
+        state = self._rows.state(row)
+        state.phase = Phase.SUSPENDING
+        self._preemptions += 1
+        self._suspending += 1
+        self._retire(state)
+
+    # -- results ----------------------------------------------------------------------------------
+
+    def _take_in(self, record: InFlight, result: StepResult, output: StepOutput) -> None:
+        rows = self._rows
+        rows.computed[record.rows] = record.stops
+        endings = deliver(rows, record, result, output)
+        self._generation_tokens += len(output.ids)
+        for ending in endings:
+            if ending.reason is FinishReason.ERROR:  # its KV may be wrong: nobody is to find it again
+                rows.next_named[ending.row] = NEVER
+                self._store.forget(rows.slots(ending.row))
+        done = rows.completed(record.rows)
+        for row in done[:MAX_NAMED_PER_COMMIT].tolist():
+            self._name(row)
+        for ending in endings:
+            self._end(ending, output)
+
+    def _name(self, row: int) -> None:
+        """Give a row's complete chunks their identity: KV computed, tokens committed and counted."""
+        rows, size = self._rows, self._store.chunk_size
+        first = int(rows.next_named[row]) // size - 1
+        last = int(min(rows.computed[row], rows.length[row])) // size
+        state = rows.state(row)
+        state.chain.grow(rows.tokens[row], last)
+        self._store.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
+        rows.next_named[row] = (last + 1) * size
+
+    # -- endings ----------------------------------------------------------------------------------
+
+    def _end(self, ending: Ending, output: StepOutput) -> None:
+        """A running or suspending request ends by a result."""
+        state = self._rows.state(ending.row)
+        output.finished[state.request.id] = (ending.reason, ending.detail)
+        if ending.reason is FinishReason.ERROR:
+            self._rows.next_named[ending.row] = NEVER
+        self._drop(state)
+
+    def _drop(self, state: RequestState) -> None:
+        """A request ends, wherever it stands."""
+        before, state.phase = state.phase, Phase.ENDED
+        del self._requests[state.request.id]
+        if before is Phase.WAITING:
+            self._queue.remove(state)
+            return
+        if before is Phase.LOADING:
+            self._unload(state)
+            return
+        self._rows.accepts[state.row] = False
+        if before is Phase.RUNNING:
+            self._retire(state)
+        else:
+            self._suspending -= 1
+
+    def _retire(self, state: RequestState) -> None:
+        """A row is planned no more; it is given back now, or when the last plan that names it commits."""
+        row = state.row
+        self._rows.decodes[row] = False
+        self._running -= 1
+        if state.todo:
+            self._prompts = [other for other in self._prompts if other is not state]
+        if self._rows.in_flight[row]:
+            self._releasing += 1
+        else:
+            self._release(row)
+
+    def _unload(self, state: RequestState) -> None:
+        """Give back the memory of a request that loads; slots that are being filled are kept by the copies."""
+        assert state.reservation is not None
+        self._loading.remove(state)
+        self._store.release(state.reservation.slots, state.conversation, self._now)
+        state.reservation, state.conversation = None, -1
+        state.awaits.clear()
+
+    def _release(self, row: int) -> None:
+        """Give back row and slots; the suspended return to their place in the queue, their chunks go to a slower ti"""
+        rows = self._rows
+        state, slots = rows.state(row), rows.slots(row)
+        if len(rows.completed(np.array([row]))):
+            self._name(row)
+        if rows.next_named[row] != NEVER:
+            count = int(min(rows.computed[row], rows.length[row]))
+            whole = count // self._store.chunk_size
+            if whole < len(slots):
+                state.chain.grow(rows.tokens[row], whole)
+                self._store.keep_tail(int(slots[whole]), state.chain, rows.tokens[row, :count], state.conversation)
+        self._store.release(slots, state.conversation, self._now)
+        state.conversation = -1
+        if state.phase is Phase.SUSPENDING:
+            self._store.save(slots, self._now)
+            state.known = rows.tokens[row, : rows.length[row]].copy()
+            state.phase = Phase.WAITING
+            self._suspending -= 1
+            self._queue.push(state)
+        state.row = -1
+        state.todo = deque()
+        self._closes.add(row)
+        rows.free(row)
+
+    # -- checks -----------------------------------------------------------------------------------
+
+    def _check(self, request: Request) -> int:
+        """Longest that prompt and output may become, in tokens. Raises RequestError or CapacityError."""
+        count = len(request.prompt)
+        if request.id in self._requests:
+            raise RequestError(f"A request with the id {request.id!r} is running; use another id.", "request_id")
+        if count == 0:
+            raise RequestError("The prompt is empty; it must have at least one token.", "prompt")
+        if count + 1 > self._max_model_len:
+            raise RequestError(
+                f"The prompt has {count} tokens, but prompt and output together may have {self._max_model_len}; "
+                f"shorten it to {self._max_model_len - 1} tokens or raise max_model_len.",
+                "prompt",
+            )
+        limit = min(count + request.max_tokens, self._max_model_len)
+        size, total = self._store.chunk_size, self._store.stats().total
+        needed = -(-(limit - 1) // size)
+        if needed > total:
+            raise CapacityError(
+                f"A prompt of {count} tokens with max_tokens {request.max_tokens} needs {needed} chunks of KV cache, "
+                f"but there are {total}; shorten the prompt, lower max_tokens or give the cache more memory."
+            )
+        return limit
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless rows, queue, plans in flight and chunks agree; for tests, or when idle."""
+        references = check_rows(self._rows, self._in_flight, self._store.stats().total)
+        for state in self._loading:
+            if state.reservation is not None:
+                np.add.at(references, state.reservation.slots, 1)
+        self._store.check_integrity(references)
+        check_requests(self._rows, self._queue, self._loading, self._requests)
+        owned = [state.phase for state in self._rows.states if state is not None]
+        suspending, running = owned.count(Phase.SUSPENDING), owned.count(Phase.RUNNING)
+        if (running, suspending, len(owned) - running) != (self._running, self._suspending, self._releasing):
+            raise IntegrityError("the counts of running, suspending and ended rows are not true")

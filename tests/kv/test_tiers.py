@@ -1,0 +1,311 @@
+"""What leaves the device, what comes back, and what becomes of copies under way: one rule a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from cellar.core.messages import CopyBatch, CopyResult, Tier, TierStats
+from cellar.kv.conversations import MAX_MEMBERS
+from cellar.kv.policy import LeastRecentlyUsed, Policy, RetentionValue
+from cellar.kv.states import LOADING, RESIDENT, SAVING
+from cellar.kv.store import KVStore, Reservation
+
+CHUNK = 4
+
+
+class Bench:
+    """A store whose copies are answered by hand; `now` is its clock."""
+
+    def __init__(self, device: int = 8, host: int = 16, disk: int = 0, policy: Policy | None = None) -> None:
+        tiers = {Tier.HOST: host, Tier.DISK: disk}
+        self.store = KVStore(device, CHUNK, tiers={t: n for t, n in tiers.items() if n}, policy=policy)
+        self.now = 0.0
+
+    def open(self, tokens: Sequence[int], name: str | None = None) -> Reservation:
+        array = np.array(tokens, np.int32)
+        found = self.store.find(self.store.chain(b""), array)
+        named = None if name is None else (b"", name)
+        reservation = self.store.reserve(found, len(array), name=named, now=self.now)
+        assert reservation is not None
+        return reservation
+
+    def close(self, tokens: Sequence[int], held: Reservation, computed: int | None = None) -> None:
+        """All of `tokens`, or the first `computed`, have their KV: name them, keep the tail, release."""
+        array = np.array(tokens, np.int32)[:computed]
+        chain = self.store.chain(b"")
+        whole = len(array) // CHUNK
+        chain.grow(array, whole)
+        self.store.commit(held.slots[:whole].tolist(), chain, 0, held.conversation)
+        if whole < len(held.slots):
+            self.store.keep_tail(int(held.slots[whole]), chain, array, held.conversation)
+        self.store.release(held.slots, held.conversation, self.now)
+        self.store.check_integrity()
+
+    def serve(self, tokens: Sequence[int], name: str | None = None) -> None:
+        """A request that brings all its tokens, from beginning to end."""
+        held = self.open(tokens, name)
+        self.answer()
+        self.close(tokens, held)
+
+    def answer(self, ok: bool = True) -> list[CopyBatch]:
+        """Decide and answer copies until none are wanted."""
+        done: list[CopyBatch] = []
+        while batches := self.store.copies(self.now):
+            for batch in batches:
+                self.store.commit_copy(CopyResult(batch.number, np.full(len(batch), ok)))
+                self.store.check_integrity()
+            done += batches
+            if not ok:
+                break
+        return done
+
+    def spill(self, tokens: Sequence[int]) -> None:
+        """Serve a request and send all that it leaves to the host; another takes its slots on the device."""
+        held = self.open(tokens)
+        self.close(tokens, held)
+        self.store.save(held.slots, self.now)
+        self.answer()
+        self.now += 10.0
+        count = self.store.num_available
+        other = self.open(talk(99, count * CHUNK))
+        assert len(other.slots) == count
+        self.store.release(other.slots, other.conversation, self.now)
+
+    def stats(self, tier: Tier) -> TierStats:
+        return next(stats for stats in self.store.tier_stats() if stats.tier is tier)
+
+    def where(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(tier, tokens, state) of each chunk of `tokens` and of what follows."""
+        found = self.store.find(self.store.chain(b""), np.array([*tokens, 999], np.int32))
+        return list(zip(found.tier.tolist(), found.tokens.tolist(), found.state.tolist(), strict=True))[
+            : -(-len(tokens) // CHUNK)
+        ]
+
+
+def talk(number: int, count: int) -> list[int]:
+    return [100 * number + k for k in range(count)]
+
+
+def test_nothing_is_copied_while_a_quarter_could_be_reclaimed() -> None:
+    bench = Bench(device=8)
+    for k in range(3):
+        bench.serve(talk(k, 8))
+        assert not bench.answer(), f"{8 - 2 * (k + 1)} of 8 slots are free"
+        bench.now += 1.0
+    held = bench.open(talk(3, 4))
+    (batch,) = bench.answer()
+    assert (batch.source, batch.target, len(batch)) == (Tier.DEVICE, Tier.HOST, 1)
+    assert bench.where(talk(0, 8)) == [(0, 4, RESIDENT)] * 2, "what was copied stays until its slot is needed"
+    assert not bench.answer()
+    bench.close(talk(3, 4), held)
+    assert (bench.stats(Tier.DEVICE).free, bench.stats(Tier.HOST).cached) == (1, 1)
+
+
+def test_what_was_copied_is_reclaimed_first_and_comes_back() -> None:
+    bench = Bench(device=4)
+    first, second = bench.open(talk(0, 8)), bench.open(talk(1, 8))
+    bench.close(talk(0, 8), first)
+    bench.now = 10.0
+    bench.close(talk(1, 8), second)
+    (batch,) = bench.answer()
+    assert batch.source_slots.tolist() == [first.slots[0]], "of the talk that is idle longest the leading chunk"
+    held = bench.open(talk(2, 4))
+    assert bench.where(talk(0, 8)) == [(1, 4, RESIDENT), (0, 4, RESIDENT)]
+    bench.close(talk(2, 4), held)
+    back = bench.open([*talk(0, 8), 7])
+    assert back.compute == ((8, 9),)
+    assert bench.where(talk(0, 8))[0] == (0, 4, LOADING)
+    (batch,) = [b for b in bench.answer() if b.target is Tier.DEVICE]
+    assert back.awaits == {batch.number}
+    assert bench.where(talk(0, 8)) == [(0, 4, RESIDENT)] * 2
+    assert bench.stats(Tier.HOST).cached >= 1, "the host's copy stays"
+
+
+def test_failed_load_is_a_hole_and_the_host_forgets_it() -> None:
+    bench = Bench(device=4)
+    bench.spill(talk(0, 8))
+    assert [tier for tier, _, _ in bench.where(talk(0, 8))] == [1, 1]
+    held = bench.open([*talk(0, 8), 7])
+    loads = [b for b in bench.store.copies(bench.now) if b.target is Tier.DEVICE]
+    failed = bench.store.commit_copy(CopyResult(loads[0].number, np.array([True, False]), error="made to fail"))
+    assert failed.tolist() == [held.slots[1]]
+    host = bench.stats(Tier.HOST)
+    assert (host.loaded, host.saved, host.failed) == (1, 2, 1)
+    bench.store.release(held.slots, held.conversation)
+    bench.store.check_integrity()
+    assert bench.where(talk(0, 8)) == [(0, 4, RESIDENT), (-1, 0, 0)]
+    assert bench.open([*talk(0, 8), 7]).compute == ((4, 9),)
+
+
+def test_failed_store_has_not_happened() -> None:
+    bench = Bench(device=4)
+    bench.serve(talk(0, 16))
+    (batch,) = bench.answer(ok=False)
+    assert bench.where(talk(0, 16)) == [(0, 4, RESIDENT)] * 4
+    assert bench.stats(Tier.HOST).free == 16
+    assert bench.store.copies(0.0)[0].number > batch.number, "it is tried again"
+
+
+def test_loading_slot_outlives_the_request_that_wanted_it() -> None:
+    bench = Bench(device=4)
+    bench.spill(talk(0, 8))
+    held = bench.open([*talk(0, 8), 7])
+    (batch,) = bench.store.copies(bench.now)
+    bench.store.release(held.slots, held.conversation)
+    bench.store.check_integrity()
+    assert bench.store.num_available == 2, "slots that are being filled are nobody's"
+    assert bench.store.num_returning == 2
+    bench.store.commit_copy(CopyResult(batch.number, np.ones(2, np.bool_)))
+    assert bench.where(talk(0, 8)) == [(0, 4, RESIDENT)] * 2
+    assert bench.store.num_available == 4
+
+
+def test_forgotten_chunk_is_gone_from_every_tier_and_from_copies_under_way() -> None:
+    bench = Bench(device=4, host=4, disk=8)
+    held = bench.open(talk(0, 16))
+    bench.close(talk(0, 16), held)
+    (batch,) = bench.store.copies(0.0)
+    again = bench.open([*talk(0, 15)])
+    assert bench.where(talk(0, 16))[0] == (0, 4, SAVING)
+    bench.store.forget(again.slots)
+    assert bench.where(talk(0, 4)) == [(-1, 0, 0)]
+    bench.store.check_integrity()
+    bench.store.commit_copy(CopyResult(batch.number, np.ones(1, np.bool_)))
+    bench.store.release(again.slots, again.conversation)
+    bench.store.check_integrity()
+    assert bench.where(talk(0, 4)) == [(-1, 0, 0)], "its copy arrived and is nobody's"
+    assert bench.stats(Tier.HOST).free == 4
+
+
+def test_chunks_move_on_to_the_disk_and_come_back_from_there() -> None:
+    bench = Bench(device=4, host=8, disk=64)
+    for k in range(8):
+        bench.spill(talk(k, 8))
+    assert {tier for k in range(8) for tier, _, _ in bench.where(talk(k, 8))} == {1, 2}, "nothing is lost"
+    back = bench.open([*talk(0, 8), 7])
+    (batch,) = [b for b in bench.store.copies(bench.now) if b.target is Tier.DEVICE]
+    assert (batch.source, len(batch)) == (Tier.DISK, 2)
+    assert back.compute == ((8, 9),)
+
+
+def test_chunk_worth_less_than_all_of_the_host_is_not_copied() -> None:
+    bench = Bench(device=4, host=2)
+    bench.serve(talk(0, 16))
+    bench.answer()
+    bench.now = 100.0
+    bench.serve(talk(1, 8))  # two of the first talk are reclaimed; the host holds two of it
+    bench.answer()
+    host = [tier for tier, _, _ in bench.where(talk(0, 16))]
+    bench.now = 1000.0
+    bench.store.copies(bench.now)
+    assert [tier for tier, _, _ in bench.where(talk(0, 16))] == host
+    assert 1 in host
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_value_decides_between_a_long_context_and_a_recent_one(values: bool) -> None:
+    """Pensieve's value keeps the end of a long conversation, which least recent use gives up for a short one."""
+    bench = Bench(device=16, policy=RetentionValue({1: 1.0, 32: 40.0}) if values else LeastRecentlyUsed())
+    first = bench.open(talk(0, 32))
+    bench.close(talk(0, 32), first)
+    bench.now = 5.0
+    second = bench.open(talk(1, 8))
+    bench.close(talk(1, 8), second)
+    bench.now = 10.0
+    bench.open(talk(2, 12 * CHUNK))  # six slots are free, six of ten must go
+    long = [tier >= 0 for tier, _, _ in bench.where(talk(0, 32))]
+    short = [tier >= 0 for tier, _, _ in bench.where(talk(1, 8))]
+    assert long == ([False] * 4 + [True] * 4 if values else [False] * 6 + [True] * 2), "leading chunks go first"
+    assert short == ([False] * 2 if values else [True] * 2)
+
+
+# -- tails ---------------------------------------------------------------------------------------------
+
+
+def test_tail_is_found_by_its_exact_tokens_and_taken_over() -> None:
+    bench = Bench()
+    bench.serve(talk(0, 6))
+    assert bench.where(talk(0, 6)) == [(0, 4, RESIDENT), (0, 2, RESIDENT)]
+    held = bench.open([*talk(0, 6), 7, 8, 9])
+    assert held.compute == ((6, 9),)
+    assert not held.awaits
+    assert held.num_cached_tokens == 6
+    other = bench.open([*talk(0, 5), 50, 60])
+    assert other.compute == ((4, 7),), "not a beginning of it"
+    assert other.slots[1] not in held.slots
+    whole = bench.open(talk(0, 6))
+    assert whole.compute == ((4, 6),), "its last token is to be computed"
+
+
+def test_tail_in_use_is_copied_on_a_fork() -> None:
+    bench = Bench()
+    bench.serve(talk(0, 6))
+    first = bench.open([*talk(0, 6), 7])
+    fork = bench.open([*talk(0, 6), 8])
+    (batch,) = bench.store.copies(0.0)
+    assert (batch.source, batch.target) == (Tier.DEVICE, Tier.DEVICE)
+    assert batch.source_slots.tolist() == [first.slots[1]]
+    assert batch.target_slots.tolist() == [fork.slots[1]]
+    assert fork.awaits == {batch.number}
+    assert fork.compute == ((6, 7),)
+    bench.store.check_integrity()
+    bench.store.commit_copy(CopyResult(batch.number, np.ones(1, np.bool_)))
+    bench.close([*talk(0, 6), 7], first)
+    bench.close([*talk(0, 6), 8], fork)
+    assert bench.where([*talk(0, 6), 7])[1][1] == 3
+    assert bench.where([*talk(0, 6), 8])[1][1] == 3
+
+
+def test_suspended_sequence_goes_to_the_host_with_its_tail() -> None:
+    bench = Bench(device=4)
+    held = bench.open(talk(0, 10))
+    bench.close(talk(0, 10), held)
+    bench.store.save(held.slots, 0.0)
+    (batch,) = bench.store.copies(0.0)
+    assert len(batch) == 3
+    assert bench.store.num_available == 1, "slots return once the copy has been committed"
+    bench.store.commit_copy(CopyResult(batch.number, np.ones(3, np.bool_)))
+    assert bench.store.num_available == 4
+    other = bench.open(talk(1, 16))
+    bench.close(talk(1, 16), other)
+    back = bench.open([*talk(0, 10), 5])
+    assert back.compute == ((10, 11),)
+    assert len(back.awaits) == 1
+
+
+def test_full_host_means_that_the_suspended_is_computed_again() -> None:
+    bench = Bench(device=4, host=1)
+    held = bench.open(talk(0, 12))
+    bench.close(talk(0, 12), held)
+    bench.store.save(held.slots, 0.0)
+    (batch,) = bench.store.copies(0.0)
+    assert len(batch) == 1
+    assert bench.store.num_available == 3, "what finds no room can be reclaimed at once"
+
+
+# -- whose a chunk is ----------------------------------------------------------------------------------
+
+
+def test_prompt_that_everybody_shares_stays_and_costs_one_audience() -> None:
+    bench = Bench(device=64, host=4)
+    common = talk(9, 8)
+    for k in range(2 * MAX_MEMBERS):
+        bench.serve([*common, *talk(k, 4)])
+        bench.now += 1.0
+    talks, directory = bench.store._shelves.conversations, bench.store._shelves.directory
+    chunk = directory.find(bench.store.chain(b"").grow(np.array(common, np.int32), 1)[:1])
+    audience = directory.audience[chunk]
+    assert talks.scale(audience)[0] == MAX_MEMBERS
+    assert (talks._key[int(audience[0])].__len__()) == 1, "no list grows with the users"
+    weight = RetentionValue({1: 1.0}).weight(talks.idle(audience, bench.now + 100.0)) * talks.scale(audience)
+    assert weight[0] == pytest.approx(MAX_MEMBERS / 101.0)
+
+
+def test_named_turns_are_one_conversation_and_names_of_others_are_not() -> None:
+    bench = Bench()
+    first = bench.open(talk(0, 8), name="a")
+    assert bench.open(talk(1, 8), name="a").conversation == first.conversation
+    assert bench.open(talk(2, 8), name="b").conversation != first.conversation

@@ -1,0 +1,333 @@
+"""Several ranks as one worker, through the real engine: what one rank says, and what is found when one does wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cellar.core.config import ScheduleConfig
+from cellar.core.errors import ConfigError, DeviceError, IntegrityError
+from cellar.core.messages import CopyBatch, FinishReason, Request, StepPlan, StepResult, Tier
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
+from cellar.engine.steps import StepEngine, step_engine
+from cellar.runtime.protocol import Capacity, Runtime
+from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.rank import ProcessRank
+from cellar.runtime.ranks.star import Star, stars
+from cellar.runtime.steps.fake import FakeRuntime, next_token
+from cellar.schedule.steps.scheduler import StepScheduler
+from cellar.text.grammar import GrammarCompiler
+from cellar.text.masker import Masker
+from cellar.text.tokenizer import Tokenizer
+from tests.fake_front import TOKENIZER
+from tests.limits import SECONDS, until
+
+VOCAB = 97
+CAPACITY = Capacity(64, 8, 16, 256)
+
+
+def open_rank(star: Star, capacity: Capacity = CAPACITY, **fake: Any) -> FakeRuntime:
+    return FakeRuntime(capacity, **{"vocab_size": VOCAB, **fake}, comm=star)
+
+
+def group_of(size: int, each: Callable[..., Runtime[StepPlan]] = open_rank, **fake: Any) -> RankGroup:
+    return RankGroup([partial(each, star, **fake) for star in stars(size)])
+
+
+def engine_over(runtime: Runtime[StepPlan], masker: Masker | None = None) -> StepEngine:
+    capacity = runtime.capacity
+    config = ScheduleConfig(max_num_seqs=capacity.num_rows, max_num_batched_tokens=64)
+    scheduler = StepScheduler(
+        capacity.num_slots, capacity.num_rows, capacity.chunk_size, capacity.max_model_len, config
+    )
+    return step_engine(scheduler, runtime, masker=masker)
+
+
+def request(id: str, prompt: Sequence[int], max_tokens: int = 6, **params: Any) -> Request:
+    made = SamplingParams(max_tokens=max_tokens, seed=0, temperature=0, **params)
+    return Request(id, np.array(prompt, np.int32), made, frozenset(), max_tokens)
+
+
+def expected(prompt: Sequence[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def run(engine: StepEngine) -> tuple[dict[str, list[int]], dict[str, tuple[FinishReason, int | str | None]]]:
+    tokens: dict[str, list[int]] = {}
+    finished: dict[str, tuple[FinishReason, int | str | None]] = {}
+    end = time.monotonic() + SECONDS
+    while engine.has_work():
+        assert time.monotonic() < end
+        for output in engine.turn(1.0):
+            for id, token in zip(output.ids, output.tokens, strict=True):
+                tokens.setdefault(id, []).append(token)
+            finished |= output.finished
+    return tokens, finished
+
+
+@pytest.fixture
+def opened() -> Iterator[list[RankGroup]]:
+    """Groups to be closed."""
+    groups: list[RankGroup] = []
+    yield groups
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_decode_step_on_several_ranks_is_that_of_one(size: int, opened: list[RankGroup]) -> None:
+    group = group_of(size)
+    opened.append(group)
+    engine = engine_over(group)
+    prompts = {f"r{k}": [k, 5, 2 * k] * (1 + k) for k in range(7)}
+    engine.add(*(request(id, prompt, 12) for id, prompt in prompts.items()))
+    tokens, _ = run(engine)
+    assert tokens == {id: expected(prompt, 12) for id, prompt in prompts.items()}
+    engine.scheduler.check_integrity()
+
+
+def test_one_rank_alone_knows_only_its_share(opened: list[RankGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the test above shows that they work together: two ranks that add up the same share make other tokens."""
+    parts = [int(((np.array([4, 7]) + 2 - rank) // 2 * np.array([1, 2])).sum()) for rank in (0, 1)]
+    assert sum(parts) == 1 * 5 + 2 * 8
+    total = Star.sum
+    monkeypatch.setattr(Star, "sum", lambda self, part: total(self, part) if len(part) == 1 else 2 * part)
+    group = group_of(2)
+    opened.append(group)
+    engine = engine_over(group)
+    engine.add(request("r", [4, 7], 4))
+    assert run(engine)[0]["r"] != expected([4, 7], 4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_random_work_on_ranks_is_as_on_one(data: st.DataObject) -> None:
+    """Little memory (suspensions), shared prefixes, aborts, penalties, failing steps and rows: ranks change nothing."""
+    size = data.draw(st.integers(2, 3))
+    slots = data.draw(st.integers(6, 20))
+    rows = data.draw(st.integers(1, 5))
+    bad_step, bad_row = data.draw(st.integers(0, 30)), data.draw(st.integers(0, 4))
+    capacity = Capacity(slots, rows, 16, 96)
+    bad: dict[str, Any] = {
+        "fail": partial(_fails, bad_step) if data.draw(st.booleans()) else _never,
+        "nan": partial(_nan, bad_row, data.draw(st.integers(0, 20))),
+    }
+    lengths = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=8))
+    penalized = data.draw(st.booleans())
+    dropped = data.draw(st.sets(st.integers(0, 7), max_size=2))
+
+    def answers(runtime: Runtime[StepPlan]) -> Any:
+        engine = engine_over(runtime)
+        for k, length in enumerate(lengths):
+            params = {"presence_penalty": 1.0} if penalized and k % 2 else {}
+            engine.add(request(f"r{k}", [1, *range(k % 3, k % 3 + length - 1)], 20, **params))
+        for k in dropped:
+            engine.abort(f"r{k}")
+        found = run(engine)
+        engine.scheduler.check_integrity()
+        engine.close()
+        return found
+
+    tokens, finished = answers(group_of(size, capacity=capacity, **bad))
+    alone, ends = answers(FakeRuntime(capacity, vocab_size=VOCAB))
+    assert finished.keys() == ends.keys()
+    for id, (reason, _) in finished.items():
+        made = tokens.get(id, [])
+        assert made == alone[id][: len(made)]
+        assert len(made) == len(alone[id]) or reason is FinishReason.ERROR
+
+
+def _never(plan: StepPlan) -> str | None:
+    return None
+
+
+def _fails(step: int, plan: StepPlan) -> str | None:
+    return "made to fail" if plan.step == step else None
+
+
+def _nan(row: int, step: int, at: int, of: int) -> bool:
+    return at == step and of == row
+
+
+def test_masks_go_to_the_rank_that_samples(opened: list[RankGroup]) -> None:
+    text = Tokenizer.load(TOKENIZER)
+    group = group_of(2, vocab_size=text.vocab_size)
+    opened.append(group)
+    engine = engine_over(group, Masker(GrammarCompiler(text, text.vocab_size, (2,))))
+    wanted = StructuredOutputsParams(regex="[ab]{9}")
+    engine.add(
+        replace(request("masked", [3, 4], 20, structured_outputs=wanted), stop_ids=frozenset({2})),
+        request("plain", [5], 6),
+    )
+    tokens, finished = run(engine)
+    assert finished["masked"] == (FinishReason.STOP, 2)
+    assert set(text.decode(tokens["masked"][:-1])) <= set("ab")
+    assert len(tokens["plain"]) == 6
+
+
+def test_capacity_is_the_least_of_all(opened: list[RankGroup]) -> None:
+    capacities = [Capacity(64, 8, 16, 256), Capacity(40, 9, 16, 128)]
+    group = RankGroup([partial(open_rank, star, c) for star, c in zip(stars(2), capacities, strict=True)])
+    opened.append(group)
+    assert group.capacity == Capacity(40, 8, 16, 128)
+    with pytest.raises(ConfigError, match="16, 32"):
+        RankGroup(
+            [partial(open_rank, star, Capacity(8, 2, size, 64)) for star, size in zip(stars(2), (16, 32), strict=True)]
+        )
+
+
+def test_a_chunk_has_arrived_if_every_rank_has_its_shard(opened: list[RankGroup]) -> None:
+    def each(star: Star) -> FakeRuntime:
+        return open_rank(star, tiers={Tier.HOST: 8}, fail_copy=lambda batch, k: k == star.rank)
+
+    group = group_of(2, each)
+    opened.append(group)
+    slots = np.arange(3, dtype=np.int32)
+    group.copy(CopyBatch(0, Tier.DEVICE, slots, Tier.HOST, slots))
+    (result,) = group.poll(SECONDS)
+    assert result.ok.tolist() == [False, False, True]  # type: ignore[union-attr]
+
+
+def test_a_step_that_fails_on_one_rank_ends_its_requests_and_no_others(opened: list[RankGroup]) -> None:
+    def each(star: Star) -> FakeRuntime:
+        return open_rank(star, fail=lambda plan: "no room" if star.rank == 1 and 13 in plan.tokens.tolist() else None)
+
+    group = group_of(2, each)
+    opened.append(group)
+    engine = engine_over(group)
+    engine.add(request("bad", [13], 5))
+    _, finished = run(engine)
+    assert "rank 1: no room" in str(finished["bad"][1])
+    engine.add(request("good", [1, 2], 5))
+    assert run(engine)[0] == {"good": expected([1, 2], 5)}
+
+
+# -- ranks that do wrong ----------------------------------------------------------------------------
+
+
+class Wrong(FakeRuntime):
+    """Rank 1 does something else from its fourth result on."""
+
+    how: str = ""
+    silent: threading.Event
+
+    def close(self) -> None:
+        self.silent.set()
+        super().close()
+
+    def poll(self, timeout: float | None) -> list[Any]:
+        found = super().poll(timeout)
+        return [self._changed(result) if result.step >= 4 else result for result in found]
+
+    def _changed(self, result: StepResult) -> StepResult:
+        match self.how:
+            case "tokens":
+                return replace(result, tokens=result.tokens + 1)
+            case "flags":
+                return replace(result, flags=result.flags + 1)
+            case "step":
+                return replace(result, step=result.step + 1)
+            case "death":
+                raise ZeroDivisionError("a defect of the device")
+            case "silence":
+                self.silent.wait(SECONDS)
+        return result
+
+
+def wrong_rank(how: str, star: Star) -> FakeRuntime:
+    runtime = (Wrong if star.rank == 1 else FakeRuntime)(CAPACITY, vocab_size=VOCAB, comm=star)
+    if isinstance(runtime, Wrong):
+        runtime.how, runtime.silent = how, threading.Event()
+    return runtime
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("tokens", IntegrityError, "rank 1 has other tokens of step 4"),
+        ("flags", IntegrityError, "rank 1 has other flags of step 4"),
+        ("step", IntegrityError, "rank 1 answered step 5, but its next was step 4"),
+        ("death", DeviceError, r"rank 1 has ended \(ZeroDivisionError: a defect of the device\)"),
+        ("silence", DeviceError, "rank 1 has not answered for 0.5 s"),
+    ],
+)
+def test_a_rank_that_does_wrong_is_found(how: str, error: type[Exception], said: str) -> None:
+    group = RankGroup([partial(wrong_rank, how, star) for star in stars(2)], patience=0.5 if how == "silence" else 60.0)
+    engine = engine_over(group)
+    engine.add(request("r", [1, 2], 50))
+    with pytest.raises(error, match=said):
+        run(engine)
+    with pytest.raises(error, match=said):  # and nothing goes on as if nothing had been
+        group.poll(0.0)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 10
+
+
+def test_a_rank_that_cannot_be_opened_ends_the_others() -> None:
+    def each(star: Star) -> FakeRuntime:
+        if star.rank == 1:
+            raise ConfigError("no such shard")
+        return open_rank(star)
+
+    before = threading.active_count()
+    with pytest.raises(ConfigError, match="no such shard"):
+        group_of(2, each)
+    until(lambda: threading.active_count() <= before)
+
+
+def test_a_wake_ends_the_wait(opened: list[RankGroup]) -> None:
+    group = group_of(2)
+    opened.append(group)
+    timer = threading.Timer(0.05, group.wake)
+    timer.start()
+    begin = time.monotonic()
+    assert group.poll(SECONDS) == []
+    assert time.monotonic() - begin < SECONDS / 2
+    timer.join()
+
+
+# -- processes --------------------------------------------------------------------------------------
+
+
+def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
+    group = RankGroup([partial(open_rank, star) for star in stars(2)], ProcessRank)
+    engine = engine_over(group)
+    prompts = {"a": [1, 2, 3], "b": list(range(40))}
+    engine.add(*(request(id, prompt, 10) for id, prompt in prompts.items()))
+    assert run(engine)[0] == {id: expected(prompt, 10) for id, prompt in prompts.items()}
+    pids = [rank.process.pid for rank in group._ranks]  # type: ignore[attr-defined]
+    engine.add(request("long", [7], 200))
+    engine.turn(1.0)
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(DeviceError, match=r"rank \d has ended"):
+        run(engine)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 10
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_rank_whose_process_cannot_open_says_why() -> None:
+    with pytest.raises(DeviceError, match="rank 1 could not be opened: ConfigError: no such shard"):
+        RankGroup([partial(_open_or_not, star) for star in stars(2)], ProcessRank)
+
+
+def _open_or_not(star: Star) -> FakeRuntime:
+    if star.rank == 1:
+        raise ConfigError("no such shard")
+    return open_rank(star)

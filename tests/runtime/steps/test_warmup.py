@@ -1,0 +1,212 @@
+"""What has to be compiled before the first step, as a list; and the threads that compile it."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from cellar.models.model import Model
+from cellar.models.registry import open_model, shipped_config
+from cellar.ops.compile_jobs import jobs_of, key_of
+from cellar.ops.linear.choice import Shape
+from cellar.ops.triton_support import Launch
+from cellar.runtime.probes.linear import chooser_of
+from cellar.runtime.probes.registry import shipped
+from cellar.runtime.steps.local import _preparing
+from cellar.runtime.steps.warmup import CudaJob, Kernels, Machine, Warmup, distinct, kernels_of
+from tests.limits import SECONDS
+
+H200, PORTABLE = Machine(264, hopper=True), Machine(264)
+
+
+def target() -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", 90, 32)
+
+
+def model_of(name: str) -> Model:
+    config = shipped_config(name)
+    assert config is not None
+    return open_model(config, "bfloat16")
+
+
+def listed(name: str, machine: Machine, num_rows: int = 64, most_tokens: int = 256) -> Kernels:
+    return kernels_of(model_of(name), _preparing(chooser_of([shipped("h200")])), machine, num_rows, most_tokens)
+
+
+def names(launches: tuple[Launch, ...]) -> Counter[str]:
+    return Counter(launch.kernel.__name__ for launch in distinct(launches, target()))
+
+
+REHEARSED = {"_choose_kernel", "_penalize_kernel", "_target_kernel"}
+"""Of the largest steps, which are tried before memory is counted; so is the best token of each row."""
+
+
+def test_a_list_has_every_kernel_of_the_model_and_no_other() -> None:
+    found = names(listed("llama-3-8b", PORTABLE).first)
+    assert set(found) == {
+        "_flat_kernel",
+        "_gemv_kernel",
+        "_norm_gemv_kernel",
+        "_attention_kernel",
+        "_rms_norm_kernel",
+        "_add_norm_kernel",
+        "_rotary_kv_kernel",
+        "_activation_kernel",
+        *REHEARSED,
+    }
+    assert sum(found.values()) < 60, "hundreds of launches are few kernels"
+    # OPT has positions instead of rotation, layer norms, and ReLU without a gate.
+    assert set(names(listed("opt-6.7b", PORTABLE).first)) == {
+        "_flat_kernel",
+        "_gemv_kernel",
+        "_attention_kernel",
+        "_add_norm_kernel",
+        "_write_kv_kernel",
+        "_activation_kernel",
+        *REHEARSED,
+    }
+
+
+def test_what_some_requests_ask_comes_later() -> None:
+    found = names(listed("llama-3-8b", PORTABLE).later)
+    assert set(found) == {"_choose_kernel", "_penalize_kernel", "_forbid_kernel"}
+    assert found["_choose_kernel"] == 12, "with and without cuts, 16-bit logits and adjusted ones, 1, 2 and 4 rows"
+
+
+def test_packed_numbers_lie_at_addresses_that_compilers_tell_apart() -> None:
+    kernels = listed("llama-3-8b", PORTABLE)
+    launches = [launch for launch in (*kernels.first, *kernels.later) if launch.kernel.__name__ == "_choose_kernel"]
+    drawn = {key_of(launch, target()) for launch in launches if launch.kwargs["DRAW"]}
+    # Two kinds of logits, with and without cuts, and three ways to lie.
+    assert len(drawn) == 2 * 2 * 3
+
+
+def test_a_hopper_compiles_its_own_kernels_in_place_of_tritons() -> None:
+    portable, hopper = listed("llama-3-8b", PORTABLE), listed("llama-3-8b", H200)
+    assert not portable.cuda
+    assert len(hopper.cuda) == len(set(hopper.cuda))
+    sources = Counter("prompt_attention" in j.source for j in hopper.cuda)
+    assert sources[True] >= 1
+    # Every wide product that the profile chose, once; decodes; prompts.
+    choose = chooser_of([shipped("h200")])
+    shapes = [Shape(n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))]
+    choices = [choose(shape) for shape in shapes]
+    wide = {(w, shape.n == 28672) for shape, c in zip(shapes, choices, strict=True) if c for _, w in c.wide if w}
+    assert len(hopper.cuda) == len(wide) + 2
+    ours = [launch for launch in hopper.first if launch.kernel.__name__ == "_attention_kernel"]
+    assert ours, "tiles of few rows stay Triton's"
+    assert not any(launch.kwargs["NEW"] or launch.kwargs["WIDE"] for launch in ours)
+    assert names(hopper.first)["_flat_kernel"] < names(portable.first)["_flat_kernel"]
+
+
+def test_sizes_that_compile_alike_are_one_job() -> None:
+    """33 sizes of decodes and prompts: m is 1, a multiple of 16, or neither."""
+    kernels = listed("llama-2-7b", PORTABLE)
+    jobs = jobs_of(kernels.first, target())
+    assert len({job.key for job in jobs}) == len(jobs) == len(distinct(kernels.first, target()))
+    assert len(jobs) < len(kernels.first) / 5
+    norms = [job for job in jobs if job.kernel.__name__ == "_add_norm_kernel"]
+    assert len(norms) == 1
+
+
+def test_jobs_compile_side_by_side_to_what_one_after_another_gives() -> None:
+    """Two threads of Triton's compiler at once, without a device."""
+    small = [j for j in jobs_of(listed("llama-3-8b", PORTABLE).first, target()) if "_gemv" in j.kernel.__name__][:3]
+    expected = [job.compile().asm["ptx"] for job in small]
+    found: dict[int, str] = {}
+    threads = [threading.Thread(target=lambda i=i: found.update({i: small[i].compile().asm["ptx"]})) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert [found[i] for i in range(3)] == expected
+
+
+class Compiler:
+    """Notes what it is asked; holds what comes later until it is told to go on."""
+
+    def __init__(self, later: set[str]) -> None:
+        self.done: list[str] = []
+        self.go_on = threading.Event()
+        self._later = later
+
+    def __call__(self, launch: Launch) -> None:
+        name = launch.kernel.__name__
+        if name in self._later:
+            self.go_on.wait(SECONDS)
+        self.done.append(name)
+        if name == "_gemv_kernel":
+            raise RuntimeError("a kernel that does not compile is its first launch's to report")
+
+
+def test_a_start_waits_for_what_the_first_step_needs_and_not_for_the_rest() -> None:
+    kernels = listed("llama-3-8b", PORTABLE)
+    compiler = Compiler({"_forbid_kernel"})
+    warmup = Warmup(kernels, target(), compiler, num_threads=3)
+    warmup.wait()
+    needed = names(kernels.first)
+    assert not needed - Counter(compiler.done)
+    assert "_forbid_kernel" not in compiler.done
+    warmup.close()
+    compiler.go_on.set()
+
+
+def test_cuda_sources_are_compiled_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[dict[str, int]] = []
+    monkeypatch.setattr(
+        "cellar.runtime.steps.warmup.compile_cuda", lambda source, constants: compiled.append(constants)
+    )
+    jobs = (CudaJob("a", (("TM", 64),)), CudaJob("b", ()))
+    warmup = Warmup(Kernels((), (), jobs), target(), lambda launch: None, num_threads=1)
+    warmup.wait()
+    assert compiled == [{"TM": 64}, {}]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
+def test_on_a_device_the_capture_compiles_nothing_that_was_not_listed() -> None:
+    """Every kernel that a start launches has been compiled by then: Triton's own caches grow no more."""
+    from cellar.core.config import DeviceConfig, EngineConfig, ModelConfig
+    from cellar.runtime.steps import local
+
+    before: dict[str, int] = {}
+    original = local.Warmup.wait
+
+    def counting(self: Warmup) -> None:
+        original(self)
+        for later in self._later:  # they would be counted as the start's
+            later.result()
+        before.update(_compiled())
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(local.Warmup, "wait", counting)
+    try:
+        model = ModelConfig(model="llama-3.2-1b", load_format="dummy", max_model_len=2048)
+        opened = local.open_local(EngineConfig(model=model, device=DeviceConfig(device="cuda")))
+        after = _compiled()
+        opened.runtime.close()
+    finally:
+        patch.undo()
+    assert before
+    # The copies of a step's words are not the model's.
+    late = {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
+    assert set(late) <= {"_copy_kernel", "_push_kernel"}, late
+
+
+def _compiled() -> dict[str, int]:
+    """How many forms of each kernel of ours this process has compiled."""
+    import gc
+
+    from cellar.ops.triton_support import Kernel
+
+    found: dict[str, int] = {}
+    for kernel in (k for k in gc.get_objects() if isinstance(k, Kernel) and "compiled" in k.__dict__):
+        caches = kernel.compiled.device_caches
+        found[kernel.__name__] = sum(len(cache[0]) for cache in caches.values())
+    return found

@@ -1,0 +1,561 @@
+"""StepScheduler: chosen situations, and random ones held against arithmetic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cellar.core.config import ScheduleConfig
+from cellar.core.errors import CapacityError, IntegrityError, RequestError
+from cellar.core.messages import Emit, FinishReason, Request, Source, StepOutput, StepPlan, StepResult
+from cellar.runtime.protocol import Capacity
+from cellar.runtime.steps.fake import FakeRuntime
+from cellar.schedule.protocol import Scheduler
+from cellar.schedule.steps.scheduler import StepScheduler
+from tests.schedule.steps.driver import (
+    KINDS,
+    VOCAB,
+    Op,
+    Setting,
+    by_hand,
+    drive,
+    end_during_a_suspension,
+    random_case,
+    request,
+)
+
+byte = st.integers(0, 255)
+
+
+class Bench:
+    """A scheduler and a fake runtime, stepped by hand."""
+
+    def __init__(self, slots: int = 32, rows: int = 8, chunk: int = 4, longest: int = 64, **options: Any) -> None:
+        caching = options.pop("caching", True)
+        row_depth = options.pop("row_depth", None)
+        fake = {key: options.pop(key) for key in ("fail", "nan", "delay") if key in options}
+        config = ScheduleConfig(max_num_seqs=rows, **{"max_num_batched_tokens": 64, **options})
+        self.scheduler = StepScheduler(slots, rows, chunk, longest, config, caching, row_depth=row_depth)
+        self.runtime = FakeRuntime(Capacity(slots, rows, chunk, longest), vocab_size=VOCAB, **fake)
+        self.tokens: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.run_ahead = config.run_ahead
+
+    def add(self, *requests: Request) -> None:
+        for r in requests:
+            self.scheduler.add(r, 0.0)
+
+    def plan(self) -> StepPlan:
+        plan = self.try_plan()
+        assert plan is not None
+        return plan
+
+    def try_plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan(0, 0.0)
+        if plan is not None:
+            self.runtime.submit(plan)
+        self.scheduler.check_integrity()
+        return plan
+
+    def commit(self) -> StepOutput:
+        """Commit what one poll brings: at least one result."""
+        results = self.runtime.poll(0)
+        assert results
+        output = StepOutput()
+        for result in results:
+            assert isinstance(result, StepResult)
+            output = self.scheduler.commit(result, 0.0)
+            self.scheduler.check_integrity()
+            for name, token in zip(output.ids, output.tokens, strict=True):
+                self.tokens.setdefault(name, []).append(token)
+            self.reasons.update({name: reason for name, (reason, _) in output.finished.items()})
+        return output
+
+    def step(self) -> tuple[StepPlan, StepOutput]:
+        return self.plan(), self.commit()
+
+    def run(self) -> None:
+        while self.scheduler.has_work():
+            while self.runtime.in_flight < self.run_ahead and self.try_plan() is not None:
+                pass
+            self.commit()
+
+
+def spans(plan: StepPlan) -> list[tuple[int, int, int, Source, Emit]]:
+    s = plan.spans
+    return [
+        (row, start, stop, Source(source), Emit(emit))
+        for row, start, stop, source, emit in np.stack((s.row, s.start, s.stop, s.source, s.emit), 1).tolist()
+    ]
+
+
+# -- random operations ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.builds(
+        Setting,
+        num_slots=st.sampled_from((10, 13, 24)),
+        num_rows=st.sampled_from((1, 3, 7)),
+        chunk_size=st.sampled_from((2, 4)),
+        max_model_len=st.sampled_from((20, 40)),
+        budget=st.sampled_from((2, 8, 32)),
+        run_ahead=st.integers(1, 4),
+        row_depth=st.sampled_from((None, 1)),
+        policy=st.sampled_from(("fcfs", "priority")),
+        reserve=st.sampled_from((0.0, 0.1, 0.4)),
+        caching=st.booleans(),
+        max_delay=st.sampled_from((0, 2)),
+        error_every=st.sampled_from((0, 0, 9)),
+        pressure=st.booleans(),
+    ),
+    st.lists(st.tuples(st.sampled_from(KINDS), byte, byte), max_size=40),
+)
+def test_random_operations(setting: Setting, ops: list[Op]) -> None:
+    drive(setting, ops)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.builds(
+        Setting,
+        num_slots=st.sampled_from((10, 13, 24)),
+        num_rows=st.sampled_from((1, 3, 7)),
+        chunk_size=st.sampled_from((2, 4)),
+        max_model_len=st.sampled_from((20, 40)),
+        budget=st.sampled_from((2, 8, 32)),
+        run_ahead=st.integers(1, 4),
+        row_depth=st.sampled_from((None, 1)),
+        reserve=st.sampled_from((0.0, 0.1, 0.4)),
+        max_delay=st.sampled_from((0, 2)),
+        error_every=st.sampled_from((0, 0, 9)),
+        host=st.sampled_from((0, 3, 10, 40)),
+        disk=st.sampled_from((4, 60)),
+        values=st.booleans(),
+        max_copy_delay=st.sampled_from((0, 1, 5)),
+        copy_fails_every=st.sampled_from((0, 2, 7)),
+        pressure=st.booleans(),
+    ),
+    st.lists(st.tuples(st.sampled_from(KINDS), byte, byte), max_size=40),
+)
+def test_random_operations_with_tiers(setting: Setting, ops: list[Op]) -> None:
+    drive(setting, ops)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("first", range(0, 600, 150))
+def test_hundreds_of_cases_with_tiers(first: int) -> None:
+    """Each is hundreds of turns; the books are checked after every one."""
+    loads = stores = 0
+    for seed in range(first, first + 150):
+        world = drive(*random_case(seed, tiers=True))
+        loads, stores = loads + world.loads, stores + world.stores
+    assert loads > 1_000, "hardly anything comes back"
+    assert stores > 5_000, "hardly anything leaves"
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 3, 4])
+@pytest.mark.parametrize("slots", [6, 7, 11])
+def test_tiny_pools_end_with_the_tokens_of_large_ones(slots: int, run_ahead: int) -> None:
+    rng = np.random.default_rng(slots)
+    requests = [request(f"r{k}", rng.integers(0, VOCAB, rng.integers(1, 12)).tolist(), 12) for k in range(12)]
+    bench = Bench(slots=slots, run_ahead=run_ahead, decode_reserve=0.0, max_num_batched_tokens=9)
+    bench.add(*requests)
+    bench.run()
+    for r in requests:
+        assert bench.tokens[r.id] == by_hand(r, 64)[0]
+    assert bench.scheduler.stats().preemptions > 0
+
+
+# -- batching (§3.4.2) ---------------------------------------------------------------------------------
+
+
+def test_prompt_chunks_and_decodes_share_a_step() -> None:
+    bench = Bench(max_num_batched_tokens=6, run_ahead=1)
+    bench.add(request("a", range(4), 9), request("b", range(10), 9))
+    plan, output = bench.step()
+    assert spans(plan) == [(0, 0, 4, Source.HOST, Emit.LAST), (1, 0, 2, Source.HOST, Emit.NONE)]
+    assert output.ids == ["a"]
+    plan, output = bench.step()
+    assert spans(plan) == [(0, 4, 5, Source.DEVICE, Emit.LAST), (1, 2, 7, Source.HOST, Emit.NONE)]
+    plan, output = bench.step()
+    assert spans(plan) == [(0, 5, 6, Source.DEVICE, Emit.LAST), (1, 7, 10, Source.HOST, Emit.LAST)]
+    assert output.ids == ["a", "b"]
+    assert len(plan.tokens) == 3
+    bench.run()
+
+
+def test_steady_decodes_send_no_deltas_but_new_chunks() -> None:
+    bench = Bench(run_ahead=1)
+    bench.add(request("a", range(3), 9))
+    plan, _ = bench.step()
+    assert len(plan.opens) == 1
+    assert plan.table.column.tolist() == [0]
+    columns = []
+    while bench.scheduler.has_work():
+        plan, _ = bench.step()
+        assert not plan.opens
+        assert not plan.closes
+        columns.append(plan.table.column.tolist())
+    assert columns == [[], [1], [], [], [], [2], [], []]
+
+
+def test_more_decodes_than_budget_serve_the_earliest() -> None:
+    bench = Bench(max_num_batched_tokens=2, run_ahead=2, row_depth=1)
+    bench.add(*(request(f"r{k}", [k], 3) for k in range(4)))
+    assert spans(bench.plan())[0][:3] == (0, 0, 1)
+    assert spans(bench.plan())[0][:3] == (2, 0, 1)
+    bench.commit()
+    assert bench.plan().spans.row.tolist() == [0, 1]
+    bench.run()
+    assert {name: len(tokens) for name, tokens in bench.tokens.items()} == dict.fromkeys(["r0", "r1", "r2", "r3"], 3)
+
+
+def test_decode_is_never_planned_past_max_tokens_or_context() -> None:
+    bench = Bench(longest=8, run_ahead=4)
+    bench.add(request("a", range(4), 2), request("b", range(6), 50))
+    stops: dict[int, int] = {}
+    while (plan := bench.try_plan()) is not None:
+        for row, _, stop, _, _ in spans(plan):
+            stops[row] = stop
+    assert stops == {0: 5, 1: 7}
+    bench.run()
+    assert (len(bench.tokens["a"]), len(bench.tokens["b"])) == (2, 2)
+    assert set(bench.reasons.values()) == {FinishReason.LENGTH}
+
+
+def test_run_ahead_results_after_a_stop_are_void() -> None:
+    first = by_hand(request("a", [1, 2, 3], 10), 64)[0]
+    bench = Bench(run_ahead=3)
+    bench.add(request("a", [1, 2, 3], 10, stop=[first[1]]))
+    for _ in range(3):
+        bench.plan()
+    bench.commit()
+    assert bench.tokens["a"] == first[: first.index(first[1]) + 1]
+    assert bench.reasons["a"] is FinishReason.STOP
+    assert not bench.scheduler.has_work()
+
+
+def test_row_depth_one_keeps_a_row_out_of_the_next_plan() -> None:
+    bench = Bench(run_ahead=3, row_depth=1, max_num_batched_tokens=4)
+    bench.add(request("a", range(6), 3), request("b", range(2), 3))
+    assert [s[:3] for s in spans(bench.plan())] == [(0, 0, 4)]
+    assert [s[:3] for s in spans(bench.plan())] == [(1, 0, 2)], "b, since a is in flight"
+    assert bench.try_plan() is None
+    bench.run()
+
+
+# -- order ---------------------------------------------------------------------------------------------
+
+
+def test_priority_goes_before_arrival_if_asked_for() -> None:
+    for policy, order in (("fcfs", ["a", "b", "c"]), ("priority", ["c", "a", "b"])):
+        bench = Bench(rows=1, scheduling_policy=policy)
+        bench.add(request("a", [1], 2, priority=5), request("b", [1], 2, priority=5), request("c", [1], 2, priority=-1))
+        bench.run()
+        assert list(bench.reasons) == order
+
+
+def test_large_request_at_the_head_is_not_overtaken() -> None:
+    bench = Bench(slots=8, run_ahead=1)
+    bench.add(request("a", range(16), 4), request("large", range(24), 4), request("small", [1], 1))
+    bench.run()
+    assert list(bench.reasons) == ["a", "large", "small"]
+
+
+# -- memory (§3.4.3.5) ---------------------------------------------------------------------------------
+
+
+def test_reserve_gates_admission_but_not_an_empty_batch() -> None:
+    bench = Bench(slots=10, decode_reserve=0.3, run_ahead=1)
+    bench.add(request("a", range(30), 10), request("b", range(4), 2))
+    plan, _ = bench.step()
+    assert len(plan.opens) == 1, "a leaves 2 of 10 chunks, and starts, since nothing runs"
+    plan, _ = bench.step()
+    assert len(plan.opens) == 0, "b would leave 1, and waits"
+    bench.run()
+    assert list(bench.reasons) == ["a", "b"]
+
+
+def test_latest_arrival_is_suspended_and_returns_to_its_place() -> None:
+    bench = Bench(slots=8, decode_reserve=0.0, run_ahead=1)
+    requests = [request(name, [k] * 8, 12) for k, name in enumerate("abcd")]
+    bench.add(*requests)
+    plan, _ = bench.step()
+    assert len(plan.opens) == 4
+    plan, _ = bench.step()
+    assert bench.scheduler.stats().preemptions == 2, "two of eight chunks a request: half of them have to go"
+    assert plan.spans.row.tolist() == [0, 1]
+    assert bench.scheduler.stats().waiting == 2
+    bench.run()
+    assert list(bench.reasons) == ["a", "b", "c", "d"]
+    for r in requests:
+        assert bench.tokens[r.id] == by_hand(r, 64)[0]
+
+
+def test_return_finds_what_is_left_of_its_chunks_and_computes_the_holes() -> None:
+    bench = Bench(slots=12, decode_reserve=0.0, run_ahead=1)
+    a, b = request("a", range(8), 24), request("b", range(9, 25), 20)
+    bench.add(a, b)
+    seen = []
+    while bench.scheduler.has_work():
+        plan, _ = bench.step()
+        if plan.opens and plan.opens[0].num_output:
+            seen = spans(plan)
+            assert plan.opens[0].num_output == len(bench.tokens["b"]) - 1
+    starts = [start for _, start, *_ in seen]
+    assert starts[0] == 0, "leading chunks were lost"
+    assert len(starts) == 2, "later ones were found"
+    assert [emit for *_, emit in seen] == [Emit.NONE, Emit.LAST]
+    assert bench.tokens == {"a": by_hand(a, 64)[0], "b": by_hand(b, 64)[0]}
+
+
+def test_end_during_a_suspension_lets_nobody_overtake() -> None:
+    end_during_a_suspension()
+
+
+def test_rows_wait_rather_than_suspend_while_memory_is_on_its_way_back() -> None:
+    bench = Bench(slots=4, decode_reserve=0.0, run_ahead=2)
+    # a's last token is planned with its prompt; b needs a chunk that a is about to give back
+    bench.add(request("a", range(8), 1), request("b", range(8), 6))
+    bench.plan()
+    assert bench.try_plan() is None, "b waits"
+    bench.run()
+    assert bench.scheduler.stats().preemptions == 0
+    assert len(bench.tokens["b"]) == 6
+
+
+# -- prefix cache --------------------------------------------------------------------------------------
+
+
+def test_equal_prefixes_are_shared_and_counted() -> None:
+    bench = Bench()
+    bench.add(request("a", range(12), 2))
+    bench.run()
+    bench.add(request("b", [*range(10), 7, 7, 7], 2), request("c", range(12), 2), request("d", range(12), 2, salt=b"x"))
+    bench.plan()
+    output = bench.commit()
+    assert output.num_cached_tokens == {"b": 8, "c": 8, "d": 0}, "of c's 12 the last chunk is computed"
+    stats = bench.scheduler.stats()
+    assert (stats.prefix_queries, stats.prefix_hits, stats.prompt_tokens) == (49, 16, 49)
+    bench.run()
+
+
+def test_conversation_finds_its_output_too() -> None:
+    bench = Bench()
+    bench.add(request("a", range(6), 7))
+    bench.run()
+    bench.add(request("b", [*range(6), *bench.tokens["a"], 1, 2], 2))
+    bench.plan()
+    assert bench.commit().num_cached_tokens == {"b": 12}
+
+
+def test_without_prefix_caching_nothing_is_kept() -> None:
+    bench = Bench(caching=False)
+    bench.add(request("a", range(12), 2))
+    bench.run()
+    assert bench.scheduler.stats().cached_chunks == 0
+    bench.add(request("b", range(12), 2))
+    bench.run()
+    assert bench.scheduler.stats().prefix_hits == 0
+    assert bench.tokens["a"] == bench.tokens["b"]
+
+
+def test_chunks_with_tokens_that_do_not_count_lose_their_identity() -> None:
+    bench = Bench()
+    bench.add(request("a", range(4), 12))
+    while len(bench.tokens.get("a", ())) < 10:
+        bench.step()
+    output = list(bench.tokens["a"])
+    bench.scheduler.finish("a", 5, FinishReason.STOP)
+    assert bench.scheduler.stats().generation_tokens == 5
+    assert not bench.scheduler.has_work()
+    bench.add(request("b", [*range(4), *output, 1], 1))
+    bench.plan()
+    assert bench.commit().num_cached_tokens == {"b": 8}, "4 + 5 tokens count: two whole chunks"
+
+
+# -- endings -------------------------------------------------------------------------------------------
+
+
+def test_finish_from_outside_makes_tokens_in_flight_void() -> None:
+    bench = Bench(run_ahead=3)
+    bench.add(request("a", range(3), 20))
+    bench.plan()
+    bench.commit()
+    bench.plan()
+    bench.plan()
+    bench.scheduler.finish("a", 1, FinishReason.STOP)
+    assert bench.scheduler.stats().running == 0
+    assert bench.commit().ids == []
+    assert not bench.scheduler.has_work()
+    bench.scheduler.finish("a", 1, FinishReason.STOP)  # ended: ignored
+
+
+def test_finish_with_more_tokens_than_there_are_is_a_defect() -> None:
+    bench = Bench()
+    bench.add(request("a", range(3), 20))
+    with pytest.raises(IntegrityError, match="not 4"):
+        bench.scheduler.finish("a", 4, FinishReason.STOP)
+
+
+def test_abort_anywhere() -> None:
+    bench = Bench(rows=2, run_ahead=2)
+    bench.add(*(request(name, range(5), 8) for name in "abc"))
+    bench.plan()
+    for name in ("c", "a", "nobody", "a"):
+        bench.scheduler.abort(name)
+        bench.scheduler.check_integrity()
+    bench.run()
+    assert set(bench.tokens) == {"b"}
+    bench.add(request("a", range(5), 2))  # the id is free again
+    bench.run()
+    assert len(bench.tokens["a"]) == 2
+
+
+def test_row_and_slots_are_not_reused_while_a_plan_in_flight_names_them() -> None:
+    bench = Bench(rows=1, slots=2, run_ahead=3)
+    bench.add(request("a", range(4), 4))
+    bench.plan()
+    bench.plan()
+    bench.scheduler.abort("a")
+    bench.add(request("b", range(4), 4))
+    assert bench.try_plan() is None
+    bench.run()
+    assert len(bench.tokens["b"]) == 4
+
+
+def test_stop_ids_count_only_after_min_tokens() -> None:
+    every = list(range(VOCAB - 1))
+    bench = Bench()
+    bench.add(request("a", range(3), 8, stop=every, min_tokens=3))
+    bench.run()
+    assert bench.tokens["a"][:3] == [VOCAB - 1] * 3, "the only one allowed"
+    assert len(bench.tokens["a"]) >= 4
+    assert bench.tokens["a"] == by_hand(request("a", range(3), 8, stop=every, min_tokens=3), 64)[0]
+
+
+def test_failed_step_ends_its_requests_and_nothing_else() -> None:
+    bench = Bench(run_ahead=1, fail=lambda plan: "out of luck" if plan.step == 1 else None)
+    bench.add(request("a", range(8), 8), request("b", range(60), 2))
+    bench.step()
+    bench.add(request("c", range(5), 2))
+    bench.scheduler.abort("b")
+    _, output = bench.step()
+    assert output.finished == dict.fromkeys("ac", (FinishReason.ERROR, "out of luck"))
+    bench.add(request("d", range(5), 3))
+    bench.run()
+    assert bench.tokens["d"] == by_hand(request("d", range(5), 3), 64)[0]
+    stats = bench.scheduler.stats()
+    assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
+
+
+def test_row_without_finite_logits_ends_alone() -> None:
+    bench = Bench(run_ahead=2, nan=lambda step, row: (step, row) == (1, 0))
+    bench.add(request("a", range(3), 8), request("b", range(4), 3))
+    bench.run()
+    assert bench.reasons == {"a": FinishReason.ERROR, "b": FinishReason.LENGTH}
+    assert (len(bench.tokens["a"]), len(bench.tokens["b"])) == (1, 3)
+
+
+def test_chunks_of_a_row_without_finite_logits_are_not_found_again() -> None:
+    """They may be the reason. Those that others use, too, stay."""
+    bench = Bench(run_ahead=1, max_num_batched_tokens=4, nan=lambda step, row: (step, row) == (2, 0))
+    bench.add(request("a", range(12), 3))
+    for _ in range(3):
+        _, output = bench.step()
+    reason, why = output.finished["a"]
+    assert reason is FinishReason.ERROR
+    assert "not finite" in str(why)
+    assert bench.scheduler.stats().cached_chunks == 0
+    bench.add(request("again", range(12), 3))
+    bench.run()
+    assert bench.scheduler.stats().prefix_hits == 0
+    assert bench.tokens["again"] == by_hand(request("a", range(12), 3), 64)[0]
+
+
+def test_result_out_of_turn_is_a_defect() -> None:
+    bench = Bench()
+    bench.add(request("a", range(3), 8))
+    bench.plan()
+    nothing = np.empty(0, np.int32)
+    with pytest.raises(IntegrityError, match="out of turn"):
+        bench.scheduler.commit(StepResult(7, nothing.reshape(0, 1), nothing, nothing), 0.0)
+
+
+# -- log-probabilities and penalties -------------------------------------------------------------------
+
+
+def test_prompt_logprobs_are_whole_and_bypass_the_cache() -> None:
+    bench = Bench(max_num_batched_tokens=5, run_ahead=1)
+    bench.add(request("a", range(12), 2))
+    bench.run()
+    bench.add(request("b", range(12), 2, prompt_logprobs=1, logprobs=1))
+    index: list[int] = []
+    while bench.scheduler.has_work():
+        plan, output = bench.step()
+        if plan.targets is not None:
+            assert set(plan.spans.emit.tolist()) == {Emit.ALL}
+        if "b" in output.prompt_logprobs:
+            index += output.prompt_logprobs["b"].index.tolist()
+        assert set(output.logprobs) == set(output.ids)
+        assert output.num_cached_tokens.get("b", 0) == 0
+    assert index == list(range(1, 12))
+    assert bench.tokens["a"] == bench.tokens["b"]
+
+
+def test_penalties_get_their_tokens() -> None:
+    bench = Bench()
+    r = request("a", range(5), 6, repetition_penalty=1.5)
+    bench.add(r)
+    plan, _ = bench.step()
+    assert plan.opens[0].prompt is not None
+    assert plan.opens[0].prompt.tolist() == list(range(5))
+    assert plan.opens[0].output is not None
+    bench.run()
+    assert bench.tokens["a"] == by_hand(r, 64)[0]
+
+
+# -- refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "words"),
+    [
+        (request("n", [], 4), RequestError, "empty"),
+        (request("n", range(64), 4), RequestError, "raise max_model_len"),
+        (request("n", range(30), 30), CapacityError, "15 chunks"),
+        (request("kept", range(3), 4), RequestError, "another id"),
+    ],
+)
+def test_request_that_could_never_run_is_refused(bad: Request, error: type[Exception], words: str) -> None:
+    bench = Bench(slots=8)
+    bench.add(request("kept", range(3), 4))
+    with pytest.raises(error, match=words):
+        bench.add(bad)
+    bench.scheduler.check_integrity()
+    bench.run()
+    assert len(bench.tokens["kept"]) == 4
+    assert "n" not in bench.tokens
+
+
+def test_request_that_just_fits_runs() -> None:
+    bench = Bench(slots=8, decode_reserve=0.5)
+    bench.add(request("a", range(20), 13))  # 33 tokens, the last of which needs no KV
+    bench.run()
+    assert len(bench.tokens["a"]) == 13
+    with pytest.raises(CapacityError):
+        bench.add(request("b", range(20), 14))
+
+
+def test_it_is_a_scheduler() -> None:
+    scheduler: Scheduler[StepPlan, StepResult] = Bench().scheduler
+    assert not scheduler.has_work()
+    assert scheduler.plan(0, 0.0) is None
+    stats = scheduler.stats()
+    assert (stats.total_chunks, stats.free_chunks) == (32, 32)

@@ -1,0 +1,340 @@
+"""The simulator: what must hold whatever the load, and that nothing of the deciding side is its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from cellar.core.config import CacheConfig, ScheduleConfig
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.hardware import Measure
+from cellar.core.messages import IntArray
+from cellar.core.specs import ModelSpec
+from cellar.planner.cost import dimensions
+from cellar.planner.machines import Machine, h200
+from cellar.planner.models import decoder_spec
+from cellar.planner.steps import StepPrices
+from cellar.planner.work import step_work
+from cellar.runtime.protocol import Capacity
+from cellar.simulate.runtime import generated
+from cellar.simulate.simulator import SimulatedRun, Simulation, capacity_of, check_tiers
+
+CHUNK = 16
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`first`: the token id from which this turn's tokens count up."""
+
+    num_tokens: int
+    output_tokens: int
+    think_time: float = 0.0
+    first: int = 0
+
+
+@dataclass(frozen=True)
+class Talk:
+    turns: Sequence[Turn]
+
+
+@dataclass(frozen=True)
+class Load:
+    conversations: Sequence[Talk]
+    arrivals: NDArray[np.float64]
+
+
+def spell(turn: Turn) -> IntArray:
+    return np.arange(turn.first, turn.first + turn.num_tokens, dtype=np.int32)
+
+
+def spec() -> ModelSpec:
+    return decoder_spec(
+        "mid", layers=24, embed=2048, mlp=8192, heads=16, kv_heads=4, head_dim=128, vocab=32_000, gated=True,
+        parallel=False, max_position=4096, chunk_size=CHUNK,
+    )  # fmt: skip
+
+
+def machine() -> Machine:
+    """Steps with prompts begin as fast as any, so that a bound is a bound."""
+    m = h200()
+    return replace(m, constants=replace(m.constants, eager_seconds=Measure(0.0, "s", "assumed")))
+
+
+def simulation(
+    load: Load, *, num_slots: int = 4000, rows: int = 64, tokens: int = 2048, run_ahead: int = 2, **options: object
+) -> Simulation[Turn]:
+    config = ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, run_ahead=run_ahead)
+    prices = StepPrices(dimensions(spec()), machine())
+    capacity = Capacity(num_slots, rows, CHUNK, 4096)
+    return Simulation(load, spell, prices, capacity, config, **options)  # type: ignore[arg-type]
+
+
+def singles(count: int, rate: float, prompt: int = 300, output: int = 100, seed: int = 0) -> Load:
+    """Poisson arrivals of single requests with lengths around the given ones; their moments scale with 1 / rate."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1.0, count)) / rate
+    prompts = rng.integers(prompt // 2, 2 * prompt, count)
+    outputs = rng.integers(max(output // 2, 1), 2 * output, count)
+    talks = [
+        Talk((Turn(int(p), int(n), first=10_000 * k),)) for k, (p, n) in enumerate(zip(prompts, outputs, strict=True))
+    ]
+    return Load(talks, arrivals)
+
+
+def talks(count: int, turns: int, think: float, seed: int = 0, gap: float = 0.2) -> Load:
+    rng = np.random.default_rng(seed)
+    found = []
+    for k in range(count):
+        said = [
+            Turn(
+                int(rng.integers(5, 120)), int(rng.integers(3, 60)), float(rng.exponential(think)), 1000 * (50 * k + j)
+            )
+            for j in range(turns)
+        ]
+        found.append(Talk(said))
+    return Load(found, np.cumsum(rng.exponential(gap, count)))
+
+
+def mean_latency(run: SimulatedRun) -> float:
+    return float(np.mean([r.finish - r.arrival for r in run.requests]))
+
+
+# -- laws ---------------------------------------------------------------------------------------------
+
+
+def test_every_token_asked_for_is_made_and_none_more() -> None:
+    load = talks(30, 4, 1.0)
+    run = simulation(load).run()
+    assert len(run.requests) == 120
+    for r in run.requests:
+        turn = load.conversations[r.conversation].turns[r.turn]
+        assert r.error is None
+        assert len(r.token_times) == r.num_output == turn.output_tokens
+        assert r.token_times == sorted(r.token_times)
+        assert r.token_times[0] > r.arrival
+    assert run.stats.generation_tokens == sum(t.output_tokens for talk in load.conversations for t in talk.turns)
+    assert run.stats.running == run.stats.waiting == 0
+
+
+def test_turns_follow_answers_and_thinking() -> None:
+    load = talks(20, 5, 2.0)
+    run = simulation(load).run()
+    by_turn = {(r.conversation, r.turn): r for r in run.requests}
+    for (talk, turn), r in by_turn.items():
+        if turn:
+            before = by_turn[talk, turn - 1]
+            asked = load.conversations[talk].turns[turn]
+            assert r.arrival == pytest.approx(before.finish + asked.think_time)
+            assert r.num_prompt == before.num_prompt + before.num_output + asked.num_tokens
+        else:
+            assert r.arrival == load.arrivals[talk]
+
+
+def test_work_is_conserved() -> None:
+    """The device computes each position once, but for what the cache knew, and what was under way at an end."""
+    load = singles(60, 20.0)
+    run = simulation(load, num_slots=20_000).run()
+    asked = sum(r.num_prompt - r.num_cached + r.num_output - 1 for r in run.requests)
+    made = sum(step.num_tokens for step in run.steps)
+    assert run.stats.preemptions == 0
+    assert asked == made  # ends by length are foreseen: nothing is computed past them
+    # Each step lasts what it costs, and the device rests only when nobody waits.
+    idle = [b.begin - a.end for a, b in zip(run.steps, run.steps[1:], strict=False)]
+    assert min(idle) >= -1e-9
+    events = sorted([(r.arrival, 1) for r in run.requests] + [(r.finish, -1) for r in run.requests])
+    for a, b in zip(run.steps, run.steps[1:], strict=False):
+        if b.begin - a.end > 1e-9:
+            present = sum(change for moment, change in events if moment <= a.end + 1e-12)
+            assert present == 0
+
+
+def test_littles_law() -> None:
+    """Mean number in the system, as the scheduler counts it step by step, is throughput times mean latency."""
+    sim = simulation(singles(250, 25.0), snapshot_seconds=0.0)
+    run = sim.run()
+    moments = np.array([s.now for s in run.snapshots])
+    present = np.array([s.stats.running + s.stats.waiting for s in run.snapshots])
+    counted = float((present[1:] * np.diff(moments)).sum()) / run.duration
+    throughput = len(run.requests) / run.duration
+    assert counted == pytest.approx(throughput * mean_latency(run), rel=0.05)
+
+
+def test_saturation_comes_near_the_bound() -> None:
+    """All at once: as fast as the device can go through this work, within what a batch's beginning and end cost."""
+    rows, output, prompt = 64, 400, 100
+    load = Load([Talk((Turn(prompt, output, first=10_000 * k),)) for k in range(4 * rows)], np.zeros(4 * rows))
+    sim = simulation(load, rows=rows, num_slots=20_000)
+    run = sim.run()
+    prices = StepPrices(dimensions(spec()), machine())
+    middle = np.full(rows, prompt + output // 2)
+    decode = prices.seconds(prices.decodes(middle))
+    prompts = prices.seconds(step_work(np.zeros(rows, np.int32), np.full(rows, prompt, np.int32), rows))
+    ideal = 4 * (output * decode + prompts)
+    assert 0.97 * ideal < run.duration < 1.1 * ideal
+    assert run.busy > 0.99
+    bound = prices.timeline(prices.decodes(middle)).lower_bound
+    assert run.duration > 4 * output * bound
+
+
+def test_latency_grows_with_the_load() -> None:
+    means = [mean_latency(simulation(singles(80, rate), rows=8).run()) for rate in (1.0, 10.0, 40.0, 160.0)]
+    assert means == sorted(means)
+    assert means[-1] > 2 * means[0]
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    one, other = (simulation(talks(25, 3, 0.5)).run() for _ in range(2))
+    assert [r.token_times for r in one.requests] == [r.token_times for r in other.requests]
+    assert one.steps == other.steps
+    different = simulation(talks(25, 3, 0.5, seed=1)).run()
+    assert [r.token_times for r in one.requests] != [r.token_times for r in different.requests]
+
+
+# -- the cache is the real one ------------------------------------------------------------------------
+
+
+def test_histories_are_found_in_the_cache() -> None:
+    """With room for all, a turn finds every whole chunk of what was said before, but its last token's."""
+    run = simulation(talks(20, 6, 1.0), num_slots=20_000).run()
+    for r in run.requests:
+        if r.turn:
+            before = next(b for b in run.requests if (b.conversation, b.turn) == (r.conversation, r.turn - 1))
+            known = before.num_prompt + before.num_output - 1  # the last token's K and V were never computed
+            assert r.num_cached == known // CHUNK * CHUNK
+        else:
+            assert r.num_cached == 0
+
+
+def test_without_caching_nothing_is_found_and_it_takes_longer() -> None:
+    load = talks(40, 6, 0.2, gap=0.02)
+    warm = simulation(load, num_slots=20_000).run()
+    cold = simulation(load, num_slots=20_000, prefix_caching=False).run()
+    assert sum(r.num_cached for r in cold.requests) == 0
+    assert cold.hit_rate == 0.0 < warm.hit_rate
+    assert sum(s.num_tokens for s in cold.steps) > 1.5 * sum(s.num_tokens for s in warm.steps)
+
+
+def test_equal_beginnings_are_shared() -> None:
+    """What a trace calls equal is equal: the second request finds the first one's prompt."""
+    same = Talk((Turn(400, 5, first=7),))
+    run = simulation(Load([same, same], np.array([0.0, 5.0]))).run()
+    assert [r.num_cached for r in run.requests] == [0, 399 // CHUNK * CHUNK]
+
+
+def test_a_small_cache_forgets() -> None:
+    load = talks(30, 5, 20.0)
+    rates = [simulation(load, num_slots=n).run().hit_rate for n in (100, 250, 20_000)]
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_answers_differ_between_conversations_and_positions() -> None:
+    words = np.concatenate([generated(seed, 0, 5000) for seed in (0, 1, 2, 40_000)])
+    assert len(set(words.tolist())) == len(words)
+    assert (words >= 0).all()
+    assert (generated(3, 10, 20) == generated(3, 0, 30)[10:20]).all()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    num_slots=st.integers(30, 400),
+    rows=st.integers(1, 12),
+    tokens=st.integers(1, 300),
+    run_ahead=st.integers(1, 4),
+    host=st.sampled_from([0.0, 1e-4, 0.05]),
+    count=st.integers(1, 12),
+    turns=st.integers(1, 3),
+    concurrency=st.sampled_from([None, 1, 3]),
+    seed=st.integers(0, 5),
+)
+def test_any_load_on_any_engine_ends_with_all_tokens(
+    num_slots: int,
+    rows: int,
+    tokens: int,
+    run_ahead: int,
+    host: float,
+    count: int,
+    turns: int,
+    concurrency: int | None,
+    seed: int,
+) -> None:
+    """Little memory, few rows, suspensions: the work is done, in order, and the books balance (`run` checks them)."""
+    load = talks(count, turns, 0.3, seed, gap=0.05)
+    run = simulation(
+        load, num_slots=max(num_slots, 60), rows=rows, tokens=tokens, run_ahead=run_ahead, host_seconds=host,
+        max_concurrency=concurrency,
+    ).run()  # fmt: skip
+    assert len(run.requests) == count * turns
+    assert all(len(r.token_times) == r.num_output for r in run.requests)
+    assert all(b.begin >= a.end - 1e-12 for a, b in zip(run.steps, run.steps[1:], strict=False))
+    if concurrency is not None:
+        open_talks = sorted(
+            [(min(r.arrival for r in run.requests if r.conversation == k), 1) for k in range(count)]
+            + [(max(r.finish for r in run.requests if r.conversation == k), -1) for k in range(count)],
+            key=lambda event: event,
+        )
+        assert max(np.cumsum([change for _, change in open_talks])) <= concurrency
+
+
+# -- the loop -----------------------------------------------------------------------------------------
+
+
+def test_running_ahead_hides_the_host() -> None:
+    load = Load([Talk((Turn(100, 200),))], np.zeros(1))
+    took = {(depth, host): simulation(load, run_ahead=depth, host_seconds=host).run().duration
+            for depth in (1, 2) for host in (0.0, 2e-4)}  # fmt: skip
+    assert took[2, 2e-4] == pytest.approx(took[2, 0.0], rel=0.01)
+    assert took[1, 2e-4] == pytest.approx(took[1, 0.0] + 200 * 2e-4, rel=0.01)
+
+
+def test_nothing_is_sent_after_the_last_second() -> None:
+    load = talks(50, 4, 2.0, gap=0.2)
+    run = simulation(load, max_seconds=5.0).run()
+    assert 0 < len(run.requests) < 200
+    assert max(r.arrival for r in run.requests) <= load.arrivals[0] + 5.0
+    assert all(len(r.token_times) == r.num_output for r in run.requests)
+
+
+def test_a_refused_request_is_an_error_and_ends_its_conversation() -> None:
+    load = Load([Talk((Turn(4096, 1), Turn(5, 5))), Talk((Turn(20, 5, first=9000),))], np.zeros(2))
+    run = simulation(load).run()
+    assert [bool(r.error) for r in run.requests] == [True, False]
+    assert "max_model_len" in str(run.requests[0].error)
+
+
+# -- the edge -----------------------------------------------------------------------------------------
+
+
+def test_tiers_that_are_not_there_are_refused() -> None:
+    check_tiers(["device"])
+    with pytest.raises(ConfigError, match="tier 'host' is not there"):
+        check_tiers(["device", "host"])
+    with pytest.raises(ConfigError, match="device's tier is needed"):
+        check_tiers([])
+
+
+def test_capacity() -> None:
+    prices = StepPrices(dimensions(spec()), machine())
+    schedule = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=2048)
+    per_token = 24 * 2 * 4 * 128 * 2
+    given_bytes = CacheConfig(kv_cache_memory_bytes=per_token * 16 * 500, block_size=16)
+    assert capacity_of(spec(), prices, given_bytes, schedule, 4096) == Capacity(500, 8, 16, 4096)
+    rest = capacity_of(spec(), prices, CacheConfig(block_size=16), schedule, 4096)
+    weights = 2 * dimensions(spec()).parameters
+    assert rest.num_slots * 16 * per_token == pytest.approx(0.9 * 141e9 - weights, rel=0.01)
+    with pytest.raises(CapacityError, match="--max-model-len"):
+        capacity_of(spec(), prices, given_bytes, schedule, 100_000)
+    with pytest.raises(ConfigError, match="kv_offloading_size asks for a second tier"):
+        capacity_of(spec(), prices, CacheConfig(kv_offloading_size=1.0), schedule, 4096)
+
+
+def test_no_conversation_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_model_len"):
+        simulation(Load([], np.zeros(0)))
+    assert not math.isnan(simulation(Load([Talk((Turn(1, 1),))], np.zeros(1))).run().hit_rate)
