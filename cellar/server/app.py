@@ -7,39 +7,31 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
-from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 
 from cellar.core.errors import RequestError
-from cellar.core.sampling import SamplingParams, StructuredOutputsParams
-from cellar.engine.prompts import Prompt
+from cellar.core.sampling import SamplingParams
 from cellar.server import errors, page
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.desk import Desk
-from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
+from cellar.server.errors import as_api_error, refused
 from cellar.server.fields import unknown
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords, read_keys
 from cellar.server.host import EngineHost, ServedModel
 from cellar.server.metrics import CONTENT_TYPE, Metrics
+from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
 from cellar.server.stream import ClientGone, EventStream, until_gone
-from cellar.server.tools import tool_use
-from cellar.text.expendable import Budget
-from cellar.text.grammar import GrammarCheck
-from cellar.text.rendering import Rendering
-from cellar.text.tokenizer import Tokenizer
-from cellar.text.tools.registry import parser_of
 from cellar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -48,11 +40,6 @@ GONE = Response(status_code=499)
 """Nobody reads it; it is what the log shows for a client that hung up."""
 
 HEALTH_SECONDS = 30.0
-
-LONG_TEXT = 4096
-"""Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
-
-T = TypeVar("T")
 
 
 class Api:
@@ -72,31 +59,25 @@ class Api:
         self.metrics = Metrics(model.names[0], host.stats, shared)
         waiting = None if shared is None else shared.waiting()
         self.desk = Desk(host, limits, self.metrics, server.enable_log_requests, waiting)
-        budget = Budget(limits.prepare_timeout)
-        self.templates = None if model.templates is None else Rendering(model.templates, budget)
-        self._grammars = GrammarCheck(budget)
-        sources = {} if model.templates is None else model.templates.sources
-        self._tool_call_parser = server.tool_call_parser or parser_of(sources)
+        self.prepare = Preparer(model, self.desk, limits, server.tool_call_parser)
         self._started = int(time.time())
 
     def close(self) -> None:
         """End the processes that render templates and try grammars."""
-        if self.templates is not None:
-            self.templates.close()
-        self._grammars.close()
+        self.prepare.close()
 
     # -- /v1 --------------------------------------------------------------------------------------
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue each prompt."""
         body.check()
-        self._check_shared(body.model, body.priority)
+        self.prepare.check(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
-        structured = await self._grammar(body.structured(), body.response_format is not None)
+        structured = await self.prepare.grammar(body.structured(), body.response_format is not None)
         params = body.params(structured, self.model.generation)
-        prompts = await self._prompts(body)
+        prompts = await self.prepare.prompts(body)
         id = new_id("cmpl", body.request_id, request)
-        answer = Completions(id, self._name(body.model), body, prompts, self.model.tokenizer)
+        answer = Completions(id, self.prepare.name(body.model), body, prompts, self.model.tokenizer)
         name = name_of(request.scope)
         session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt, name)
         if body.stream:
@@ -106,25 +87,14 @@ class Api:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Answer the conversation."""
         body.check()
-        self._check_shared(body.model, body.priority)
+        self.prepare.check(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
         try:
-            tools = tool_use(body, self._tool_call_parser)
-            structured = await self._grammar(body.structured(), body.response_format is not None)
-            if tools.structured is not None:
-                if structured is not None:
-                    raise refused("a forced tool call leaves no room for response_format.", "response_format")
-                structured = await self._grammar(tools.structured, False, "tools")
-            params = body.params(structured, self.model.generation)
-            if tools.needs_special_tokens:
-                params = replace(params, skip_special_tokens=False)
-            prompt = await self._conversation(
-                body, tools.tools, lambda text: self._read_text(text, bool(body.add_special_tokens))
-            )
+            chat = await self.prepare.chat(body)
             id = new_id("chatcmpl", body.request_id, request)
-            answer = Chat(id, self._name(body.model), body, prompt, self._tokenizer(), tools)
+            answer = Chat(id, self.prepare.name(body.model), body, chat.prompt, self.prepare.tokenizer, chat.tools)
             name = name_of(request.scope)
-            session = self.desk.open(id, [prompt], params, body.priority or 0, conversation, body.salt, name)
+            session = self.desk.open(id, [chat.prompt], chat.params, body.priority or 0, conversation, body.salt, name)
         except RequestError as error:
             raise as_api_error(error, body.names) from error
         if body.stream:
@@ -137,22 +107,22 @@ class Api:
 
     async def one_model(self, model: str) -> Response:
         """One model by its name."""
-        return JSONResponse(self._card(self._name(model)))
+        return JSONResponse(self._card(self.prepare.name(model)))
 
     # -- text -------------------------------------------------------------------------------------
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """Ids of a text, or of a conversation as the model would see it."""
         _no_extra(body.model_extra)
-        self._name(body.model)
-        tokenizer = self._tokenizer()
+        self.prepare.name(body.model)
+        tokenizer = self.prepare.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise refused("give either prompt or messages.", "prompt")
         if body.prompt is not None:
-            ids = await _beside(len(body.prompt), lambda: _encode(tokenizer, body.prompt, body.add_special_tokens))
+            ids = await beside(len(body.prompt), lambda: self.prepare.encode(body.prompt, body.add_special_tokens))
         else:
             special = bool(body.add_special_tokens)
-            ids = await self._conversation(body, body.tools, lambda text: _encode(tokenizer, text, special))
+            ids = await self.prepare.conversation(body, body.tools, lambda text: self.prepare.encode(text, special))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
         found["token_strs"] = [tokenizer.id_to_piece(id) for id in ids] if body.return_token_strs else None
         return JSONResponse(found)
@@ -160,11 +130,11 @@ class Api:
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Text of ids."""
         _no_extra(body.model_extra)
-        self._name(body.model)
-        tokenizer = self._tokenizer()
+        self.prepare.name(body.model)
+        tokenizer = self.prepare.tokenizer
         if max(body.tokens, default=0) >= self.model.vocab_size:
             raise refused(f"tokens has ids that the model lacks; it knows 0 to {self.model.vocab_size - 1}.", "tokens")
-        text = await _beside(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+        text = await beside(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
         return JSONResponse({"prompt": text})
 
     # -- for operators ----------------------------------------------------------------------------
@@ -212,95 +182,6 @@ class Api:
         except ClientGone:
             return GONE
 
-    async def _prompts(self, body: CompletionRequest) -> list[Prompt]:
-        prompts, most = body.prompts(), self.limits.max_queued_requests
-        if len(prompts) > most:
-            raise refused(f"there are {len(prompts)} prompts, but a request may have {most}; send several.", "prompt")
-
-        def read(prompt: str | list[int]) -> Prompt:
-            if isinstance(prompt, str) and body.add_special_tokens is False:
-                return self._read_text(prompt, False)
-            return self.desk.read(prompt)
-
-        return await _beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
-
-    def _read_text(self, text: str, add_special_tokens: bool) -> Prompt:
-        """A prompt with or without special tokens around it."""
-        ids = _encode(self._tokenizer(), self.desk.check_length(text), add_special_tokens)
-        return self.desk.read({"prompt": text, "prompt_token_ids": ids})
-
-    async def _conversation(
-        self,
-        body: ChatRequest | TokenizeRequest,
-        tools: list[dict[str, Any]] | None,
-        then: Callable[[str], T],
-    ) -> T:
-        """`then` of a conversation as the model sees it."""
-        templates, messages, variables = self.templates, body.messages or [], body.chat_template_kwargs or {}
-        if templates is None:
-            raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
-        taken = {"self", "messages", "tools", "add_generation_prompt", "now"} & set(variables)
-        if taken:
-            raise refused(f"chat_template_kwargs cannot set {sorted(taken)[0]}.", "chat_template_kwargs")
-
-        def rendered() -> T:
-            text = templates.render(
-                messages,
-                tools,
-                add_generation_prompt=body.add_generation_prompt is not False,
-                now=datetime.now(),
-                **variables,
-            )
-            return then(text)
-
-        return await asyncio.to_thread(rendered)
-
-    async def _grammar(
-        self, wanted: StructuredOutputsParams | None, by_format: bool, parameter: str | None = None
-    ) -> StructuredOutputsParams | None:
-        """What is wanted, if it can be had. Raises ApiError with the field that asked for it."""
-        if wanted is None:
-            return None
-        parameter = parameter or ("response_format" if by_format else "structured_outputs")
-        size = len(wanted.text.encode(errors="replace"))
-        if size > self.limits.max_grammar_bytes:
-            raise refused(
-                f"the schema or grammar has {size} bytes, but this server takes {self.limits.max_grammar_bytes}; "
-                "make it smaller.",
-                parameter,
-            )
-        whole_characters(wanted.text)
-        try:
-            await asyncio.to_thread(self._grammars.check, wanted)
-        except RequestError as error:
-            raise as_api_error(error, {"structured_outputs": parameter}) from error
-        return wanted
-
-    def _check_shared(self, model: str | None, priority: int | None) -> None:
-        self._name(model)
-        if priority and not self.model.has_priorities:
-            raise refused(
-                "priority has an effect only with --scheduling-policy priority; leave it out, or 0.", "priority"
-            )
-
-    def _name(self, model: str | None) -> str:
-        """The name to answer with. Raises ApiError (404) for another model."""
-        if model is None:
-            return self.model.names[0]
-        if model not in self.model.names:
-            raise ApiError(
-                404,
-                f"the model {model[:128]!r} does not exist; this server has {self.model.names[0]!r}.",
-                "model",
-                "model_not_found",
-            )
-        return model
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.model.tokenizer is None:
-            raise refused("this server was started without a tokenizer and knows token ids only.")
-        return self.model.tokenizer
-
     def _card(self, name: str) -> dict[str, Any]:
         return {
             "id": name,
@@ -341,7 +222,7 @@ def build_app(
     errors.install(app)
     page.install(app)
     keys = read_keys(server.api_key, server.api_key_file)
-    engine_status = EngineStatus(host, model, bool(keys), api.templates)
+    engine_status = EngineStatus(host, model, bool(keys), api.prepare.templates)
 
     async def engine_now() -> Response:
         """The engine at this moment, in figures; the page draws them."""
@@ -390,15 +271,6 @@ def build_app(
     app.add_middleware(LastWords)
     app.add_middleware(RequestIds)
     return app
-
-
-async def _beside(size: int, work: Callable[[], T]) -> T:
-    """Do something in a thread if it is long, so that streams go on meanwhile."""
-    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
-
-
-def _encode(tokenizer: Tokenizer, text: str | None, add_special_tokens: bool | None) -> list[int]:
-    return tokenizer.encode(whole_characters(text or ""), add_special_tokens=add_special_tokens is not False)
 
 
 def _no_extra(extra: dict[str, Any] | None) -> None:

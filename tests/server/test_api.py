@@ -162,9 +162,9 @@ def test_no_event_without_news(served: Served) -> None:
 
 
 def test_special_tokens_around_a_chat_if_asked_for(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    api = served.app.state.api
+    prepare = served.app.state.api.prepare
     opt = Tokenizer.load(TOKENIZER.parent / "opt-tiny")
-    monkeypatch.setattr(api, "model", replace(api.model, tokenizer=opt))
+    monkeypatch.setattr(prepare, "_model", replace(prepare._model, tokenizer=opt))
     text = "[user] Hi\n[assistant]"
     with served.http() as http:
         for asked in (None, False, True):

@@ -1,0 +1,180 @@
+"""From the body of a request to what the engine takes: prompts, sampling parameters, and how tools are used.
+
+Every endpoint that answers a conversation goes through `Preparer.chat`, whatever form its own body has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, TypeVar
+
+from cellar.core.errors import RequestError
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
+from cellar.engine.prompts import Prompt
+from cellar.server.config import LimitConfig
+from cellar.server.desk import Desk
+from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
+from cellar.server.host import ServedModel
+from cellar.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
+from cellar.server.tools import ToolUse, tool_use
+from cellar.text.expendable import Budget
+from cellar.text.grammar import GrammarCheck
+from cellar.text.rendering import Rendering
+from cellar.text.tokenizer import Tokenizer
+from cellar.text.tools.registry import parser_of
+
+LONG_TEXT = 4096
+"""Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PreparedChat:
+    """A conversation that the engine can answer."""
+
+    prompt: Prompt
+    params: SamplingParams
+    tools: ToolUse
+
+
+class Preparer:
+    """Reads prompts and conversations, and checks what the answer is to be. Close it: it has processes of its own."""
+
+    def __init__(
+        self, model: ServedModel, desk: Desk, limits: LimitConfig, tool_call_parser: str | None = None
+    ) -> None:
+        self._model = model
+        self._desk = desk
+        self._limits = limits
+        budget = Budget(limits.prepare_timeout)
+        self.templates = None if model.templates is None else Rendering(model.templates, budget)
+        self._grammars = GrammarCheck(budget)
+        sources = {} if model.templates is None else model.templates.sources
+        self._tool_call_parser = tool_call_parser or parser_of(sources)
+
+    def close(self) -> None:
+        """End the processes that render templates and try grammars."""
+        if self.templates is not None:
+            self.templates.close()
+        self._grammars.close()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer. Raises ApiError if there is none."""
+        if self._model.tokenizer is None:
+            raise refused("this server was started without a tokenizer and knows token ids only.")
+        return self._model.tokenizer
+
+    def check(self, model: str | None, priority: int | None) -> None:
+        """Refuse another model, and priorities that nobody reads. Raises ApiError."""
+        self.name(model)
+        if priority and not self._model.has_priorities:
+            raise refused(
+                "priority has an effect only with --scheduling-policy priority; leave it out, or 0.", "priority"
+            )
+
+    def name(self, model: str | None) -> str:
+        """The name to answer with. Raises ApiError (404) for another model."""
+        if model is None:
+            return self._model.names[0]
+        if model not in self._model.names:
+            raise ApiError(
+                404,
+                f"the model {model[:128]!r} does not exist; this server has {self._model.names[0]!r}.",
+                "model",
+                "model_not_found",
+            )
+        return model
+
+    async def chat(self, body: ChatRequest) -> PreparedChat:
+        """All of a chat. Raises RequestError with the engine's names of fields, ApiError."""
+        tools = tool_use(body, self._tool_call_parser)
+        structured = await self.grammar(body.structured(), body.response_format is not None)
+        if tools.structured is not None:
+            if structured is not None:
+                raise refused("a forced tool call leaves no room for response_format.", "response_format")
+            structured = await self.grammar(tools.structured, False, "tools")
+        params = body.params(structured, self._model.generation)
+        if tools.needs_special_tokens:
+            params = replace(params, skip_special_tokens=False)
+        special = bool(body.add_special_tokens)
+        prompt = await self.conversation(body, tools.tools, lambda text: self.read_text(text, special))
+        return PreparedChat(prompt, params, tools)
+
+    async def conversation(
+        self,
+        body: ChatRequest | TokenizeRequest,
+        tools: list[dict[str, Any]] | None,
+        then: Callable[[str], T],
+    ) -> T:
+        """`then` of a conversation as the model sees it. Raises RequestError, ApiError."""
+        templates, messages, variables = self.templates, body.messages or [], body.chat_template_kwargs or {}
+        if templates is None:
+            raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
+        taken = {"self", "messages", "tools", "add_generation_prompt", "now"} & set(variables)
+        if taken:
+            raise refused(f"chat_template_kwargs cannot set {sorted(taken)[0]}.", "chat_template_kwargs")
+
+        def rendered() -> T:
+            text = templates.render(
+                messages,
+                tools,
+                add_generation_prompt=body.add_generation_prompt is not False,
+                now=datetime.now(),
+                **variables,
+            )
+            return then(text)
+
+        return await asyncio.to_thread(rendered)
+
+    async def grammar(
+        self, wanted: StructuredOutputsParams | None, by_format: bool, parameter: str | None = None
+    ) -> StructuredOutputsParams | None:
+        """What is wanted, if it can be had. Raises ApiError with the field that asked for it."""
+        if wanted is None:
+            return None
+        parameter = parameter or ("response_format" if by_format else "structured_outputs")
+        size = len(wanted.text.encode(errors="replace"))
+        if size > self._limits.max_grammar_bytes:
+            raise refused(
+                f"the schema or grammar has {size} bytes, but this server takes {self._limits.max_grammar_bytes}; "
+                "make it smaller.",
+                parameter,
+            )
+        whole_characters(wanted.text)
+        try:
+            await asyncio.to_thread(self._grammars.check, wanted)
+        except RequestError as error:
+            raise as_api_error(error, {"structured_outputs": parameter}) from error
+        return wanted
+
+    async def prompts(self, body: CompletionRequest) -> list[Prompt]:
+        """Each prompt of a completion. Raises RequestError, ApiError."""
+        prompts, most = body.prompts(), self._limits.max_queued_requests
+        if len(prompts) > most:
+            raise refused(f"there are {len(prompts)} prompts, but a request may have {most}; send several.", "prompt")
+
+        def read(prompt: str | list[int]) -> Prompt:
+            if isinstance(prompt, str) and body.add_special_tokens is False:
+                return self.read_text(prompt, False)
+            return self._desk.read(prompt)
+
+        return await beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
+
+    def read_text(self, text: str, add_special_tokens: bool) -> Prompt:
+        """A prompt with or without special tokens around it. Raises RequestError, ApiError."""
+        ids = self.encode(self._desk.check_length(text), add_special_tokens)
+        return self._desk.read({"prompt": text, "prompt_token_ids": ids})
+
+    def encode(self, text: str | None, add_special_tokens: bool | None) -> list[int]:
+        """Token ids of a text. Raises ApiError if it is no text."""
+        return self.tokenizer.encode(whole_characters(text or ""), add_special_tokens=add_special_tokens is not False)
+
+
+async def beside(size: int, work: Callable[[], T]) -> T:
+    """Do something in a thread if it is long, so that streams go on meanwhile."""
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
