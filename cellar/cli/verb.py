@@ -24,9 +24,9 @@ Verb = Callable[..., Any]
 class OptionGroup:
     """Options from the fields of dataclasses. A verb gets them as one dict of fields and values.
 
-    `help` is used for fields that bring none of their own in their metadata; `defaults` replace the fields';
-    `models` are fields that a model may know better: their options are None unless given, with these values where
-    the model has none; `skip` are fields without an option.
+    An option's type is the field's, or what its metadata has as "option". `help` is used for fields that bring none of
+    their own in their metadata; `defaults` replace the fields'; `models` are fields that a model may know better: their
+    options are None unless given, with these values where the model has none; `skip` are fields without an option.
     """
 
     title: str
@@ -46,7 +46,7 @@ class OptionGroup:
 
     def _parameter(self, kind: type, name: str) -> inspect.Parameter:
         described = kind.__dataclass_fields__[name]  # type: ignore[attr-defined]
-        annotation = _LISTS.get(name) or get_type_hints(kind)[name]
+        annotation = _LISTS.get(name) or described.metadata.get("option") or get_type_hints(kind)[name]
         text = described.metadata.get("help") or self.help[name]
         default = self.defaults.get(name, described.default)
         if name in self.models:

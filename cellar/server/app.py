@@ -22,8 +22,9 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.desk import Desk
 from cellar.server.errors import as_api_error, refused
 from cellar.server.fields import unknown
-from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords, read_keys
+from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords
 from cellar.server.host import EngineHost, ServedModel
+from cellar.server.keys import owner_of, read_keys
 from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
@@ -32,6 +33,7 @@ from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
 from cellar.server.stream import ClientGone, EventStream, until_gone
+from cellar.server.tenants import Tenants
 from cellar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,8 @@ class Api:
         self.limits = limits
         self.metrics = Metrics(model.names[0], host.stats, shared)
         waiting = None if shared is None else shared.waiting()
-        self.desk = Desk(host, limits, self.metrics, server.enable_log_requests, waiting)
+        tenants = Tenants(server.share_prefixes)
+        self.desk = Desk(host, limits, self.metrics, tenants, server.enable_log_requests, waiting)
         self.prepare = Preparer(model, self.desk, limits, server.tool_call_parser)
         self._started = int(time.time())
 
@@ -78,8 +81,8 @@ class Api:
         prompts = await self.prepare.prompts(body)
         id = new_id("cmpl", body.request_id, request)
         answer = Completions(id, self.prepare.name(body.model), body, prompts, self.model.tokenizer)
-        name = name_of(request.scope)
-        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt, name)
+        name, owner = name_of(request.scope), owner_of(request.scope)
+        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt, name, owner=owner)
         if body.stream:
             return EventStream(answer.events(session), None, self.limits.request_timeout)
         return await self._whole(request, answer.whole(session))
@@ -93,8 +96,10 @@ class Api:
             chat = await self.prepare.chat(body)
             id = new_id("chatcmpl", body.request_id, request)
             answer = Chat(id, self.prepare.name(body.model), body, chat.prompt, self.prepare.tokenizer, chat.tools)
-            name = name_of(request.scope)
-            session = self.desk.open(id, [chat.prompt], chat.params, body.priority or 0, conversation, body.salt, name)
+            name, owner = name_of(request.scope), owner_of(request.scope)
+            session = self.desk.open(
+                id, [chat.prompt], chat.params, body.priority or 0, conversation, body.salt, name, owner=owner
+            )
         except RequestError as error:
             raise as_api_error(error, body.names) from error
         if body.stream:
@@ -148,10 +153,10 @@ class Api:
         """200 if the engine makes a token now."""
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
         prompt = self.desk.read([0])
-        id = new_id("health", None, request)
+        id, owner = new_id("health", None, request), owner_of(request.scope)
 
         async def one_token() -> Response:
-            async with asyncio.timeout(HEALTH_SECONDS), self.desk.open(id, [prompt], params) as session:
+            async with asyncio.timeout(HEALTH_SECONDS), self.desk.open(id, [prompt], params, owner=owner) as session:
                 await session.whole()
             return Response(status_code=200)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,11 @@ def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
+def _secrets(help: str) -> Any:
+    """An option that may be given several times, and whose values are not printed with the others."""
+    return field(default=None, repr=False, metadata={"help": help, "option": list[str] | None})
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Where to listen, and who may connect."""
@@ -21,8 +27,13 @@ class ServerConfig:
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.")
     served_model_name: str | None = _option(None, "Name of the model in the API; several separated by commas.")
-    api_key: str | None = _option(None, "Key that clients must present; several separated by commas.")
+    api_key: str | Sequence[str] | None = _secrets(
+        "Key that clients must present; several times, or separated by commas. Others on this machine see it in the "
+        "list of processes until the server has read it: better use --api-key-file, or CELLAR_API_KEY in the "
+        "environment."
+    )
     api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
+    share_prefixes: bool = _option(False, "Let clients with different keys share cached prompts.")
     allowed_origins: str | None = _option(None, "Web origins that may call the API, separated by commas; * for any.")
     api_server_count: int = _option(1, "Front processes that share the port and one engine.")
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")

@@ -20,6 +20,7 @@ from cellar.server.config import LimitConfig
 from cellar.server.errors import ApiError, unavailable, whole_characters
 from cellar.server.host import EngineHost
 from cellar.server.metrics import Metrics, Timing
+from cellar.server.tenants import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +91,14 @@ class Desk:
         host: EngineHost,
         limits: LimitConfig,
         metrics: Metrics,
+        tenants: Tenants,
         log_requests: bool = False,
         waiting: Waiting | None = None,
     ) -> None:
         self._host = host
         self._limits = limits
         self._metrics = metrics
+        self._tenants = tenants
         self._log_requests = log_requests
         self.admission = Admission(limits, waiting)
 
@@ -132,13 +135,19 @@ class Desk:
         conversation: str | None = None,
         salt: bytes = b"",
         name: str = "",
+        *,
+        owner: str,
     ) -> Session:
         """Start prompts, all or none. `name` is what the client calls the request, for the log.
+
+        `owner` is whose the request is (`owner_of`): no other's memory, conversation or id is meant by its own.
 
         Raises RequestError if they are not allowed, ApiError if too many wait.
         """
         llm = self.engine()
-        ids = [request_id if len(prompts) == 1 else f"{request_id}-{k}" for k in range(len(prompts))]
+        own_id, salt = self._tenants.id(owner, request_id), self._tenants.salt(owner, salt)
+        conversation = self._tenants.conversation(owner, conversation)
+        ids = [own_id if len(prompts) == 1 else f"{own_id}-{k}" for k in range(len(prompts))]
         news = [
             llm.deltas(prompt, params, id, priority=priority, conversation=conversation, salt=salt)
             for id, prompt in zip(ids, prompts, strict=True)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cellar.core.errors import ConfigError
 from cellar.server.errors import ApiError, unavailable
+from cellar.server.keys import digest_of, set_owner
 from cellar.server.page import PREFIX
 from cellar.server.stream import DONE, event
 
@@ -22,46 +22,47 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/version", "/engine/status", "/"
 requests."""
 
 
-def read_keys(option: str | None, file: str | None) -> tuple[str, ...]:
-    """Keys of the option and the file. Raises ConfigError."""
-    keys = [key.strip() for key in (option or "").split(",")]
-    if file is not None:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_key_file cannot be read ({error}); give a text file, one key a line.") from error
-        keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]
-    found = tuple(key for key in keys if key)
-    if not found and (option is not None or file is not None):
-        raise ConfigError("api_key or api_key_file is given, but holds no key; a server without keys needs neither.")
-    return found
-
-
 class ApiKeys:
-    """Lets through who presents one of the keys as a bearer token. Every key is compared, in constant time."""
+    """Lets through who presents one of the keys, and says who it is: see `owner_of`.
+
+    A key comes as a bearer token, or in x-api-key. Every key is compared, in constant time.
+    """
 
     def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        encoded = [os.fsencode(key) for key in keys]
+        self._owners = [(_digest(key), digest_of(key)) for key in encoded]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 401."""
-        path = scope.get("path", "")
-        public = scope["type"] == "lifespan" or path in OPEN_PATHS or path.startswith(PREFIX)
-        if public or scope.get("method") == "OPTIONS" or self._known(scope):
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        path, owner = scope.get("path", ""), self._owner(scope)
+        set_owner(scope, owner or "")
+        public = path in OPEN_PATHS or path.startswith(PREFIX)
+        if public or scope.get("method") == "OPTIONS" or owner is not None:
             await self._app(scope, receive, send)
             return
         error = ApiError(
-            401, "there is no valid API key; send one as Authorization: Bearer KEY.", code="invalid_api_key"
+            401,
+            "there is no valid API key; send one as Authorization: Bearer KEY, or as x-api-key: KEY.",
+            code="invalid_api_key",
         )
         await error.response()(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        kind, _, key = header.partition(b" ")
-        given = _digest(key.strip())
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == b"bearer" and any(matches)
+    def _owner(self, scope: Scope) -> str | None:
+        """Whose key was presented; None if it is nobody's."""
+        headers = dict(reversed(scope["headers"]))  # the first of each name counts
+        kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = [token] if kind.lower() == b"bearer" else []
+        found = None
+        for key in (*given, headers.get(b"x-api-key", b"")):
+            presented = _digest(key.strip())
+            for digest, owner in self._owners:
+                if hmac.compare_digest(presented, digest):
+                    found = found or owner
+        return found
 
 
 class BodyLimit:

@@ -15,9 +15,9 @@ from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.engine_process import Opener
 from cellar.server.fronts import FrontPlan, Fronts
-from cellar.server.guard import read_keys
 from cellar.server.heap import one_heap
 from cellar.server.host import EngineHost, SameProcess, ServedModel
+from cellar.server.keys import with_keys
 from cellar.server.metrics import ENGINE_RESTARTS
 from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
@@ -31,6 +31,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     """Serve until a signal comes. Raises CellarError if it cannot start."""
     one_heap()
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    server = with_keys(server)
     names = model_names(engine, server)
     if server.api_server_count > 1:
         serve_by_several(partial(open_config, engine), names, server, limits, say)
@@ -60,7 +61,6 @@ def serve_by_several(
     first_pause: float = 0.5,
 ) -> None:
     """Serve by `server.api_server_count` front processes over one engine, until a signal comes."""
-    read_keys(server.api_key, server.api_key_file)  # what is wrong with them is found at once
     with private_directory() as directory, listen_beside(server.host, server.port) as place:
         shared = Shared(Path(directory), server.api_server_count, server.api_server_count)
         restarted = partial(shared.tally().add, ENGINE_RESTARTS)

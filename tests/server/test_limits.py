@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from cellar.core.errors import ConfigError
-from cellar.server.guard import read_keys
+from cellar.server.keys import read_keys
 from tests.fake_front import ENDLESS, ROOMY
 from tests.limits import SECONDS, join_all, until
 from tests.server.served import Served, raw, serve

@@ -24,7 +24,8 @@ from cellar.server.cells.fields import grows, plain, read_body, request_type, re
 from cellar.server.cells.metrics import CellMetrics, CellTiming
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.errors import ApiError, refused, unavailable
-from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, read_keys
+from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit
+from cellar.server.keys import read_keys
 from cellar.server.metrics import CONTENT_TYPE
 from cellar.server.request_id import HEADER, RequestIds, new_id
 from cellar.server.stream import ClientGone, EventStream, event, until_gone

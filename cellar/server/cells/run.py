@@ -10,12 +10,13 @@ from cellar.core.errors import ConfigError
 from cellar.engine.cells import CellEngine
 from cellar.server.cells.app import PATH, build_cells_app
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.keys import with_keys
 from cellar.server.serving import listen, run
 
 UNUSED = frozenset(
     {
         *("served_model_name", "api_server_count", "disable_frontend_multiprocessing", "tool_call_parser"),
-        *("max_prompt_len", "max_grammar_bytes", "enable_log_requests"),
+        *("max_prompt_len", "max_grammar_bytes", "enable_log_requests", "share_prefixes"),
     }
 )
 """Options of the LLM server that mean nothing here."""
@@ -29,6 +30,7 @@ def serve_cells(
 ) -> None:
     """Serve until a signal comes. Raises CellarError if it cannot start."""
     check_options(server, limits)
+    server = with_keys(server)
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = listen(server.host, server.port)  # before models are read: a port in use is found at once
     engine = opener()
