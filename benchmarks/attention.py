@@ -224,8 +224,8 @@ def difference(shape: Shape, q: Tensor, cache: Tensor, table: Tensor, work: Atte
     start = np.full(rows, shape.context - queries)
     mine, part = (_last(x, shape, rows, queries) for x in (got, q))
     work = work_of(shape, start, torch.device("cpu"), queries)
-    wanted = attention_definition(part, cache[0], cache[1], table, work, scale)
-    return float((mine - wanted).abs().max())
+    expected = attention_definition(part, cache[0], cache[1], table, work, scale)
+    return float((mine - expected).abs().max())
 
 
 def decode_difference(shape: Shape, decode: Decode, cache: Tensor, table: Tensor, work: AttentionWork) -> float:
@@ -235,8 +235,8 @@ def decode_difference(shape: Shape, decode: Decode, cache: Tensor, table: Tensor
     q, k, v = (x.to(cache.dtype) for x in (q, k, v))
     work = work_of(shape, np.full(rows, shape.context - 1), torch.device("cpu"), 1)
     scale = shape.dim**-0.5
-    wanted = decode_attention_definition(q, k, v, decode.cos_sin, cache[0], cache[1], table, work, scale)
-    return float((mine - wanted.float()).abs().max())
+    expected = decode_attention_definition(q, k, v, decode.cos_sin, cache[0], cache[1], table, work, scale)
+    return float((mine - expected.float()).abs().max())
 
 
 def _last(x: Tensor, shape: Shape, rows: int, queries: int) -> Tensor:

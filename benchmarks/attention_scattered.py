@@ -156,17 +156,17 @@ def measure(shape: Shape, device: torch.device, dtype: torch.dtype) -> Line:
         CONTIGUOUS: difference(shape, q, caches[0], in_order, straight, scale),
         SCATTERED: difference(shape, q, caches[0], scattered, work, scale),
     }
-    wanted = attention(q, caches[0][0], caches[0][1], scattered, work, scale).clone()
+    expected = attention(q, caches[0][0], caches[0][1], scattered, work, scale).clone()
     for way in (COPIED, SINGLY):
         ways[way](caches[0])
-        errors[way] = float((out - wanted).abs().max())
+        errors[way] = float((out - expected).abs().max())
     calls = {way: _over(call, caches, device) for way, call in ways.items()}
 
-    wanted = attention(q, caches[0][0], caches[0][1], in_order, straight, scale)
+    expected = attention(q, caches[0][0], caches[0][1], in_order, straight, scale)
     plain = [_plain(cache, shape) for cache in caches]
     peers = {}
     for name, call in torch_ways(shape, by_query, scale).items():
-        error = _tried(call, plain[0], wanted)
+        error = _tried(call, plain[0], expected)
         if error is not None and error <= TOLERANCE[dtype]:
             # A backend that cannot be captured is none of the fastest.
             with suppress(RuntimeError):
@@ -228,13 +228,13 @@ def _under(call: Callable[[Tensor], Tensor], backend: SDPBackend | None) -> Call
     return chosen
 
 
-def _tried(call: Callable[[Tensor], Tensor], kv: Tensor, wanted: Tensor) -> float | None:
-    """Largest difference from `wanted`; None if this torch has no such way."""
+def _tried(call: Callable[[Tensor], Tensor], kv: Tensor, expected: Tensor) -> float | None:
+    """Largest difference from `expected`; None if this torch has no such way."""
     with warnings.catch_warnings():
         # It says at length why a backend cannot.
         warnings.simplefilter("ignore")
         try:
-            return float((call(kv) - wanted).abs().max())
+            return float((call(kv) - expected).abs().max())
         except (RuntimeError, ValueError):
             return None
 

@@ -264,11 +264,11 @@ def _extended(x: Tensor, value: float) -> Tensor:
 
 
 def compared(
-    subject: Subject, tokens: Tensor, size: Size, wanted: Sequence[Tensor] | None = None
+    subject: Subject, tokens: Tensor, size: Size, expected: Sequence[Tensor] | None = None
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """The same text with either softmax, its end token by token, -> what differs, and the ordinary one's choices.
 
-    `wanted`: choices of a more exact computation, against which both are counted.
+    `expected`: choices of a more exact computation, against which both are counted.
     """
     contexts = [ChunkContext(subject, tokens.shape[0], tokens.shape[1], unified) for unified in (True, False)]
     found: dict[str, Any] = {}
@@ -280,7 +280,7 @@ def compared(
         best = exact.amax(-1)
         below = best - exact.gather(-1, fine.argmax(-1, keepdim=True))[:, 0]
         part = found.setdefault("prompt" if start == 0 else "decode", [])
-        exacter = choice if wanted is None else wanted[len(choices)]
+        exacter = choice if expected is None else expected[len(choices)]
         flags = [
             ours.argmax(-1) != choice,
             fine.argmax(-1) != exact.argmax(-1),

@@ -10,7 +10,7 @@ Parts:
     unfold   the user's function and its graph, which may happen in other threads; not in the sum
     submit   from the unfolded request to the mailbox
     add      from the mailbox to the queue
-    admit    seats, rows, values
+    admit    request slots, rows, values
     plan     choose, batch, gather
     commit   results to requests
     answer   the response, the future

@@ -160,8 +160,8 @@ class ShapeBench:
         """Check and time one product. `fused` as `fusions` gives it, or empty."""
         ours, library, definition = self._fused(fused) if fused else self._plain(m)
         rotation = self._rotation
-        wanted = definition(rotation.plain[0]).float()
-        error = float((ours(rotation.weights[0]).float() - wanted).abs().max() / wanted.abs().max())
+        expected = definition(rotation.plain[0]).float()
+        error = float((ours(rotation.weights[0]).float() - expected).abs().max() / expected.abs().max())
         replays = [rotation.replay(ours), rotation.replay_plain(library)]
         seconds, library_seconds = rotation.by_turns(replays)
         nbytes = rotation.nbytes

@@ -48,8 +48,8 @@ class CellSystem:
         self.clock: Clock = clock or WallClock()
         self._unfolded = [model.unfold(one) for one in fields] if ahead else None
         self._made: list[CellRequest] = []  # ahead: requests by number
-        self._began: dict[str, tuple[int, float]] = {}  # the seat, and when
-        self._known = np.zeros(1 << 12, bool)  # by seat
+        self._began: dict[str, tuple[int, float]] = {}  # the request slot, and when
+        self._known = np.zeros(1 << 12, bool)  # by request slot
 
     def expect(self, count: int) -> None:
         """With `ahead`, make them."""
@@ -101,8 +101,8 @@ class CellSystem:
     def _note(self, plan: TaskPlan) -> None:
         """Remember when the first task of a request was handed over."""
         scheduler = self.scheduler
-        if (seats := len(scheduler.roster.unfinished)) > len(self._known):
-            self._known = np.concatenate([self._known, np.zeros(seats - len(self._known), bool)])
+        if (slots := len(scheduler.roster.unfinished)) > len(self._known):
+            self._known = np.concatenate([self._known, np.zeros(slots - len(self._known), bool)])
         numbers = scheduler.subgraphs.owner.take(scheduler.flights[plan.plan].owners)
         new = numbers[~self._known.take(numbers)]
         if len(new):

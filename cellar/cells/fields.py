@@ -49,8 +49,8 @@ def check_fields(fields: tuple[RequestField, ...], given: Mapping[str, Any]) -> 
         if field.name in given:
             known += 1
             if not _fits(given[field.name], field.annotation):
-                wanted = getattr(field.annotation, "__name__", None) if not get_args(field.annotation) else None
-                raise RequestError(f"field {field.name!r} must be {wanted or field.annotation}.", field.name)
+                expected = getattr(field.annotation, "__name__", None) if not get_args(field.annotation) else None
+                raise RequestError(f"field {field.name!r} must be {expected or field.annotation}.", field.name)
         elif field.default is MISSING:
             raise RequestError(f"field {field.name!r} is missing; give {[f.name for f in fields]}.", field.name)
     if known < len(given):
@@ -59,19 +59,19 @@ def check_fields(fields: tuple[RequestField, ...], given: Mapping[str, Any]) -> 
         raise RequestError(f"field {unknown!r} is unknown; this model takes {names}.", unknown)
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    if wanted is Any or wanted is MISSING:
+def _fits(value: Any, expected: Any) -> bool:
+    if expected is Any or expected is MISSING:
         return True
-    origin = get_origin(wanted)
+    origin = get_origin(expected)
     if origin is None:
-        if wanted is float:
+        if expected is float:
             return isinstance(value, (int, float)) and not isinstance(value, bool)
-        if wanted is int:
+        if expected is int:
             return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-        if wanted is None:
+        if expected is None:
             return value is None
-        return not isinstance(wanted, type) or isinstance(value, wanted)
-    arguments = get_args(wanted)
+        return not isinstance(expected, type) or isinstance(value, expected)
+    arguments = get_args(expected)
     if origin in (Union, types.UnionType):
         return any(_fits(value, one) for one in arguments)
     if origin is Literal:

@@ -34,15 +34,15 @@ def load_weights(
     what a cell cannot compute: other directions or layers than the module has.
     """
     where, tensors = _read(source)
-    wanted = {name: _stored(name, names or {}) for name in module.state_dict()}
-    missing = [stored for stored in wanted.values() if stored not in tensors]
+    expected = {name: _stored(name, names or {}) for name in module.state_dict()}
+    missing = [stored for stored in expected.values() if stored not in tensors]
     if missing:
         raise CheckpointError(
             f"{where} has no {missing[0]}; it has {_some(tensors)}. Give `names` if the source names them otherwise."
         )
-    _check_nothing_is_left(where, set(wanted.values()), tensors)
+    _check_nothing_is_left(where, set(expected.values()), tensors)
     found = module.state_dict()
-    for name, stored in wanted.items():
+    for name, stored in expected.items():
         target, given = found[name], tensors[stored]
         if target.shape != given.shape:
             raise CheckpointError(
@@ -50,7 +50,7 @@ def load_weights(
                 "make the cell with the sizes of the source."
             )
     with torch.no_grad():
-        for name, stored in wanted.items():
+        for name, stored in expected.items():
             found[name].copy_(tensors[stored])
 
 

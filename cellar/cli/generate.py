@@ -42,7 +42,7 @@ def generate(
 ) -> None:
     """Continue prompts. One prompt is shown as it is written, with figures at the end."""
     params = sampling_params(sampling)  # wrong ones are found before the model is read
-    wanted = _prompts(prompts, input)
+    texts = _prompts(prompts, input)
     if output is not None:
         _check_writable(output)
     from cellar.bench.forecast import Forecast
@@ -55,10 +55,10 @@ def generate(
             forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
         params = sampling_params(sampling, llm.generation.sampling)
         started = time.perf_counter()
-        if len(wanted) == 1 and params.n == 1 and output is None:
-            count, results = _live(llm, wanted[0], params), []
+        if len(texts) == 1 and params.n == 1 and output is None:
+            count, results = _live(llm, texts[0], params), []
         else:
-            results = llm.generate(wanted, params, use_tqdm=sys.stderr.isatty())
+            results = llm.generate(texts, params, use_tqdm=sys.stderr.isatty())
             count = sum(len(completion.token_ids) for result in results for completion in result.outputs)
         found = forecast.report(count, time.perf_counter() - started)
         if output is not None:

@@ -19,8 +19,8 @@ from cellar.cli.simulate import simulate
 from cellar.version import __version__
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(show: bool) -> None:
+    if show:
         typer.echo(f"cellar {__version__}")
         raise typer.Exit
 

@@ -107,7 +107,7 @@ class CellGraph:
     fans       subgraphs that wait for one node, where there are several
     num_nodes  with every growing chain at its limit
     results    per part: its cell, how many results of it there are, and of which outputs
-    seat       requests of equal `seat` need equally much of everything
+    needs      requests of equal `needs` need equally much of everything
     special    as in `GraphPart`, of any part
     valued     banks in which a request must bring values
     entries    cells of the subgraphs that wait for nothing
@@ -123,7 +123,7 @@ class CellGraph:
     fans: tuple[tuple[int, ...], ...]
     num_nodes: int
     results: tuple[tuple[int, int, tuple[int, ...]], ...] = field(init=False)
-    seat: tuple[Any, ...] = field(init=False)
+    needs: tuple[Any, ...] = field(init=False)
     special: bool = field(init=False)
     valued: tuple[int, ...] = field(init=False)
     entries: frozenset[int] = field(init=False)
@@ -134,7 +134,7 @@ class CellGraph:
         results = tuple((part.cell, part.num_results, part.emitted) for part in self.parts)
         begun = self.subgraphs[self.subgraphs[:, Field.WAITS] == 0, Field.PART].tolist()
         object.__setattr__(self, "results", results)
-        object.__setattr__(self, "seat", (*self.frames, *runs, len(self.subgraphs), results))
+        object.__setattr__(self, "needs", (*self.frames, *runs, len(self.subgraphs), results))
         object.__setattr__(self, "special", any(part.special for part in self.parts))
         object.__setattr__(self, "entries", frozenset([self.parts[p].cell for p in begun]))
 
@@ -228,10 +228,10 @@ class CellConfig:
         if most > VALUE_SLOTS:
             raise ConfigError(f"max_tasks * run_ahead is {most}; it must be at most {VALUE_SLOTS}.")
 
-    def tasks(self, wanted: int) -> int:
+    def tasks(self, suggested: int) -> int:
         """`max_tasks`, or what the runtime wants as far as `VALUE_SLOTS` allows."""
-        return self.max_tasks or min(wanted, VALUE_SLOTS // (self.run_ahead or 1))
+        return self.max_tasks or min(suggested, VALUE_SLOTS // (self.run_ahead or 1))
 
-    def calls_ahead(self, wanted: int, tasks: int) -> int:
+    def calls_ahead(self, suggested: int, tasks: int) -> int:
         """`run_ahead`, or what the runtime wants as far as `VALUE_SLOTS` allows, with so many tasks a call."""
-        return self.run_ahead or max(1, min(wanted, VALUE_SLOTS // tasks))
+        return self.run_ahead or max(1, min(suggested, VALUE_SLOTS // tasks))

@@ -21,10 +21,10 @@ Supply = Callable[[int, Mapping[int, NDArray[np.int32]]], None]
 class Masking(Protocol):
     """Computes the masks of structured output; see `text/masker.py`."""
 
-    def ready(self, wanted: StructuredOutputsParams) -> bool:
+    def ready(self, constraint: StructuredOutputsParams) -> bool:
         """True if a request for it can start now."""
 
-    def prepare(self, wanted: StructuredOutputsParams) -> None:
+    def prepare(self, constraint: StructuredOutputsParams) -> None:
         """Make it ready; may take long, and may be called in another thread. Raises RequestError."""
 
     def submitted(self, plan: StepPlan) -> StepMasks | None:
@@ -49,15 +49,15 @@ class StructuredOutput:
 
     def holds(self, request: Request, resume: Resume) -> bool:
         """True if the request's grammar is being compiled. Raises RequestError without a tokenizer."""
-        wanted = request.params.structured_outputs
-        if wanted is None:
+        constraint = request.params.structured_outputs
+        if constraint is None:
             return False
         if self.masker is None:
             raise RequestError("structured output needs a tokenizer; load one.", "structured_outputs")
-        if self.masker.ready(wanted):
+        if self.masker.ready(constraint):
             return False
         self._held[request.id] = request
-        self._compiler.submit(_compile, self.masker, wanted, resume)
+        self._compiler.submit(_compile, self.masker, constraint, resume)
         return True
 
     def has_work(self) -> bool:
@@ -97,10 +97,10 @@ class StructuredOutput:
             self._supply(masks.step, masks.masks)
 
 
-def _compile(masker: Masking, wanted: StructuredOutputsParams, resume: Resume) -> None:
+def _compile(masker: Masking, constraint: StructuredOutputsParams, resume: Resume) -> None:
     """In a thread beside the loop."""
     try:
-        masker.prepare(wanted)
+        masker.prepare(constraint)
     except Exception as error:  # whatever it is, the request must end
         resume(error)
     else:

@@ -102,8 +102,8 @@ class Movement:
                 missing -= self._num_leaving(tier)
             if missing > 0 and len(only):
                 # Some more than are missing, if the tier is large, so that not every step has to decide.
-                wanted = max(missing, min(self._max_batch, pool.num_slots // 64))
-                self._save(tier, only.lowest(min(wanted, len(only), self._max_batch), now), now)
+                count = max(missing, min(self._max_batch, pool.num_slots // 64))
+                self._save(tier, only.lowest(min(count, len(only), self._max_batch), now), now)
 
     def _num_leaving(self, tier: int) -> int:
         """Chunks on their way out whose slots could be reclaimed then."""

@@ -106,7 +106,7 @@ class KVStore:
     def find(self, chain: Chain, tokens: NDArray[np.int32]) -> Residency:
         """Where the chunks of `tokens` [n] are; it goes on past missing ones.
 
-        At least the last token is left to be computed, since its logits are wanted: all chunks before it, and what
+        At least the last token is left to be computed, since its logits are needed: all chunks before it, and what
         tails hold of the others.
         """
         size = self.chunk_size

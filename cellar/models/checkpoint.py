@@ -113,7 +113,7 @@ def _indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
     """Tensors of the files that the index names, each where the index says."""
     try:
         places = json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"]
-        wanted = {name: directory / str(file) for name, file in places.items()}
+        expected = {name: directory / str(file) for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{directory / index} is damaged ({error}); get it again.") from error
     for named in set(map(str, places.values())):
@@ -121,12 +121,12 @@ def _indexed(directory: Path, index: str) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{directory / index} names {named[:80]!r}, but may name files of its own folder only; get it again."
             )
-    files = sorted(set(wanted.values()))
+    files = sorted(set(expected.values()))
     missing = [file.name for file in files if not file.is_file()]
     if missing:
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}, which {index} names; get what is missing.")
     found = {file: _headers(file) for file in files}
-    for name, file in wanted.items():
+    for name, file in expected.items():
         if name not in found[file]:
             raise CheckpointError(
                 f"{index} of {directory} says that {name} is in {file.name}, but it is not; get both again."

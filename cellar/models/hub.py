@@ -35,10 +35,10 @@ def resolve(model: str | Path) -> Path:
     return _snapshot(model)
 
 
-def _downloaded(name: str, wanted: Sequence[str]) -> Path:
+def _downloaded(name: str, patterns: Sequence[str]) -> Path:
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(name, allow_patterns=list(wanted), ignore_patterns=list(UNWANTED)))
+    return Path(snapshot_download(name, allow_patterns=list(patterns), ignore_patterns=list(UNWANTED)))
 
 
 def _snapshot(name: str) -> Path:

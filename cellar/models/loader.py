@@ -226,22 +226,22 @@ def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
 def _check_quantized(checkpoint: Checkpoint, part: StoredPart) -> dict[str, str]:
     """What a module's tensors are called in the checkpoint, each of the right shape and type."""
     found: dict[str, str] = {}
-    for wanted in QUANTIZED_READERS[part.format.layout].tensors(part):
-        stored = module_of(part.name) + wanted.suffix
+    for expected in QUANTIZED_READERS[part.format.layout].tensors(part):
+        stored = module_of(part.name) + expected.suffix
         name = _name_in(checkpoint, stored)
         if name is None:
-            if wanted.optional:
+            if expected.optional:
                 continue
             raise CheckpointError(
                 f"{checkpoint.directory} has no tensor {stored}, which its quantization config calls for; check that "
                 "both belong together."
             )
         there = checkpoint.tensors[name]
-        if there.shape not in wanted.shapes or there.dtype not in wanted.dtypes:
-            shapes = " or ".join(str(list(shape)) for shape in wanted.shapes)
+        if there.shape not in expected.shapes or there.dtype not in expected.dtypes:
+            shapes = " or ".join(str(list(shape)) for shape in expected.shapes)
             raise CheckpointError(
                 f"{name} in {there.file} is {there.dtype} {list(there.shape)}, but the quantization config calls for "
-                f"{' or '.join(wanted.dtypes)} {shapes}; check that both belong together."
+                f"{' or '.join(expected.dtypes)} {shapes}; check that both belong together."
             )
         found[stored] = name
     return found

@@ -32,10 +32,10 @@ class PlainReader:
                 f"{name} in {there.file} is stored as {there.dtype}, but its config.json does not say that it is "
                 f"quantized, and plain numbers are {', '.join(FLOATS)}; get both again."
             )
-        wanted = part.shape[::-1] if transposed else part.shape
-        if there.shape != wanted:
+        expected = part.shape[::-1] if transposed else part.shape
+        if there.shape != expected:
             raise CheckpointError(
-                f"{name} in {there.file} has shape {list(there.shape)}, but config.json calls for {list(wanted)}; "
+                f"{name} in {there.file} has shape {list(there.shape)}, but config.json calls for {list(expected)}; "
                 "check that they belong together."
             )
 

@@ -109,16 +109,16 @@ class _Sampling(_Body):
 
     def structured(self) -> StructuredOutputsParams | None:
         """What the output must be, by `response_format` or `structured_outputs`. Raises RequestError, ApiError."""
-        wanted = self.structured_outputs
+        given = self.structured_outputs
         from_format = None if self.response_format is None else _format(self.response_format)
-        if wanted is None:
+        if given is None:
             return from_format
         if from_format is not None:
             raise refused("response_format and structured_outputs cannot both be given.", "structured_outputs")
-        for name in wanted:
+        for name in given:
             if name not in ("json", "regex", "choice", "grammar", "json_object"):
                 raise unknown(f"structured_outputs.{name}")
-        return StructuredOutputsParams(**wanted)
+        return StructuredOutputsParams(**given)
 
     def conversation(self, session_id: str | None) -> str | None:
         """Which conversation it continues: by `prompt_cache_key`, else by the header X-Session-ID. Raises ApiError."""
@@ -248,15 +248,15 @@ class DetokenizeRequest(_Body):
 
 
 def _format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:
-    kind, wanted = given.get("type"), given.get("json_schema")
+    kind, schema_format = given.get("type"), given.get("json_schema")
     _only(given, ("type", "json_schema") if kind == "json_schema" else ("type",), "response_format")
-    match kind, wanted:
+    match kind, schema_format:
         case "text", None:
             return None
         case "json_object", None:
             return StructuredOutputsParams(json_object=True)
         case "json_schema", {"schema": dict() as schema}:
-            _only(wanted or {}, ("name", "description", "schema", "strict"), "response_format.json_schema")
+            _only(schema_format or {}, ("name", "description", "schema", "strict"), "response_format.json_schema")
             return StructuredOutputsParams(json=schema)
     raise refused(
         'response_format must be {"type": "text"}, {"type": "json_object"} or '

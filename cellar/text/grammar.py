@@ -60,11 +60,11 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._vocabulary: Any = None
 
-    def compile(self, wanted: StructuredOutputsParams) -> Matcher:
+    def compile(self, constraint: StructuredOutputsParams) -> Matcher:
         """A matcher at the start. Raises RequestError for a grammar that is wrong, too large or not supported."""
         from llguidance import LLMatcher
 
-        grammar = compiled_text(wanted)
+        grammar = compiled_text(constraint)
         if not self._eos:
             raise _refusal("the model has no end symbol to end it with")
         with self._lock:
@@ -109,14 +109,16 @@ class GrammarCheck:
         self._lock = threading.Lock()
         self._outcomes: OrderedDict[bytes, RequestError | None] = OrderedDict()
 
-    def check(self, wanted: StructuredOutputsParams) -> None:
+    def check(self, constraint: StructuredOutputsParams) -> None:
         """Return if it can be compiled. Takes as long as compiling. Raises RequestError."""
-        key = hashlib.blake2b(f"{wanted.kind}:{wanted.text}".encode(errors="surrogatepass"), digest_size=16).digest()
+        key = hashlib.blake2b(
+            f"{constraint.kind}:{constraint.text}".encode(errors="surrogatepass"), digest_size=16
+        ).digest()
         with self._lock:
             known = key in self._outcomes
             refusal = self._outcomes.get(key)
         if not known:
-            refusal = self._tried(wanted)
+            refusal = self._tried(constraint)
             with self._lock:
                 self._outcomes[key] = refusal
                 if len(self._outcomes) > self._remembered:
@@ -128,9 +130,9 @@ class GrammarCheck:
         """End the processes."""
         self._lanes.close()
 
-    def _tried(self, wanted: StructuredOutputsParams) -> RequestError | None:
+    def _tried(self, constraint: StructuredOutputsParams) -> RequestError | None:
         try:
-            self._lanes.call(grammar=compiled_text(wanted))
+            self._lanes.call(grammar=compiled_text(constraint))
         except OverBudget as error:
             return _refusal(f"to compile it, {error}")
         except RequestError as error:
@@ -163,27 +165,27 @@ def trier() -> Worker:
     return tried
 
 
-def compiled_text(wanted: StructuredOutputsParams) -> str:
+def compiled_text(constraint: StructuredOutputsParams) -> str:
     """The grammar in llguidance's form. Raises RequestError if it is not even JSON, or llguidance is missing."""
     if find_spec("llguidance") is None:
         raise _refusal("llguidance is not installed; pip install llguidance")
     from llguidance import LLMatcher
 
     grammar: str
-    match wanted.kind:
+    match constraint.kind:
         case "json" | "json_object":
-            schema = wanted.text if wanted.kind == "json" else '{"type": "object"}'
+            schema = constraint.text if constraint.kind == "json" else '{"type": "object"}'
             try:
                 grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
             except ValueError as error:
                 raise _refusal(str(error)) from error
         case "regex":
-            grammar = LLMatcher.grammar_from_regex(wanted.text)
+            grammar = LLMatcher.grammar_from_regex(constraint.text)
         case "choice":
-            texts = (json.dumps(text, ensure_ascii=False) for text in wanted.choice or ())
+            texts = (json.dumps(text, ensure_ascii=False) for text in constraint.choice or ())
             grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
         case _:
-            grammar = LLMatcher.grammar_from_lark(wanted.text)
+            grammar = LLMatcher.grammar_from_lark(constraint.text)
     return grammar
 
 

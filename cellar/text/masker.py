@@ -51,23 +51,25 @@ class Masker:
         self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
         self._pending: deque[_Pending] = deque()
 
-    def ready(self, wanted: StructuredOutputsParams) -> bool:
+    def ready(self, constraint: StructuredOutputsParams) -> bool:
         """True if the grammar has been compiled."""
         with self._lock:
-            return (wanted.kind, wanted.text) in self._grammars
+            return (constraint.kind, constraint.text) in self._grammars
 
-    def prepare(self, wanted: StructuredOutputsParams) -> None:
+    def prepare(self, constraint: StructuredOutputsParams) -> None:
         """Compile a grammar, however long that takes. Raises RequestError."""
-        self._start(wanted)
+        self._start(constraint)
 
     def submitted(self, plan: StepPlan) -> StepMasks | None:
         """A plan was handed over; -> its masks, if they can be known now."""
         for opened in plan.opens:
-            wanted = opened.params.structured_outputs
-            if wanted is None:
+            constraint = opened.params.structured_outputs
+            if constraint is None:
                 self._matchers.pop(opened.row, None)
                 continue
-            self._matchers[opened.row] = self._opened(wanted, () if opened.output is None else opened.output.tolist())
+            self._matchers[opened.row] = self._opened(
+                constraint, () if opened.output is None else opened.output.tolist()
+            )
         if not plan.masked_rows:
             return None
         self._pending.append(_Pending(plan.step, plan.masked_rows, sampled_rows(plan)))
@@ -89,10 +91,10 @@ class Masker:
         step = self._pending[0]
         return StepMasks(step.step, {row: self._mask(row) for row in step.masked})
 
-    def _opened(self, wanted: StructuredOutputsParams, output: Sequence[int]) -> Matcher | None:
+    def _opened(self, constraint: StructuredOutputsParams, output: Sequence[int]) -> Matcher | None:
         """A matcher that has seen some output; None if it fails."""
         try:
-            matcher = self._start(wanted).copy()
+            matcher = self._start(constraint).copy()
             for token in output:
                 matcher.consume(token)
         except Exception:
@@ -120,15 +122,15 @@ class Masker:
             self._matchers[row] = None
         return self._compiler.nothing()
 
-    def _start(self, wanted: StructuredOutputsParams) -> Matcher:
+    def _start(self, constraint: StructuredOutputsParams) -> Matcher:
         """The grammar's matcher at its start, compiled once; to be copied."""
-        key = (wanted.kind, wanted.text)
+        key = (constraint.kind, constraint.text)
         with self._lock:
             found = self._grammars.get(key)
             if found is not None:
                 self._grammars.move_to_end(key)
                 return found
-        found = self._compiler.compile(wanted)
+        found = self._compiler.compile(constraint)
         with self._lock:
             self._grammars[key] = found
             if len(self._grammars) > self._max_grammars:

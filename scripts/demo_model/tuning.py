@@ -85,24 +85,24 @@ def story_loss(
     """
     context = rows[:, :-1]
     with torch.no_grad():
-        wanted = untuned.logits(untuned.hidden_states(context)[:, -new_tokens:]).float()
-        wanted -= restraint.penalty(context, new_tokens)
-        wanted[..., END_ID] = -torch.inf
-        best = wanted.argmax(-1)
-        wanted = (wanted / recipe.sharpen).softmax(-1)
+        expected = untuned.logits(untuned.hidden_states(context)[:, -new_tokens:]).float()
+        expected -= restraint.penalty(context, new_tokens)
+        expected[..., END_ID] = -torch.inf
+        best = expected.argmax(-1)
+        expected = (expected / recipe.sharpen).softmax(-1)
     said = model.logits(model.hidden_states(context)[:, -new_tokens:]).float()
     slips = (said.detach().argmax(-1) != best).float()
     weights = 1 + recipe.slip * slips
-    losses = F.cross_entropy(said.flatten(0, 1), wanted.flatten(0, 1), reduction="none")
+    losses = F.cross_entropy(said.flatten(0, 1), expected.flatten(0, 1), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum(), slips.mean()
 
 
 def text_loss(model: StoryModel, untuned: StoryModel, text: Tensor) -> Tensor:
     """Cross-entropy to the untuned model on real text [batch, time]: it may not forget, nor learn by heart."""
     with torch.no_grad():
-        wanted = untuned.logits(untuned.hidden_states(text)).float().softmax(-1)
+        expected = untuned.logits(untuned.hidden_states(text)).float().softmax(-1)
     said = model.logits(model.hidden_states(text)).float()
-    return F.cross_entropy(said.flatten(0, 1), wanted.flatten(0, 1))
+    return F.cross_entropy(said.flatten(0, 1), expected.flatten(0, 1))
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ def test_its_chains_are_those_of_the_compiler(length: int) -> None:
     mine = chain_graph(length)
     np.testing.assert_array_equal(mine.parts[0].table[:, 4:], made.parts[0].table[:, 4:])
     np.testing.assert_array_equal(mine.parts[0].table[:, [0, 1, 3]], made.parts[0].table[:, [0, 1, 3]])
-    assert (mine.seat, mine.num_codes, mine.valued) == (made.seat, made.num_codes, made.valued)
+    assert (mine.needs, mine.num_codes, mine.valued) == (made.needs, made.num_codes, made.valued)
 
 
 @pytest.mark.parametrize("options", [[], ["--per-task"]])

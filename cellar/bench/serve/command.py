@@ -122,11 +122,11 @@ class ServeBench:
                     raise
                 await asyncio.sleep(0.5)
         cards = [card for card in listed.get("data", ()) if isinstance(card, dict)] if isinstance(listed, dict) else []
-        wanted = [card for card in cards if self.target.model in (None, card.get("id"))]
-        if self.target.model is None and not wanted:
+        served = [card for card in cards if self.target.model in (None, card.get("id"))]
+        if self.target.model is None and not served:
             raise ConfigError(f"the server at {self.target.root} lists no model; give model.")
-        context = wanted[0].get("max_model_len") if wanted else None
-        return self.target.model or str(wanted[0]["id"]), context if isinstance(context, int) else None
+        context = served[0].get("max_model_len") if served else None
+        return self.target.model or str(served[0]["id"]), context if isinstance(context, int) else None
 
     def _fitting(self, load: Load, context: int | None, say: Say) -> Load:
         if context is None:

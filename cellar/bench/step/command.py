@@ -263,7 +263,7 @@ def run(options: StepOptions) -> None:
 
 
 def _measured(options: StepOptions) -> Breakdown | float:
-    """The breakdown, or the seconds alone if that is all that is wanted."""
+    """The breakdown, or the seconds alone if nothing else was asked for."""
     if (options.png is not None or options.json is not None) and not options.breakdown:
         raise ConfigError("json and png hold a breakdown; add --breakdown.")
     with DecodeBench(

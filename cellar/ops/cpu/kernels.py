@@ -62,7 +62,7 @@ def _inner(function: Any) -> Any:
 
 # -- norm ----------------------------------------------------------------------------------------
 
-# x, delta (0: none), weight, out, sum (0: none wanted); rows, inner (rows of one outer index), columns; strides of x:
+# x, delta (0: none), weight, out, sum (0: no sum); rows, inner (rows of one outer index), columns; strides of x:
 # outer, inner; rows per turn; eps
 
 

@@ -24,7 +24,7 @@ def rotary_kv_cpu(
     slot_mapping: Tensor,
     turned: Tensor | None = None,
 ) -> Tensor:
-    """`rotary_kv` for CPU tensors; by the definition where the rotated keys are wanted, too."""
+    """`rotary_kv` for CPU tensors; by the definition where the rotated keys are needed, too."""
     if turned is not None:
         return rotary_kv_definition(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, turned)
     q = with_unit_stride(q)

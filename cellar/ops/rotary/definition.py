@@ -65,7 +65,7 @@ def rotary_kv_definition(
     q: [t, h, D]; k, v: [t, hk, D], any stride of tokens and heads; positions: int64 [t]; cos_sin: float32
     [max_position, rotary_dim] from `rope_table`; k_cache, v_cache: [slots, hk, chunk_size, D], any stride of slots,
     changed in place; slot_mapping: int64 [t], slot * chunk_size + offset of each token, no place twice. turned: like k,
-    contiguous, for the rotated keys; None: they are wanted in the cache alone.
+    contiguous, for the rotated keys; None: they are needed in the cache alone.
     """
     q, k = rotary_definition(q, k, positions, cos_sin)
     if turned is not None:

@@ -50,14 +50,14 @@ def bank_rows(models: Sequence[CellModelSpec], nbytes: int) -> tuple[tuple[int, 
     for count, (m, b, bank) in zip(
         range(len(banks), 0, -1), sorted(banks, key=lambda x: row_nbytes(x[2])), strict=True
     ):
-        wanted = min(MOST_ROWS, left // count // row_nbytes(bank)) // bank.width
-        if wanted < LEAST_FRAMES:
+        frames = min(MOST_ROWS, left // count // row_nbytes(bank)) // bank.width
+        if frames < LEAST_FRAMES:
             raise CapacityError(
-                f"bank {bank.name} of model {models[m].name} has room for {wanted} frames of "
+                f"bank {bank.name} of model {models[m].name} has room for {frames} frames of "
                 f"{human(bank.width * row_nbytes(bank))}, with {human(nbytes)} for the states of all models; "
                 "raise memory_bytes or serve fewer models."
             )
-        rows[m, b] = wanted * bank.width
+        rows[m, b] = frames * bank.width
         left -= rows[m, b] * row_nbytes(bank)
     return tuple(tuple(rows[m, b] for b in range(len(model.banks))) for m, model in enumerate(models))
 

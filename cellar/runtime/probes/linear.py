@@ -286,13 +286,13 @@ class DeviceTimer:
 
     def product(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
         """As `LinearTimer` says."""
-        wanted = self._product(m, None)
-        return [self._seconds(self._product(m, kernel), wanted) for kernel in kernels]
+        reference = self._product(m, None)
+        return [self._seconds(self._product(m, kernel), reference) for kernel in kernels]
 
     def fused(self, sizes: Sequence[Fused], gated: bool) -> list[float | None]:
         """As `LinearTimer` says."""
-        wanted = self._apart(None, gated)
-        return [self._seconds(self._fused(size, gated), wanted) for size in sizes]
+        reference = self._apart(None, gated)
+        return [self._seconds(self._fused(size, gated), reference) for size in sizes]
 
     def apart(self, kernel: Kernel, gated: bool) -> float:
         """As `LinearTimer` says."""
@@ -302,8 +302,8 @@ class DeviceTimer:
         """As `LinearTimer` says."""
         calls = [self._behind_norm(m, partial(_wide, size, gated)) for size in sizes]
         self._compile(calls)
-        wanted, other = (self._behind_norm(m, self._gated(by, gated)) for by in (None, kernel))
-        return [self._seconds(call, wanted) for call in (other, *calls)]
+        reference, other = (self._behind_norm(m, self._gated(by, gated)) for by in (None, kernel))
+        return [self._seconds(call, reference) for call in (other, *calls)]
 
     def multiprocessors(self) -> int:
         """As `LinearTimer` says."""
@@ -311,10 +311,10 @@ class DeviceTimer:
             return 0
         return int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
-    def _seconds(self, call: Call, wanted: Call) -> float | None:
+    def _seconds(self, call: Call, reference: Call) -> float | None:
         weight = self._rotation.weights[0]
         got = self._tried(call, weight)
-        expected = wanted(weight)
+        expected = reference(weight)
         assert isinstance(expected, Tensor)
         if got is None or float((got - expected).abs().max()) > TOLERANCE * float(expected.abs().max()):
             return None

@@ -83,15 +83,15 @@ def cpu_cache_nbytes(cache: CacheConfig, available: int) -> int:
 
     Raises CapacityError if more is asked for than there is.
     """
-    wanted = cache.kv_cache_memory_bytes
-    if wanted is None:
+    requested = cache.kv_cache_memory_bytes
+    if requested is None:
         return int(min(CPU_CACHE_LIMIT, CPU_CACHE_SHARE * available))
-    if wanted > available:
+    if requested > available:
         raise CapacityError(
-            f"kv_cache_memory_bytes is {wanted} ({human(wanted)}), but only {human(available)} of memory are free; "
-            "lower it."
+            f"kv_cache_memory_bytes is {requested} ({human(requested)}), but only {human(available)} of memory are "
+            "free; lower it."
         )
-    return wanted
+    return requested
 
 
 def device_cache_nbytes(cache: CacheConfig, used: int, device: torch.device) -> int:
@@ -100,14 +100,14 @@ def device_cache_nbytes(cache: CacheConfig, used: int, device: torch.device) -> 
     Raises CapacityError if more is asked for than there is, or nothing is left.
     """
     total = device_total(device)
-    wanted = cache.kv_cache_memory_bytes
-    if wanted is not None:
-        if wanted > total - used:
+    requested = cache.kv_cache_memory_bytes
+    if requested is not None:
+        if requested > total - used:
             raise CapacityError(
-                f"kv_cache_memory_bytes is {wanted} ({human(wanted)}), but of the {human(total)} of {device} only "
-                f"{human(total - used)} are free beside weights and buffers; lower it."
+                f"kv_cache_memory_bytes is {requested} ({human(requested)}), but of the {human(total)} of {device} "
+                f"only {human(total - used)} are free beside weights and buffers; lower it."
             )
-        return wanted
+        return requested
     left = int(total * cache.gpu_memory_utilization) - used
     if left <= 0:
         raise CapacityError(

@@ -460,7 +460,7 @@ class FakeRuntime:
     ) -> StepResult:
         tokens: list[int] = []
         flags: list[int] = []
-        wanted: list[int] = []
+        with_logprobs: list[int] = []
         scores: dict[int, Logprobs] = {}
         targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
         used = 0
@@ -484,20 +484,20 @@ class FakeRuntime:
                 flags.append(Flag.NAN)
                 continue
             if state.params.logprobs is not None:
-                wanted.append(len(tokens))
+                with_logprobs.append(len(tokens))
             tokens.append(token)
             flags.append(Flag.OK)
             state.length = stop
         if used != len(targets):
             raise IntegrityError(f"step {plan.step} brings {len(targets)} targets for {used} positions")
         found = np.array(tokens, np.int32)
-        index = np.array(wanted, np.int32)
+        index = np.array(with_logprobs, np.int32)
         return StepResult(
             plan.step,
             found.reshape(-1, 1),
             np.ones(len(found), np.int32),
             np.array(flags, np.int32),
-            logprobs=self._logprobs(index, found[index]) if wanted else None,
+            logprobs=self._logprobs(index, found[index]) if with_logprobs else None,
             prompt_logprobs=scores,
         )
 

@@ -27,8 +27,8 @@ class StepInputs:
 
     `feed` are the tokens [n] that come from the device, from rows `feed_rows`; in `tokens` they are 0.
     `sampled` are the tokens [n] whose logits are sampled, of rows `sampled_rows`, in span order.
-    `scored` are the tokens [m] whose target's log-probability is wanted, of rows `scored_rows`, and
-    `targets` those targets. `hidden` are the tokens whose final hidden state is wanted, of `hidden_rows`.
+    `scored` are the tokens [m] whose target's log-probability is asked for, of rows `scored_rows`, and
+    `targets` those targets. `hidden` are the tokens whose final hidden state is asked for, of `hidden_rows`.
     """
 
     num_tokens: int
@@ -138,8 +138,8 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
         last = lengths[is_all].cumsum() - 1
         samples = samples.copy()
         samples[np.flatnonzero(is_all)[targets[last] < 0]] = True
-        wanted = targets >= 0
-        scored, targets = scored[wanted], targets[wanted]
+        with_target = targets >= 0
+        scored, targets = scored[with_target], targets[with_target]
         scored_rows = token_rows[scored]
     is_hidden = spans.emit == _HIDDEN
     hidden = np.flatnonzero(is_hidden.repeat(lengths)) if is_hidden.any() else _NONE

@@ -310,13 +310,13 @@ def _host_slots(cache: CacheConfig, spec: ModelSpec) -> int:
     """Chunks that the host's share holds. Raises CapacityError if it is not even one."""
     if cache.kv_offloading_size is None:
         return 0
-    wanted, chunk = int(cache.kv_offloading_size * GIB), spec.kv.chunk_nbytes()
-    if wanted < chunk:
+    nbytes, chunk = int(cache.kv_offloading_size * GIB), spec.kv.chunk_nbytes()
+    if nbytes < chunk:
         raise CapacityError(
-            f"kv_offloading_size asks for {human(wanted)} of host memory, but one chunk takes {human(chunk)}; "
+            f"kv_offloading_size asks for {human(nbytes)} of host memory, but one chunk takes {human(chunk)}; "
             "ask for more, or leave it out."
         )
-    return wanted // chunk
+    return nbytes // chunk
 
 
 def _check_fits(spec: ModelSpec, device: torch.device) -> None:

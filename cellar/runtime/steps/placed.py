@@ -38,12 +38,12 @@ def check_resident(placement: Placement, spec: ModelSpec) -> None:
             f"{', '.join(sorted(places - {DEVICE}))}; plan for a device that holds the model."
         )
     rows = {part.tensor: (part.start, part.stop, part.format) for part in placement.weights}
-    wanted = {name: (0, tensor.shape[0], _format(tensor)) for name, tensor in spec.named_tensors()}
-    for name in sorted(rows.keys() | wanted.keys()):
-        if rows.get(name) != wanted.get(name):
+    expected = {name: (0, tensor.shape[0], _format(tensor)) for name, tensor in spec.named_tensors()}
+    for name in sorted(rows.keys() | expected.keys()):
+        if rows.get(name) != expected.get(name):
             raise ConfigError(
-                f"the placement has {_words(rows.get(name))} of {name}, but the model has {_words(wanted.get(name))}; "
-                "plan this model again, in the dtype that it runs in."
+                f"the placement has {_words(rows.get(name))} of {name}, but the model has "
+                f"{_words(expected.get(name))}; plan this model again, in the dtype that it runs in."
             )
 
 

@@ -33,16 +33,16 @@ class HostTier:
     """
 
     def __init__(self, num_slots: int, chunk_nbytes: int, device: torch.device) -> None:
-        wanted, free = num_slots * chunk_nbytes, host_available()
-        if wanted > (1 - _RESERVE) * free:
+        nbytes, free = num_slots * chunk_nbytes, host_available()
+        if nbytes > (1 - _RESERVE) * free:
             raise CapacityError(
-                f"kv_offloading_size asks for {human(wanted)} of host memory, but {human(free)} are free; ask for "
+                f"kv_offloading_size asks for {human(nbytes)} of host memory, but {human(free)} are free; ask for "
                 f"{(1 - _RESERVE) * free / 2**30:.1f} or less (GiB)."
             )
         self._num_slots = num_slots
         # Anonymous pages: they are taken when they are first written, or registered.
-        self._map = mmap.mmap(-1, max(wanted, 1))
-        self.chunks: Bytes = np.frombuffer(self._map, np.uint8, wanted).reshape(num_slots, chunk_nbytes)
+        self._map = mmap.mmap(-1, max(nbytes, 1))
+        self.chunks: Bytes = np.frombuffer(self._map, np.uint8, nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
         self._registered: list[int] = []
         self._thread: threading.Thread | None = None

@@ -9,7 +9,7 @@ import numpy as np
 
 from cellar.core.cell_graphs import CellGraph, CellRequest, Column, Field
 from cellar.schedule.cells.queue import IndexArray
-from cellar.schedule.cells.requests import Growth, Owned, Roster, SeatKind, Seats
+from cellar.schedule.cells.requests import Growth, Owned, RequestSlots, Roster, SlotKind
 from cellar.schedule.cells.subgraphs import State, Subgraphs
 from cellar.schedule.cells.types import CellType
 from cellar.schedule.cells.waiting import Waiting
@@ -34,17 +34,17 @@ class GraphBook:
 
     facts   int64 [_Fact + B, graphs]
     states  int64 [State + B, subgraphs]: the state in which a subgraph starts, but for what is its request's
-    kinds   by worker and graph, its seats
+    kinds   by worker and graph, the kind of request slot that it needs
     """
 
-    def __init__(self, types: Sequence[CellType], subgraphs: Subgraphs, seats: Sequence[Seats]) -> None:
+    def __init__(self, types: Sequence[CellType], subgraphs: Subgraphs, request_slots: Sequence[RequestSlots]) -> None:
         self._types = types
         self._subgraphs = subgraphs
-        self._seats = seats
+        self._request_slots = request_slots
         self.index: dict[CellGraph, int] = {}
-        self.facts: IndexArray = np.zeros((len(_Fact) + len(seats[0].values), 64), np.int64)
+        self.facts: IndexArray = np.zeros((len(_Fact) + len(request_slots[0].values), 64), np.int64)
         self.states: IndexArray = np.zeros((subgraphs.num_fields, 64), np.int64)
-        self.kinds: list[list[SeatKind]] = [[] for _ in seats]
+        self.kinds: list[list[SlotKind]] = [[] for _ in request_slots]
         self._num_states = 0
         self._moves = 0
 
@@ -56,8 +56,8 @@ class GraphBook:
             pass
         if len(self.index) + len(graphs) > _MOST_GRAPHS:
             self._forget()
-            for seats in self._seats:
-                seats.forget()
+            for request_slots in self._request_slots:
+                request_slots.forget()
         while True:
             for graph in graphs:
                 if graph not in self.index:
@@ -104,8 +104,8 @@ class GraphBook:
             columns.append(state)
         self.states[:, s : s + count] = np.array(columns).T
         self.facts[:, g] = (s, count, graph.special, *graph.num_values)
-        for own, seats in zip(self.kinds, self._seats, strict=True):
-            own.append(seats.kind_of(graph))
+        for own, request_slots in zip(self.kinds, self._request_slots, strict=True):
+            own.append(request_slots.kind_of(graph))
         self._num_states += count
         self.index[graph] = g
 
@@ -113,26 +113,28 @@ class GraphBook:
 class Admission:
     """Admits requests of one model, to a worker each. `pending` are those that it looks at: their graphs are in use.
 
-    seats[w] are worker w's.
+    request_slots[w] are worker w's.
     """
 
-    def __init__(self, subgraphs: Subgraphs, types: Sequence[CellType], seats: Sequence[Seats], roster: Roster) -> None:
-        self.book = GraphBook(types, subgraphs, seats)
+    def __init__(
+        self, subgraphs: Subgraphs, types: Sequence[CellType], request_slots: Sequence[RequestSlots], roster: Roster
+    ) -> None:
+        self.book = GraphBook(types, subgraphs, request_slots)
         self.pending: list[CellRequest] = []
         self._subgraphs = subgraphs
         self._types = types
-        self._seats = seats
+        self._request_slots = request_slots
         self._roster = roster
 
     def admit(self, queue: Waiting, most: int, worker: int) -> tuple[list[int], list[CellRequest]]:
-        """Start up to `most` requests from the front of a queue, as far as a worker has rows -> their seats, and them.
+        """Start up to `most` requests from the front of a queue, as far as a worker has rows -> their slots, and them.
 
         The worker is their home until they end. Subgraphs that wait for nothing join their queues.
         """
         requests = self.pending = queue.front(most)
         graphs = self.book.lookup([request.graph for request in requests])
         self.pending = []
-        kinds, make = self.book.kinds[worker], self._seats[worker].make
+        kinds, make = self.book.kinds[worker], self._request_slots[worker].make
         numbers: list[int] = []
         for g in graphs:
             kind = kinds[g]
@@ -149,8 +151,8 @@ class Admission:
         return numbers, requests
 
     def _start(self, requests: Sequence[CellRequest], numbers: IndexArray, facts: IndexArray, worker: int) -> None:
-        """numbers: the seats; facts: of the graphs."""
-        sub, book, seats, roster = self._subgraphs, self.book, self._seats[worker], self._roster
+        """numbers: the request slots; facts: of the graphs."""
+        sub, book, request_slots, roster = self._subgraphs, self.book, self._request_slots[worker], self._roster
         first, count = facts[_Fact.FIRST], facts[_Fact.COUNT]
         total = int(count.sum())
         slots = sub.take(total)
@@ -158,18 +160,18 @@ class Admission:
         roster.unfinished[numbers] = count
         for b, brought in enumerate(facts[len(_Fact) :]):
             if np.count_nonzero(brought):
-                seats.bring(b, own[len(Owned) + b], [request.values[b] for request in requests])
+                request_slots.write_values(b, own[len(Owned) + b], [request.values[b] for request in requests])
         begins = own[Owned.SIBLINGS]
         if total == len(requests):
             states = book.states.take(first, axis=1)
-            seats.slots.data[begins] = slots
+            request_slots.subgraphs.data[begins] = slots
             states[State.DEST] = own[Owned.DEST]
         else:
             mine = np.arange(len(requests)).repeat(count)
             among = np.arange(total)
             among -= (count.cumsum() - count).take(mine)
             states = book.states.take(first.take(mine) + among, axis=1)
-            seats.slots.data[begins.take(mine) + among] = slots
+            request_slots.subgraphs.data[begins.take(mine) + among] = slots
             own, numbers = own.take(mine, axis=1), numbers.take(mine)
             parts = zip(numbers.tolist(), states[State.DEST].tolist(), strict=True)
             states[State.DEST] = [roster.starts[number][p] for number, p in parts]
@@ -181,18 +183,20 @@ class Admission:
         if np.count_nonzero(facts[_Fact.SPECIAL]):
             for request in requests:
                 if request.graph.special:
-                    seats.count(request, 1)
+                    request_slots.count(request, 1)
             if any(kind.num_growing for kind in self._types):
-                self._grow(requests, numbers if total == len(requests) else numbers[count.cumsum() - count], seats)
+                self._grow(
+                    requests, numbers if total == len(requests) else numbers[count.cumsum() - count], request_slots
+                )
         self._queue(slots, states, worker)
 
-    def _grow(self, requests: Sequence[CellRequest], numbers: IndexArray, seats: Seats) -> None:
+    def _grow(self, requests: Sequence[CellRequest], numbers: IndexArray, request_slots: RequestSlots) -> None:
         """Growing chains get their lengths when they stop; until then, their limits."""
         for request, number in zip(requests, numbers.tolist(), strict=True):
             fields = request.graph.subgraphs
             grows = np.flatnonzero(fields[:, Field.LOOP])
             if len(grows):
-                slots = seats.slots_of(number, request.graph)[grows].tolist()
+                slots = request_slots.subgraphs_of(number, request.graph)[grows].tolist()
                 self._roster.growing[number] = Growth(slots, fields[grows, Field.NODES].tolist())
 
     def _queue(self, slots: IndexArray, states: IndexArray, worker: int) -> None:

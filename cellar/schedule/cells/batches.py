@@ -13,13 +13,13 @@ class GraphBatches:
     """The batches of one model: who runs in which, and the results that are held until all of a batch have ended."""
 
     def __init__(self) -> None:
-        self._batch: dict[int, int] = {}  # by seat
+        self._batch: dict[int, int] = {}  # by request slot
         self._running: dict[int, int] = {}
         self._held: dict[int, list[Ended]] = {}
         self._next = 0
 
     def start(self, numbers: Sequence[int]) -> None:
-        """Requests, by their seats, are a batch."""
+        """Requests, by their slots, are a batch."""
         self._batch.update(dict.fromkeys(numbers, self._next))
         self._running[self._next] = len(numbers)
         self._held[self._next] = []
@@ -38,6 +38,6 @@ class GraphBatches:
         return answered
 
     def forget(self, id: str) -> None:
-        """Nobody wants the result of a request that has ended."""
+        """The result of a request that has ended is not needed."""
         for batch, held in self._held.items():
             self._held[batch] = [one for one in held if one[0] != id]

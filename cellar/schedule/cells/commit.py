@@ -167,7 +167,7 @@ class Commit:
         sub, unfinished = self._subgraphs, self._roster.unfinished
         if sub.num_dead:
             dead = sub.dead[done] == 1
-            self._running.bury(done[dead])
+            self._running.release_dead(done[dead])
             done = done[~dead]
         owners = sub.owner.take(done)
         if np.count_nonzero(owners == FREE):  # they ended early in this very task

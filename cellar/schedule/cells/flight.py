@@ -10,7 +10,7 @@ import numpy as np
 from cellar.core.cell_graphs import Column
 from cellar.core.tasks import IntArray, TaskPlan, Upload
 from cellar.schedule.cells.queue import IndexArray
-from cellar.schedule.cells.requests import Seats
+from cellar.schedule.cells.requests import RequestSlots
 from cellar.schedule.cells.subgraphs import Subgraphs
 from cellar.schedule.cells.types import Batch, CellType
 
@@ -69,16 +69,16 @@ def assemble(
     kind: CellType,
     batch: Batch,
     sub: Subgraphs,
-    seats: Seats,
+    request_slots: RequestSlots,
     fan: Fan,
 ) -> tuple[TaskPlan, Flight]:
-    """Gather the rows of all nodes of all tasks at once. seats: the worker's, of all requests that take part."""
+    """Gather the rows of all nodes of all tasks at once. request_slots: the worker's, of all requests in it."""
     cu, entries, owners = batch.cu, batch.entries, batch.owners
     table = kind.table.rows
     codes = table[kind.sources.start : kind.rows.stop].take(entries, axis=1)
-    touched = seats.rows.data.take(codes + sub.run.take(owners))
+    touched = request_slots.rows.data.take(codes + sub.run.take(owners))
     sources, rows = touched[: kind.num_inputs], touched[kind.num_inputs :]
-    uploads = _uploads(kind, sources, entries, owners, sub, seats)
+    uploads = _uploads(kind, sources, entries, owners, sub, request_slots)
     emits: list[Emit | None] = [None] * len(kind.spec.outputs)
     positions: list[IntArray | None] = [None] * len(emits)
     mask = table[Column.EMIT].take(entries)
@@ -95,7 +95,7 @@ def assemble(
             emits[o] = Emit(places, mine, chosen.searchsorted(cu).tolist())
     dependants = None
     if kind.num_waited_for:
-        dependants = _dependants(table[Column.DEP].take(entries), owners, cu, sub, seats, fan)
+        dependants = _dependants(table[Column.DEP].take(entries), owners, cu, sub, request_slots, fan)
     plan = TaskPlan(
         number, worker, kind.model, kind.cell, np.array(cu, np.int32), sources, rows, tuple(positions), uploads
     )
@@ -103,7 +103,12 @@ def assemble(
 
 
 def _uploads(
-    kind: CellType, sources: IntArray, entries: IndexArray, owners: IndexArray, sub: Subgraphs, seats: Seats
+    kind: CellType,
+    sources: IntArray,
+    entries: IndexArray,
+    owners: IndexArray,
+    sub: Subgraphs,
+    request_slots: RequestSlots,
 ) -> tuple[Upload, ...]:
     """The values of requests that the nodes read."""
     uploads = []
@@ -118,13 +123,13 @@ def _uploads(
             continue
         if count < len(owners):
             numbers, rows, mine = numbers[given], rows[given], owners[given]
-        values = seats.values[bank].data.take(numbers + sub.values[bank].take(mine), axis=0)
+        values = request_slots.values[bank].data.take(numbers + sub.values[bank].take(mine), axis=0)
         uploads.append(Upload(bank, rows, values))
     return tuple(uploads)
 
 
 def _dependants(
-    dep: IntArray, owners: IndexArray, cu: list[int], sub: Subgraphs, seats: Seats, fan: Fan
+    dep: IntArray, owners: IndexArray, cu: list[int], sub: Subgraphs, request_slots: RequestSlots, fan: Fan
 ) -> Dependants | None:
     chosen = np.flatnonzero(dep != -1)
     if not len(chosen):
@@ -135,5 +140,5 @@ def _dependants(
         counts = [len(one) for one in several]
         chosen, mine = np.repeat(chosen, counts), np.repeat(mine, counts)
         numbers = np.array([n for one in several for n in one])
-    targets = seats.slots.data[sub.siblings[mine] + numbers]
+    targets = request_slots.subgraphs.data[sub.siblings[mine] + numbers]
     return Dependants(targets, mine, chosen.searchsorted(cu).tolist())

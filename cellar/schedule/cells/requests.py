@@ -1,7 +1,7 @@
-"""Seats: all that a running request owns, kept together for the next request that needs as much.
+"""Request slots: all that a running request owns, kept together for the next request that needs as much.
 
-A running request is the number of its seat; what is known of it stands in arrays (`Roster`), so that many requests
-come and go without an object for each.
+A running request is the number of its request slot; what is known of it stands in arrays (`Roster`), so that
+many requests come and go without an object for each.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ Results = tuple[tuple[int, int, tuple[int, ...]], ...]
 """`CellGraph.results`."""
 
 _FEW = 8
-"""Values of so few requests are copied one by one sooner than together."""
+"""Values of so few requests are copied faster one by one than together."""
 
 
-class SeatKind:
-    """Requests of equal `CellGraph.seat` on one worker: what each needs, and the seats of that kind that nobody uses.
+class SlotKind:
+    """Requests of equal `CellGraph.needs` on one worker: what each needs, and the unused slots of that kind.
 
-    `num_seats` counts those in use too.
+    `num_slots` counts those in use too.
     """
 
-    __slots__ = ("empty", "frames", "num_seats", "num_subgraphs", "num_values", "results")
+    __slots__ = ("empty", "frames", "num_slots", "num_subgraphs", "num_values", "results")
 
     def __init__(self, graph: CellGraph, results: Results) -> None:
         self.frames = graph.frames
         self.num_values = graph.num_values
         self.num_subgraphs = len(graph.subgraphs)
         self.results = results
-        self.num_seats = 0
+        self.num_slots = 0
         self.empty: list[int] = []
 
 
@@ -67,14 +67,14 @@ class Owned(IntEnum):
 
 
 class Roster:
-    """The seats of all models, by number.
+    """The request slots of all models, by number.
 
-    owned       int64 [Owned + B, seats]: where the runs of each seat begin
-    unfinished  int64 [seats]: how many subgraphs of the request have not ended
-    num_dead    int64 [seats]: how many ended early, and have a node in flight
-    kinds       what each seat is good for
+    owned       int64 [Owned + B, slots]: where the runs of each request begin
+    unfinished  int64 [slots]: how many subgraphs of the request have not ended
+    num_dead    int64 [slots]: how many ended early, and have a node in flight
+    kinds       what kind each request slot is of
     starts      first place in the outbox of each part
-    homes       the worker whose rows each seat owns
+    homes       the worker whose rows each owns
     growing     of the requests that have growing chains
     """
 
@@ -82,14 +82,14 @@ class Roster:
         self.owned: IndexArray = np.zeros((len(Owned) + num_banks, room), np.int64)
         self.unfinished: IndexArray = np.zeros(room, np.int64)
         self.num_dead: IndexArray = np.zeros(room, np.int64)
-        self.kinds: list[SeatKind | None] = [None] * room
+        self.kinds: list[SlotKind | None] = [None] * room
         self.starts: list[tuple[int, ...]] = [()] * room
         self.homes: list[int] = [0] * room
         self.growing: dict[int, Growth] = {}
         self._unused: list[int] = list(range(room - 1, -1, -1))
 
-    def take(self, kind: SeatKind, starts: tuple[int, ...], owned: Sequence[int], home: int) -> int:
-        """-> the number of a new seat that owns these runs."""
+    def take(self, kind: SlotKind, starts: tuple[int, ...], owned: Sequence[int], home: int) -> int:
+        """-> the number of a new request slot that owns these runs."""
         if not self._unused:
             room = len(self.unfinished)
             self.owned = np.concatenate([self.owned, np.zeros_like(self.owned)], axis=1)
@@ -105,60 +105,60 @@ class Roster:
         return number
 
     def give(self, number: int) -> None:
-        """A seat that owns nothing any more."""
+        """Take back a request slot that owns nothing any more."""
         self.kinds[number] = None
         self._unused.append(number)
 
 
-class Seats:
-    """The seats of one model on one worker, and the stores in which they own runs.
+class RequestSlots:
+    """The request slots of one model on one worker, and the stores in which they own runs.
 
     rows       by code, the row
     values[b]  [room, *shape]: by number, the value
-    slots      by number of a subgraph in its request, its slot
+    subgraphs  by number of a subgraph in its request, the slot of the subgraph
 
-    A seat that is empty is kept for the next request of its kind, so most requests start without anything being
-    counted out for them. When rows run short the empty seats are dissolved.
+    An empty request slot is kept for the next request of its kind, so most requests start without an allocation.
+    When rows run short, what the empty ones own is freed.
     """
 
     def __init__(self, banks: Sequence[BankRows], types: Sequence[CellType], roster: Roster, home: int) -> None:
         self.home = home
         self.rows = RowRuns(banks)
         self.values = [RunStore(np.zeros((256, *bank.spec.shape), _host(bank.spec))) for bank in banks]
-        self.slots = RunStore(np.zeros(1024, np.int64))
+        self.subgraphs = RunStore(np.zeros(1024, np.int64))
         self.num_special = 0
         self._roster = roster
         self._types = types
-        self._kinds: dict[Any, SeatKind] = {}
+        self._kinds: dict[Any, SlotKind] = {}
         self._results: dict[Results, Results] = {}
 
-    def kind_of(self, graph: CellGraph) -> SeatKind:
+    def kind_of(self, graph: CellGraph) -> SlotKind:
         """What a request of this graph needs."""
-        kind = self._kinds.get(graph.seat)
+        kind = self._kinds.get(graph.needs)
         if kind is None:
             results = self._results.setdefault(graph.results, graph.results)
-            kind = self._kinds[graph.seat] = SeatKind(graph, results)
+            kind = self._kinds[graph.needs] = SlotKind(graph, results)
         return kind
 
     def forget(self) -> None:
-        """Kinds that no seat is of are not kept."""
-        self.dissolve()
-        self._kinds = {seat: kind for seat, kind in self._kinds.items() if kind.num_seats}
+        """Drop the kinds that have no request slot in use."""
+        self.free_empty()
+        self._kinds = {needs: kind for needs, kind in self._kinds.items() if kind.num_slots}
         self._results = {kind.results: kind.results for kind in self._kinds.values()}
 
-    def make(self, kind: SeatKind) -> int | None:
-        """-> a new seat; None if there are not so many rows."""
+    def make(self, kind: SlotKind) -> int | None:
+        """-> a new request slot; None if there are not so many rows."""
         run = self.rows.take(kind.frames)
         if run is None:
-            self.dissolve()
+            self.free_empty()
             run = self.rows.take(kind.frames)
             if run is None:
                 return None
         starts = tuple([self._types[c].outbox.places.take(n) if n else 0 for c, n, _ in kind.results])
         values = [store.take(n) if n else 0 for store, n in zip(self.values, kind.num_values, strict=True)]
-        kind.num_seats += 1
+        kind.num_slots += 1
         return self._roster.take(
-            kind, starts, (run, self.slots.take(kind.num_subgraphs), starts[0], *values), self.home
+            kind, starts, (run, self.subgraphs.take(kind.num_subgraphs), starts[0], *values), self.home
         )
 
     def give(self, numbers: Sequence[int]) -> None:
@@ -169,8 +169,8 @@ class Seats:
             assert kind is not None
             kind.empty.append(number)
 
-    def dissolve(self) -> None:
-        """What empty seats own is free."""
+    def free_empty(self) -> None:
+        """Free what empty request slots own."""
         roster = self._roster
         for kind in self._kinds.values():
             for number in kind.empty:
@@ -183,21 +183,21 @@ class Seats:
                 for store, start, count in zip(self.values, begins, kind.num_values, strict=False):
                     if count:
                         store.places.give(start, count)
-                self.slots.places.give(siblings, kind.num_subgraphs)
+                self.subgraphs.places.give(siblings, kind.num_subgraphs)
                 roster.give(number)
-            kind.num_seats -= len(kind.empty)
+            kind.num_slots -= len(kind.empty)
             kind.empty.clear()
 
     def empty_frames(self) -> list[int]:
-        """Frames of each bank that empty seats hold."""
+        """Frames of each bank that empty request slots hold."""
         counts = [0] * len(self.values)
         for kind in list(self._kinds.values()):
             for b, frames in enumerate(kind.frames):
                 counts[b] += len(kind.empty) * frames
         return counts
 
-    def bring(self, bank: int, starts: IndexArray, given: Sequence[Values | None]) -> None:
-        """Write the values that requests bring to a bank, from starts[k] on."""
+    def write_values(self, bank: int, starts: IndexArray, given: Sequence[Values | None]) -> None:
+        """Write the values that requests have for a bank, from starts[k] on."""
         store = self.values[bank].data
         arrays = [values for values in given if values is not None]
         if len(arrays) < _FEW or len(arrays) < len(given):
@@ -211,20 +211,20 @@ class Seats:
         where += np.arange(len(where))
         store[where] = np.concatenate(arrays)
 
-    def slots_of(self, number: int, graph: CellGraph) -> IndexArray:
+    def subgraphs_of(self, number: int, graph: CellGraph) -> IndexArray:
         """The slots of a request's subgraphs in the order of its graph; one is its own while its owner says so."""
         start = int(self._roster.owned[Owned.SIBLINGS, number])
-        found: IndexArray = self.slots.data[start : start + len(graph.subgraphs)]
+        found: IndexArray = self.subgraphs.data[start : start + len(graph.subgraphs)]
         return found
 
     def results(self, numbers: list[int]) -> list[CellResults]:
         """Copies of what the nodes of some requests sent back; one copy for all that are alike."""
         kinds = self._roster.kinds
-        wanted = [kind.results for number in numbers if (kind := kinds[number]) is not None]
-        if wanted.count(wanted[0]) == len(wanted):
-            return self._alike(wanted[0], numbers)
+        results_of = [kind.results for number in numbers if (kind := kinds[number]) is not None]
+        if results_of.count(results_of[0]) == len(results_of):
+            return self._alike(results_of[0], numbers)
         groups: dict[Results, list[int]] = {}
-        for number, results in zip(numbers, wanted, strict=True):
+        for number, results in zip(numbers, results_of, strict=True):
             groups.setdefault(results, []).append(number)
         found: dict[int, CellResults] = {}
         for results, alike in groups.items():
@@ -249,7 +249,7 @@ class Seats:
         return found
 
     def frames(self, number: int, graph: CellGraph) -> list[IndexArray]:
-        """The frames that a seat owns in each bank."""
+        """The frames that a request owns in each bank."""
         return self.rows.frames(int(self._roster.owned[Owned.RUN, number]), graph.frames)
 
     def count(self, request: CellRequest, by: int) -> None:

@@ -12,7 +12,7 @@ from cellar.core.tasks import CellSpec, Values
 from cellar.schedule.cells.store import Places
 
 _FEW = 8
-"""So few results are copied one by one sooner than together."""
+"""So few results are copied faster one by one than together."""
 
 
 class Outbox:

@@ -32,7 +32,7 @@ from cellar.schedule.cells.fairness import FairShare
 from cellar.schedule.cells.flight import Flight, assemble
 from cellar.schedule.cells.integrity import check
 from cellar.schedule.cells.queue import IndexArray
-from cellar.schedule.cells.requests import Roster, Seats
+from cellar.schedule.cells.requests import RequestSlots, Roster
 from cellar.schedule.cells.rows import BankRows
 from cellar.schedule.cells.running import Running
 from cellar.schedule.cells.store import GraphTable
@@ -70,7 +70,7 @@ class CellScheduler:
         self.waiting = [Waiting() for _ in models]
         self.flights: dict[int, Flight] = {}
         self._kinds: list[CellType] = []
-        self._seats: list[list[Seats]] = []
+        self._request_slots: list[list[RequestSlots]] = []
         self._admissions: list[Admission] = []
         for m, model in enumerate(models):
             types = []
@@ -84,21 +84,23 @@ class CellScheduler:
             self.banks.append(
                 [[BankRows(spec, rows[b]) for b, spec in enumerate(model.banks)] for _ in range(self.num_workers)]
             )
-            self._seats.append([Seats(banks, types, self.roster, w) for w, banks in enumerate(self.banks[m])])
-            self._admissions.append(Admission(self.subgraphs, types, self._seats[m], self.roster))
+            self._request_slots.append(
+                [RequestSlots(banks, types, self.roster, w) for w, banks in enumerate(self.banks[m])]
+            )
+            self._admissions.append(Admission(self.subgraphs, types, self._request_slots[m], self.roster))
         self._share = FairShare(tuple(len(model.cells) for model in models))
         self._entries: list[set[int]] = [set() for _ in models]
         self._next_plan = 0
         self._admitted = _ADMITTED
         self._running = Running(
-            self.subgraphs, self._kinds, self._seats, self.roster, graph_batches=self.config.graph_batch > 0
+            self.subgraphs, self._kinds, self._request_slots, self.roster, graph_batches=self.config.graph_batch > 0
         )
         self._commit = Commit(self.subgraphs, self._kinds, self.roster, self._running)
         self._num_tasks = self._num_nodes = 0
 
     @property
     def running(self) -> Mapping[int, CellRequest]:
-        """The requests that run, by the number of their seat."""
+        """The requests that run, by the number of their slot."""
         return self._running.requests
 
     @property
@@ -216,18 +218,18 @@ class CellScheduler:
         )
 
     def _free_rows(self) -> tuple[tuple[int, ...], ...]:
-        def of_worker(banks: Sequence[BankRows], seats: Seats) -> list[int]:
-            held = seats.empty_frames()
+        def of_worker(banks: Sequence[BankRows], request_slots: RequestSlots) -> list[int]:
+            held = request_slots.empty_frames()
             return [(bank.num_free + count) << bank.shift for bank, count in zip(banks, held, strict=True)]
 
         return tuple(
-            tuple(map(sum, zip(*map(of_worker, workers, seats), strict=True)))
-            for workers, seats in zip(self.banks, self._seats, strict=True)
+            tuple(map(sum, zip(*map(of_worker, workers, request_slots), strict=True)))
+            for workers, request_slots in zip(self.banks, self._request_slots, strict=True)
         )
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the bookkeeping is sound: no row lost, no row given twice, all counts true."""
-        self._dissolve()
+        self._free_empty()
         check(
             self.subgraphs,
             self._kinds,
@@ -260,7 +262,9 @@ class CellScheduler:
         batch = ct.batch(worker, most, partial(self._let_in, m, ct.cell, worker))
         tasks = len(batch.cu) - 1
         ct.num_running += tasks
-        plan, flight = assemble(self._next_plan, worker, ct, batch, self.subgraphs, self._seats[m][worker], self._fan)
+        plan, flight = assemble(
+            self._next_plan, worker, ct, batch, self.subgraphs, self._request_slots[m][worker], self._fan
+        )
         self.flights[plan.plan] = flight
         self._next_plan += 1
         self._num_tasks += tasks
@@ -328,12 +332,12 @@ class CellScheduler:
 
     def _frames_of(self, number: int, request: CellRequest) -> list[IndexArray]:
         """The frames that a request owns in each bank."""
-        return self._running.seats_of(number, request).frames(number, request.graph)
+        return self._running.home_of(number, request).frames(number, request.graph)
 
-    def _dissolve(self) -> None:
-        for workers in self._seats:
-            for seats in workers:
-                seats.dissolve()
+    def _free_empty(self) -> None:
+        for workers in self._request_slots:
+            for request_slots in workers:
+                request_slots.free_empty()
 
     def _parts_of(self, model: int, cell: int) -> set[GraphPart]:
         requests = [*self.running.values(), *self._admissions[model].pending]

@@ -181,19 +181,19 @@ class CellType:
 
         Subgraph i is in the tasks [start[i], stop[i]): from when a place is free until it has no nodes left.
         """
-        sub, queue, wanted = self._subgraphs, self.queues[worker], most
+        sub, queue, limit = self._subgraphs, self.queues[worker], most
         while True:
             slots = queue.front(self.largest)
             left = sub.left.take(slots)
-            short = int(np.count_nonzero(left < wanted))
+            short = int(np.count_nonzero(left < limit))
             if short and len(queue) > len(slots):  # others may join
-                slots = queue.front(self.largest + short * wanted)
+                slots = queue.front(self.largest + short * limit)
                 left = sub.left.take(slots)
-            start, used, most, full = self._starts(left, wanted)
+            start, used, most, full = self._starts(left, limit)
             if full or not more():
                 break
             if self.num_branching:  # what came is no chain
-                return self.batch(worker, wanted, more)
+                return self.batch(worker, limit, more)
         slots, left, start = slots[:used].copy(), left[:used], start[:used]
         stop = np.minimum(start + left, most)
         count = stop - start

@@ -34,31 +34,31 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     if len(tokens) != len(rows_):
         raise IntegrityError(f"step {record.step} has {len(tokens)} results, but sampled {len(rows_)} rows")
     endings: list[Ending] = []
-    wanted = rows.accepts[rows_]
+    accepted = rows.accepts[rows_]
     if np.count_nonzero(flags) or np.count_nonzero(result.num_tokens) < len(rows_):
         bad = (flags == Flag.NAN) | (flags == Flag.VOID) | (result.num_tokens == 0)
-        bad &= wanted
+        bad &= accepted
         for row, flag in zip(rows_[bad].tolist(), flags[bad].tolist(), strict=True):
             endings.append(Ending(row, FinishReason.ERROR, NOT_FINITE if flag == Flag.NAN else NO_TOKEN))
-        wanted = wanted & ~bad
+        accepted = accepted & ~bad
     if result.prompt_logprobs:
         _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings})
     if not len(rows_):
         return endings
     sampled = rows_
     column = tokens[:, 0]
-    if np.count_nonzero(wanted) < len(rows_):
-        rows_, column = rows_[wanted], column[wanted]
+    if np.count_nonzero(accepted) < len(rows_):
+        rows_, column = rows_[accepted], column[accepted]
     lengths, stopped = rows.append(rows_, column)
     output.ids = rows.ids[rows_].tolist()
     output.tokens = column.tolist()
     for k, row in enumerate(sampled[record.num_decodes :].tolist(), record.num_decodes):
         state = rows.state(row)
-        if wanted[k] and rows.length[row] == state.num_prompt + 1:
+        if accepted[k] and rows.length[row] == state.num_prompt + 1:
             output.num_cached_tokens[state.request.id] = state.num_cached
             output.queue_seconds[state.request.id] = state.queue_seconds
     if result.logprobs is not None:
-        _deliver_logprobs(rows, sampled, wanted, result.logprobs, output)
+        _deliver_logprobs(rows, sampled, accepted, result.logprobs, output)
     ended = stopped | (lengths >= rows.limit[rows_])
     if np.count_nonzero(ended):
         for k in np.flatnonzero(ended).tolist():
@@ -70,9 +70,9 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     return endings
 
 
-def _deliver_logprobs(rows: Rows, sampled: Index, wanted: np.ndarray, logprobs: Logprobs, output: StepOutput) -> None:
+def _deliver_logprobs(rows: Rows, sampled: Index, accepted: np.ndarray, logprobs: Logprobs, output: StepOutput) -> None:
     for m, k in enumerate(logprobs.index.tolist()):
-        if wanted[k]:
+        if accepted[k]:
             state = rows.state(int(sampled[k]))
             if state.request.params.logprobs is not None:
                 output.logprobs[state.request.id] = _part(logprobs, np.array([m]))

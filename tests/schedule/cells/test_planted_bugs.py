@@ -15,7 +15,7 @@ from cellar.schedule.cells import flight as cell_flight
 from cellar.schedule.cells.admission import Admission
 from cellar.schedule.cells.commit import Commit
 from cellar.schedule.cells.queue import CellQueue
-from cellar.schedule.cells.requests import Roster, Seats
+from cellar.schedule.cells.requests import RequestSlots, Roster
 from cellar.schedule.cells.rows import BankRows
 from cellar.schedule.cells.running import Running
 from cellar.schedule.cells.scheduler import CellScheduler
@@ -175,34 +175,34 @@ def rows_return_while_void_steps_are_in_flight(patch: pytest.MonkeyPatch) -> Non
 
 
 @bug()
-def seats_leak(patch: pytest.MonkeyPatch) -> None:
-    give = Seats.give
-    patch.setattr(Seats, "give", lambda self, numbers: give(self, [n for n in numbers if n % 5 != 4]))
+def request_slots_leak(patch: pytest.MonkeyPatch) -> None:
+    give = RequestSlots.give
+    patch.setattr(RequestSlots, "give", lambda self, numbers: give(self, [n for n in numbers if n % 5 != 4]))
 
 
 @bug()
-def an_empty_seat_is_taken_by_two(patch: pytest.MonkeyPatch) -> None:
-    give = Seats.give
+def an_empty_request_slot_is_taken_by_two(patch: pytest.MonkeyPatch) -> None:
+    give = RequestSlots.give
 
-    def twice(self: Seats, numbers: list[int]) -> None:
+    def twice(self: RequestSlots, numbers: list[int]) -> None:
         give(self, numbers)
         give(self, [number for number in numbers if number % 3 == 0])
 
-    patch.setattr(Seats, "give", twice)
+    patch.setattr(RequestSlots, "give", twice)
 
 
 @bug(tight=True)
-def a_dissolved_seat_leaves_its_places(patch: pytest.MonkeyPatch) -> None:
-    dissolve = Seats.dissolve
+def a_freed_request_slot_leaves_its_places(patch: pytest.MonkeyPatch) -> None:
+    free_empty = RequestSlots.free_empty
 
-    def partly(self: Seats) -> None:
+    def partly(self: RequestSlots) -> None:
         for kind in self._kinds.values():
             for cell, count, _ in kind.results:
                 if count and kind.empty:
                     self._types[cell].outbox.places.num_used += 1
-        dissolve(self)
+        free_empty(self)
 
-    patch.setattr(Seats, "dissolve", partly)
+    patch.setattr(RequestSlots, "free_empty", partly)
 
 
 @bug()
@@ -220,14 +220,14 @@ def two_requests_share_a_frame(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def a_request_reads_the_values_of_the_one_before(patch: pytest.MonkeyPatch) -> None:
-    bring, calls = Seats.bring, []
+    bring, calls = RequestSlots.write_values, []
 
-    def stale(self: Seats, *args: Any) -> None:
+    def stale(self: RequestSlots, *args: Any) -> None:
         calls.append(args)
         if len(calls) < 7:
             bring(self, *args)
 
-    patch.setattr(Seats, "bring", stale)
+    patch.setattr(RequestSlots, "write_values", stale)
 
 
 @bug(num_workers=2)
@@ -236,8 +236,8 @@ def rows_come_from_the_bank_of_another_worker(patch: pytest.MonkeyPatch) -> None
 
     def crossed(self: CellScheduler, *args: Any) -> None:
         init(self, *args)
-        for banks, seats in zip(self.banks, self._seats, strict=True):
-            seats[0].rows._banks = banks[1]
+        for banks, request_slots in zip(self.banks, self._request_slots, strict=True):
+            request_slots[0].rows._banks = banks[1]
 
     patch.setattr(CellScheduler, "__init__", crossed)
 
@@ -247,12 +247,12 @@ def rows_are_named_that_the_request_has_on_another_worker(patch: pytest.MonkeyPa
     batch = CellScheduler._batch
 
     def crossed(self: CellScheduler, ct: CellType, worker: int) -> Any:
-        seats = self._seats[ct.model]
-        seats.reverse()
+        request_slots = self._request_slots[ct.model]
+        request_slots.reverse()
         try:
             return batch(self, ct, worker)
         finally:
-            seats.reverse()
+            request_slots.reverse()
 
     patch.setattr(CellScheduler, "_batch", crossed)
 
@@ -405,12 +405,12 @@ def values_of_requests_that_ended_between_are_kept(patch: pytest.MonkeyPatch) ->
 
 @bug()
 def requests_that_end_together_swap_their_results(patch: pytest.MonkeyPatch) -> None:
-    results = Seats.results
-    patch.setattr(Seats, "results", lambda self, numbers: results(self, numbers)[::-1])
+    results = RequestSlots.results
+    patch.setattr(RequestSlots, "results", lambda self, numbers: results(self, numbers)[::-1])
 
 
 @bug(num_requests=20)
-def seats_that_are_added_forget_what_the_others_own(patch: pytest.MonkeyPatch) -> None:
+def request_slots_that_are_added_forget_what_the_others_own(patch: pytest.MonkeyPatch) -> None:
     init = Roster.__init__
     patch.setattr(Roster, "__init__", lambda self, num_banks: init(self, num_banks, 4))
     take = Roster.take

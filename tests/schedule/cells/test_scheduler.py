@@ -701,7 +701,7 @@ def test_what_could_never_run_leaves_nothing_behind() -> None:
     assert sorted(done) == ["r0", "r1", "r2"]
 
 
-def test_a_snapshot_changes_nothing_and_counts_the_rows_of_empty_seats() -> None:
+def test_a_snapshot_changes_nothing_and_counts_the_rows_of_empty_request_slots() -> None:
     spec = model(cell("rnn", 1))
     made = scheduler(spec)
     free = made.stats().free_rows

@@ -60,7 +60,7 @@ def plans(inner: tuple[int, ...], first: int, seed: int) -> list[Any]:
         if plan is None:
             continue
         flight = made.flights[plan.plan]
-        # Not the rows: which of the seats that requests left together is taken next makes no difference.
+        # Not the rows: which of the slots that requests left together is taken next makes no difference.
         ids, ending = (
             [made.running[number].id for number in made.subgraphs.owner[slots].tolist()]
             for slots in (flight.owners, flight.ending)
