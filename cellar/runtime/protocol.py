@@ -1,6 +1,6 @@
 """The Runtime protocol: takes plans as plain data, runs them in order, answers by `poll`.
 
-Three implementations: `local.py` (this process), `process.py` (another process, later) and `fake.py`.
+Three implementations: `local.py` (this process), `process.py` (another process, later) and `fake/`.
 """
 
 from __future__ import annotations

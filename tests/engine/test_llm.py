@@ -108,9 +108,7 @@ def test_end_symbols_stop_ids_and_stop_strings() -> None:
 
 
 def test_an_end_symbol_ends_a_request_unless_ignored() -> None:
-    opened, runtime = open_fake()
-    runtime.end_token, runtime.end_period = 2, 4
-    model = LLM.over(opened)
+    model = LLM.over(open_fake(end_token=2, end_period=4)[0])
     (ended,) = model.generate([5, 6, 7, 8], SamplingParams(temperature=0, max_tokens=100), use_tqdm=False)
     assert ended.outputs[0].token_ids[-1] == 2
     assert ended.outputs[0].finish_reason == "stop"

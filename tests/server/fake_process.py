@@ -22,7 +22,8 @@ from cellar.engine.client import StepClient
 from cellar.engine.front import Front
 from cellar.engine.opened import Opened
 from cellar.engine.steps import step_engine
-from cellar.runtime.steps.fake import FakeRuntime, _Pending
+from cellar.runtime.steps.fake import FakeRuntime
+from cellar.runtime.steps.fake.under_way import Pending
 from cellar.schedule.steps.scheduler import StepScheduler
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
@@ -62,12 +63,14 @@ class IdleRuntime(FakeRuntime):
     """A device that costs no time of this machine's: each step lasts `latency`, every token is 3."""
 
     def submit(self, plan: StepPlan) -> None:
-        ready = max(time.monotonic(), self._pending[-1].ready if self._pending else 0.0) + float(self.latency)  # type: ignore[arg-type]
+        ready = max(time.monotonic(), self._under_way.pending[-1].ready if self._under_way.pending else 0.0) + float(
+            self.latency
+        )  # type: ignore[arg-type]
         count = len(sampled_rows(plan))
         ones, tokens = np.ones(count, np.int32), np.full((count, 1), 3, np.int32)
         result = StepResult(plan.step, tokens, ones, np.zeros(count, np.int32))
         with self._signal:
-            self._pending.append(_Pending(plan, {}, 0, ready, result))
+            self._under_way.pending.append(Pending(plan, {}, 0, ready, result))
             self._signal.notify_all()
 
 
