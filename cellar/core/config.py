@@ -62,6 +62,11 @@ class CacheConfig:
     block_size: int = _option(32, "Tokens per chunk: 16, 32 or 64.")
     enable_prefix_caching: bool = _option(True, "Share the KV of equal prefixes and keep it for later requests.")
     kv_offloading_size: float | None = _option(None, "GiB of host memory for KV that the device has no room for.")
+    kv_eviction_policy: Literal["value", "chance", "lru"] | None = _option(
+        None,
+        "What KV goes first: value (cost / idle time), chance (cost x learned chance of a next turn) or lru; default: "
+        "value with tiers, else lru.",
+    )
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -74,6 +79,11 @@ class CacheConfig:
         if self.kv_offloading_size is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_offloading_size keeps KV for later requests, but enable_prefix_caching is off; drop one of them."
+            )
+        if self.kv_eviction_policy is not None and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_eviction_policy chooses what is kept for later requests, but enable_prefix_caching is off; drop "
+                "one of them."
             )
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")

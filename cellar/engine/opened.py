@@ -16,7 +16,7 @@ from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
 from cellar.kv.identity import root_identity
-from cellar.kv.policy import RetentionValue
+from cellar.kv.policy import model_costs, named_policy
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.protocol import Runtime
 from cellar.text.chat import ChatTemplate
@@ -68,7 +68,9 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
             config.cache.enable_prefix_caching,
             root=root_identity(spec, opened.fingerprint),
             tiers=capacity.tiers,
-            policy=RetentionValue.of(spec) if capacity.tiers else None,
+            policy=named_policy(
+                config.cache.kv_eviction_policy or ("value" if capacity.tiers else "lru"), model_costs(spec)
+            ),
         )
     except MemoryError as error:
         raise CapacityError(

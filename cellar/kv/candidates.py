@@ -102,9 +102,10 @@ class Candidates:
         audiences = np.flatnonzero(self._heads != _NONE)
         heads = self._heads[audiences]
         ends = heads >> 32
-        weights = self._policy.weight(self._conversations.idle(audiences, now)) * self._conversations.scale(audiences)
+        talks = self._conversations
+        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences)
         values = self._policy.cost(ends) * weights
-        recency = self._conversations.recency(audiences)
+        recency = talks.recency(audiences)
         order = np.lexsort((heads, recency, values))[:count]  # no other audience can be among the lowest
         columns = (values, recency, heads, audiences, weights)
         merged = list(zip(*(column[order].tolist() for column in columns), strict=True))

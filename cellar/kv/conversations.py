@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.kv.policy import Floats
+from cellar.kv.turns import NextTurns
 
 MAX_MEMBERS = 8
 
@@ -20,9 +21,15 @@ MIN_IDLE_SECONDS = 1.0
 
 
 class Conversations:
-    """Conversations and audiences, by number. Numbers are used again when nobody runs, and no chunk is left."""
+    """Conversations and audiences, by number. Numbers are used again when nobody runs, and no chunk is left.
 
-    def __init__(self) -> None:
+    `next_turns` is told when a turn ends with nothing else under way, and when the next begins.
+    """
+
+    def __init__(self, next_turns: NextTurns | None = None) -> None:
+        self._next_turns = next_turns
+        self._running: list[int] = []  # requests under way
+        self._turns = np.zeros(64, np.int32)
         self._active = np.full(64, -np.inf)
         self._serial = np.zeros(64, np.int64)
         self._users: list[int] = []  # requests under way, and audiences
@@ -46,6 +53,10 @@ class Conversations:
         number = inherited if name is None else self._by_name.get(name, -1)
         if number < 0:
             number = self._new(name)
+        if self._next_turns is not None and not self._running[number]:
+            self._next_turns.began(number, now)
+        self._turns[number] += 1
+        self._running[number] += 1
         self._users[number] += 1
         self.touch(number, now)
         return number
@@ -53,6 +64,9 @@ class Conversations:
     def leave(self, number: int, now: float) -> None:
         """A request of the conversation has ended."""
         self.touch(number, now)
+        self._running[number] -= 1
+        if self._next_turns is not None and not self._running[number]:
+            self._next_turns.ended(number, int(self._turns[number]), now)
         self._let_go(number)
 
     def touch(self, number: int, now: float) -> None:
@@ -67,10 +81,12 @@ class Conversations:
         else:
             number = len(self._users)
             self._users.append(0)
+            self._running.append(0)
             self._name.append(None)
             if number == len(self._active):
                 self._active = np.concatenate((self._active, np.full(number, -np.inf)))
                 self._serial = np.concatenate((self._serial, np.zeros(number, np.int64)))
+                self._turns = np.concatenate((self._turns, np.zeros(number, np.int32)))
         self._name[number] = name
         if name is not None:
             self._by_name[name] = number
@@ -83,7 +99,10 @@ class Conversations:
             if name is not None:
                 del self._by_name[name]
                 self._name[number] = None
+            if self._next_turns is not None:
+                self._next_turns.forgotten(number)
             self._active[number] = -np.inf
+            self._turns[number] = 0
             self._free.append(number)
 
     # -- audiences --------------------------------------------------------------------------------
@@ -133,6 +152,12 @@ class Conversations:
         members = self._members[audiences, : self._width]
         active = np.where(members < 0, -np.inf, self._active[members])
         return np.maximum(now - active, MIN_IDLE_SECONDS)
+
+    def turns(self, audiences: NDArray[np.intp]) -> NDArray[np.int32]:
+        """Turns that each member has begun, 0 where there is none, and for a crowd: [n, k]."""
+        members = self._members[audiences, : self._width]
+        found: NDArray[np.int32] = np.where(members < 0, np.int32(0), self._turns[members])
+        return found
 
     def scale(self, audiences: NDArray[np.intp]) -> Floats:
         """How many conversations like the given ones each stands for: 1, or that of a crowd."""

@@ -6,34 +6,46 @@ A policy says both factors and orders nothing; comparing is done when a slot is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.specs import ModelSpec
+from cellar.kv.turns import NextTurns
 
 Floats = NDArray[np.float64]
+Integers = NDArray[np.integer]
+
+PolicyName = Literal["value", "chance", "lru"]
 
 
 class Policy(Protocol):
     """Both factors must be positive; of equal values the longest idle goes first, then the leading chunk."""
 
+    @property
+    def next_turns(self) -> NextTurns | None:
+        """Who is to be told of the turns of all conversations."""
+
     def cost(self, contexts: NDArray[np.integer]) -> Floats:
         """Of computing a chunk again whose end has a context of so many tokens: [n] -> [n]."""
 
-    def weight(self, idle: Floats) -> Floats:
-        """Of chunks whose conversations have been idle so long, in seconds, inf where there is none: [n, k] -> [n]."""
+    def weight(self, idle: Floats, turns: Integers) -> Floats:
+        """Of chunks whose conversations have been idle so long, in seconds, inf where there is none, and have had so
+        many turns: [n, k] each -> [n].
+        """
 
 
 class LeastRecentlyUsed:
     """The chunk whose conversation was active longest ago; of one conversation the leading chunk."""
 
+    next_turns: NextTurns | None = None
+
     def cost(self, contexts: NDArray[np.integer]) -> Floats:
         """The same for all."""
         return np.ones(len(contexts))
 
-    def weight(self, idle: Floats) -> Floats:
+    def weight(self, idle: Floats, turns: Integers) -> Floats:
         """Of the one that was active last."""
         found: Floats = 1.0 / idle.min(1)
         return found
@@ -47,16 +59,11 @@ class RetentionValue:
     interpolated, beyond the last extended.
     """
 
+    next_turns: NextTurns | None = None
+
     def __init__(self, costs: Mapping[int, float]) -> None:
         self._contexts = np.array(sorted(costs), np.float64)
         self._costs = np.array([costs[c] for c in sorted(costs)], np.float64)
-
-    @classmethod
-    def of(cls, spec: ModelSpec) -> RetentionValue:
-        """From the FLOPs of the model, where nothing was measured."""
-        size = spec.kv.chunk_size
-        contexts = [2**k for k in range(max(1, spec.max_position).bit_length() + 1)]
-        return cls({c: float(spec.flops(size, c, 0)) for c in contexts})
 
     def cost(self, contexts: NDArray[np.integer]) -> Floats:
         """Interpolated between the lengths that were measured."""
@@ -66,7 +73,47 @@ class RetentionValue:
             found = np.where(contexts > b, y + (contexts - b) * (y - x) / (b - a), found)
         return np.asarray(found, np.float64)
 
-    def weight(self, idle: Floats) -> Floats:
+    def weight(self, idle: Floats, turns: Integers) -> Floats:
         """The sum of 1 / T."""
         found: Floats = (1.0 / idle).sum(1)
         return found
+
+
+class ChanceValue:
+    """Cost(l) times the chance per second that a conversation goes on, as far as it was learned from its like.
+
+    Equation 3.4 assumes 1 / T for that chance, and leaves out the turns that the text before it names (Pensieve
+    §3.4.3.1). Until something has been seen both are the same. `costs` as in RetentionValue.
+    """
+
+    def __init__(self, costs: Mapping[int, float]) -> None:
+        self.next_turns = NextTurns()
+        self._value = RetentionValue(costs)
+
+    def cost(self, contexts: NDArray[np.integer]) -> Floats:
+        """As in RetentionValue."""
+        return self._value.cost(contexts)
+
+    def weight(self, idle: Floats, turns: Integers) -> Floats:
+        """The sum of the chances."""
+        there = np.isfinite(idle)
+        found: Floats = np.where(there, self.next_turns.hazard(np.where(there, idle, 0.0), turns), 0.0).sum(1)
+        return found
+
+
+def model_costs(spec: ModelSpec) -> dict[int, float]:
+    """FLOPs of computing a chunk at contexts that are powers of two, where nothing was measured."""
+    size = spec.kv.chunk_size
+    contexts = [2**k for k in range(max(1, spec.max_position).bit_length() + 1)]
+    return {c: float(spec.flops(size, c, 0)) for c in contexts}
+
+
+def named_policy(name: PolicyName, costs: Mapping[int, float]) -> Policy:
+    """value: RetentionValue; chance: ChanceValue; lru: LeastRecentlyUsed."""
+    match name:
+        case "value":
+            return RetentionValue(costs)
+        case "chance":
+            return ChanceValue(costs)
+        case "lru":
+            return LeastRecentlyUsed()

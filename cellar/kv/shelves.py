@@ -37,7 +37,7 @@ class Shelves:
         self.device = self.pools[0]  # where chunks are computed and read
         capacity = sum(num_slots.values())
         self.directory = Directory(capacity, len(self.tiers))
-        self.conversations = Conversations()
+        self.conversations = Conversations(policy.next_turns)
 
         def candidates() -> Candidates:
             return Candidates(capacity, self.directory, self.conversations, policy)

@@ -78,12 +78,14 @@ def test_tokens_from_the_host_are_those_of_plenty(case: Case, tmp_path: Path) ->
     assert alone == plenty
 
 
-def test_a_host_without_room_changes_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["value", "chance", "lru"])
+def test_a_host_without_room_changes_no_token(policy: str, tmp_path: Path) -> None:
     """Three chunks of host memory: most is dropped, holes are computed again, anywhere."""
     case = FAMILIES[0]
     saved_model(case, tmp_path)
     options = _options(tmp_path, 3)
-    scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=int(str(options["kv_cache_memory_bytes"])) / 2**30)
+    size = int(str(options["kv_cache_memory_bytes"])) / 2**30
+    scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=size, kv_eviction_policy=policy)
     assert tiers[1].total == 3
     assert scarce == talk(tmp_path, 400)[0]
 

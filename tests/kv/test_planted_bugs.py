@@ -154,7 +154,7 @@ def trailing_chunks_are_lost_first(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def most_recently_used_is_lost_first(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LeastRecentlyUsed, "weight", lambda policy, idle: idle.min(1))
+    patch.setattr(LeastRecentlyUsed, "weight", lambda policy, idle, turns: idle.min(1))
 
 
 @bug
@@ -164,7 +164,7 @@ def what_it_costs_to_compute_again_does_not_count(patch: pytest.MonkeyPatch) -> 
 
 @bug
 def shared_chunk_counts_for_one_conversation_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RetentionValue, "weight", lambda policy, idle: 1 / idle.min(1))
+    patch.setattr(RetentionValue, "weight", lambda policy, idle, turns: 1 / idle.min(1))
 
 
 @bug

@@ -300,7 +300,9 @@ def test_prompt_that_everybody_shares_stays_and_costs_one_audience() -> None:
     audience = directory.audience[chunk]
     assert talks.scale(audience)[0] == MAX_MEMBERS
     assert (talks._key[int(audience[0])].__len__()) == 1, "no list grows with the users"
-    weight = RetentionValue({1: 1.0}).weight(talks.idle(audience, bench.now + 100.0)) * talks.scale(audience)
+    weight = RetentionValue({1: 1.0}).weight(
+        talks.idle(audience, bench.now + 100.0), talks.turns(audience)
+    ) * talks.scale(audience)
     assert weight[0] == pytest.approx(MAX_MEMBERS / 101.0)
 
 
