@@ -49,6 +49,13 @@ def device_free(device: torch.device) -> int:
     return host_available() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocation failed: on an accelerator, in NumPy, or in torch on the CPU, which has no type for it."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
 def human(nbytes: float) -> str:
     """`1.5 GiB`, `20 MiB`, `512 B`: for messages."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):

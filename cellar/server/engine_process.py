@@ -42,6 +42,12 @@ Opener = Callable[[], Opened]
 
 CLOSE_SECONDS = 10.0
 
+OUT_OF_MEMORY = (
+    ", as a system ends whoever takes the last of its memory: lower kv_offloading_size or, on the CPU, "
+    "kv_cache_memory_bytes"
+)
+"""What may be behind a process that was killed."""
+
 STATS_SECONDS = 0.2
 """How old a snapshot may be at a front to which no step brings anything."""
 
@@ -67,7 +73,7 @@ class EngineProcess:
         try:
             first = self._pipe.recv()
         except (EOFError, OSError):
-            first = CellarError(self.how_it_ended())
+            first = CellarError(f"{self.how_it_ended()}{OUT_OF_MEMORY if self.was_killed else ''}.")
         if not isinstance(first, Ready):
             self.close()
             raise first if isinstance(first, CellarError) else CellarError(f"the engine began with {first!r}")
@@ -80,6 +86,11 @@ class EngineProcess:
             code = self.process.exitcode
         how = f" by signal {-code}" if code is not None and code < 0 else f" with exit code {code}"
         return f"the engine process has ended{'' if code is None else how}"
+
+    @property
+    def was_killed(self) -> bool:
+        """True if it was ended as a system does that has no memory left."""
+        return self.process.exitcode == -signal.SIGKILL
 
     def close(self) -> None:
         """End the process; a second call does nothing."""

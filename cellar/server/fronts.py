@@ -29,6 +29,7 @@ from cellar.server.priority import yield_to_engine
 from cellar.server.serving import FrontServer, keep_what_is_here, listen_beside, server_config
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, Link
+from cellar.server.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +93,15 @@ class FrontProcess:
 
 
 class Fronts:
-    """Keeps `plan.shared.count` fronts. Raises CellarError if one does not start the first time."""
+    """Keeps `plan.shared.count` fronts; `tally` is this process's. Raises CellarError if one does not start the first
+    time."""
 
-    def __init__(self, plan: FrontPlan) -> None:
+    def __init__(self, plan: FrontPlan, tally: Tally) -> None:
         self._plans = [
             FrontPlan(plan.shared.at(k), plan.names, plan.port, plan.server, plan.limits, plan.attach)
             for k in range(plan.shared.count)
         ]
-        self._tally = plan.shared.tally()
+        self._tally = tally
         self._grace = plan.limits.shutdown_timeout + GRACE_SECONDS
         self._pauses = [PAUSE_SECONDS[0]] * len(self._plans)
         self._signal_read, self._signal_write = os.pipe()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
@@ -13,16 +12,17 @@ from cellar.engine.opened import open_front
 from cellar.engine.stream import AsyncLLM
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.directory import PrivateDirectory
 from cellar.server.engine_process import Opener
 from cellar.server.fronts import FrontPlan, Fronts
 from cellar.server.heap import one_heap
 from cellar.server.host import EngineHost, SameProcess, ServedModel
 from cellar.server.keys import with_keys
-from cellar.server.metrics import ENGINE_RESTARTS
+from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
 from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
-from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config, private_directory
+from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config
 
 Say = Callable[[str], None]
 
@@ -61,13 +61,15 @@ def serve_by_several(
     first_pause: float = 0.5,
 ) -> None:
     """Serve by `server.api_server_count` front processes over one engine, until a signal comes."""
-    with private_directory() as directory, listen_beside(server.host, server.port) as place:
-        shared = Shared(Path(directory), server.api_server_count, server.api_server_count)
-        restarted = partial(shared.tally().add, ENGINE_RESTARTS)
+    with PrivateDirectory() as directory, listen_beside(server.host, server.port) as place:
+        shared = Shared(directory, server.api_server_count, server.api_server_count)
+        tally = shared.tally()
+        tally.places((ENGINE_RESTARTS, FRONT_RESTARTS))  # now: two threads add to them
+        restarted = partial(tally.add, ENGINE_RESTARTS)
         keeper = EngineKeeper(opener, shared.address, server.log_level, first_pause, restarted)
         try:
             port = place.getsockname()[1]
-            fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach))
+            fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach), tally)
             say(served_at(names, server, port))
             fronts.run()
         finally:

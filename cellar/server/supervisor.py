@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import cast
 
 from cellar.core.config import EngineConfig
-from cellar.core.errors import CellarError, ConfigError
+from cellar.core.errors import CellarError
 from cellar.core.messages import SchedulerStats
 from cellar.engine.client import StepClient
 from cellar.engine.front import Front
 from cellar.engine.opened import Opened, open_reader, open_text
 from cellar.engine.stream import AsyncLLM
-from cellar.server.engine_process import EngineProcess, Opener
+from cellar.server.directory import PrivateDirectory
+from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess, Opener
 from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
 from cellar.server.shared import Shared
@@ -92,7 +91,8 @@ class EngineKeeper:
                 return
             if time.monotonic() - started > STABLE_SECONDS:
                 pause = self._first_pause
-            logger.error("%s; it is started again in %.1f s", self.process.how_it_ended(), pause)
+            how = self.process.how_it_ended() + (OUT_OF_MEMORY if self.process.was_killed else "")
+            logger.error("%s; it is started again in %.1f s", how, pause)
             self.process.close()
             if self._closing.wait(pause):
                 return
@@ -202,9 +202,9 @@ class Supervisor(Link):
     def __init__(
         self, opener: Opener, attach: Attach | None = None, log_level: str = "warning", first_pause: float = 0.5
     ) -> None:
-        self._directory = private_directory()
+        self._directory = PrivateDirectory()
         try:
-            address = Shared(Path(self._directory.name), 0, 1).address
+            address = Shared(self._directory.path, 0, 1).address
             self._keeper = EngineKeeper(opener, address, log_level, first_pause)
             try:
                 super().__init__(address, attach, lambda: self._keeper.process.how_it_ended(), yield_to_engine)
@@ -229,15 +229,6 @@ class Supervisor(Link):
         super().leave()
         self._keeper.close()
         self._directory.cleanup()
-
-
-def private_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory for what the processes of one server share. Raises ConfigError if no socket can lie there."""
-    directory = tempfile.TemporaryDirectory(prefix="cellar-")
-    if len(directory.name) > 90:  # a socket's name has 108 bytes at most
-        directory.cleanup()
-        raise ConfigError(f"the temporary directory {directory.name} has too long a name; set TMPDIR to a shorter one.")
-    return directory
 
 
 def open_config(config: EngineConfig) -> Opened:

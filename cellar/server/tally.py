@@ -6,6 +6,7 @@ over all fronts never fall.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,8 +22,9 @@ _VALUES, _NAMES = ".values", ".names"
 class Tally:
     """Values as float64, each at the place of its name. One process writes; adding takes a lock nowhere.
 
-    Under a lock of Python's interpreter, `values[place] += x` of two threads may lose one of them, so one thread adds.
-    With `path` the values stand in PATH.values and the names, a line each in the order of their places, in PATH.names.
+    Two threads that do `values[place] += x` at once may lose one of them, so one thread adds to a name. With `path` the
+    values stand in PATH.values and the names, a line each in the order of their places, in PATH.names. Raises
+    IntegrityError for a path that another tally has open: two would give one place to two names.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -32,9 +34,14 @@ class Tally:
             self.values = memoryview(bytearray(8 * CAPACITY)).cast("d")
             return
         names = path.with_name(path.name + _NAMES)
+        self._names = open(names, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the tally is)
+        try:
+            fcntl.flock(self._names, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._names.close()
+            raise IntegrityError(f"the tally {path} is open already; it is one process's, and once.") from error
         for name in _lines(names):
             self._places[name] = len(self._places)
-        self._names = open(names, "a", encoding="utf-8")  # noqa: SIM115 (open as long as the tally is)
         with open(path.with_name(path.name + _VALUES), "a+b") as file:
             file.truncate(8 * CAPACITY)
             self.values = memoryview(mmap.mmap(file.fileno(), 8 * CAPACITY)).cast("d")

@@ -177,12 +177,13 @@ def serve(descriptor: int) -> None:
         if size is not None:
             resource.setrlimit(resource.RLIMIT_AS, (size + budget.memory_bytes,) * 2)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        while (message := _receive(pipe)) is not None:
-            # Its default action ends the process, wherever that is, also in native code.
-            signal.setitimer(signal.ITIMER_PROF, budget.seconds)
-            answer = _answered(worker, message, budget)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            _send(pipe, answer)
+        with contextlib.suppress(ConnectionError):  # whoever asked was killed
+            while (message := _receive(pipe)) is not None:
+                # Its default action ends the process, wherever that is, also in native code.
+                signal.setitimer(signal.ITIMER_PROF, budget.seconds)
+                answer = _answered(worker, message, budget)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                _send(pipe, answer)
 
 
 def _answered(worker: Worker, message: bytearray, budget: Budget) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cellar.core.errors import IntegrityError
 from cellar.server.admission import SharedWaiting
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally, summed
@@ -191,7 +192,7 @@ def test_a_killed_front_is_started_again_and_its_requests_are_dropped() -> None:
 def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with fronts(2, latency=0.02, gate=str(gate), **ROOMY) as (process, url):
-        engine = children_of(process.pid)[0]
+        engine, front, _ = children_of(process.pid)
         streams = Streams(url, [[k, 7] for k in range(8)])
         gate.touch()
         os.kill(int(engine.name), signal.SIGKILL)
@@ -211,6 +212,9 @@ def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path
         found = metrics(url)
         assert of(found, "engine_restarts_total") == 1
         assert of(found, "front_restarts_total") == 0
+        os.kill(int(front.name), signal.SIGKILL)
+        until(lambda: of(retry(lambda: metrics(url)), "front_restarts_total") == 1)
+        assert of(retry(lambda: metrics(url)), "engine_restarts_total") == 1
 
 
 @pytest.mark.long
@@ -239,6 +243,9 @@ def test_tallies_add_up_and_survive_their_writers(tmp_path: Path) -> None:
     place = first.places(["h/0", "h/1"])
     first.values[place + 1] += 1
     assert first.counts() == {"x": 2, "h/0": 0, "h/1": 1}
+    with pytest.raises(IntegrityError, match="open already"):
+        Tally(tmp_path / "a")
+    del first
     again, other = Tally(tmp_path / "a"), Tally(tmp_path / "b")
     again.add("x")
     assert again.places(["h/0", "h/1"]) == place

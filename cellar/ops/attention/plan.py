@@ -147,7 +147,7 @@ class AttentionBuffers:
             needed = (len(items.table), items.partial_rows, items.counters)
             raise CapacityError(
                 f"the step needs {needed} attention items, partial rows and counters, but {self.capacity} are "
-                "reserved; lower max_num_batched_tokens or reserve more."
+                "reserved; lower max_num_batched_tokens or max_num_seqs."
             )
         host, copied = self._hosts[self._next], self._copied[self._next]
         self._next = (self._next + 1) % len(self._hosts)

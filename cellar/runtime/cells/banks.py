@@ -55,7 +55,7 @@ def bank_rows(models: Sequence[CellModelSpec], nbytes: int) -> tuple[tuple[int, 
             raise CapacityError(
                 f"bank {bank.name} of model {models[m].name} has room for {frames} frames of "
                 f"{human(bank.width * row_nbytes(bank))}, with {human(nbytes)} for the states of all models; "
-                "raise memory_bytes or serve fewer models."
+                "serve fewer models, or free memory before the start (in Python also: raise memory_bytes)."
             )
         rows[m, b] = frames * bank.width
         left -= rows[m, b] * row_nbytes(bank)

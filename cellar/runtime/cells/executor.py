@@ -21,6 +21,7 @@ from cellar.core.tasks import CellModelSpec, CellSpec, IntArray, NodeFlag, TaskP
 from cellar.ops.recurrent.rows import Rows, RowsFunction, RowsOutput, StepsFunction
 from cellar.runtime.cells.banks import Banks
 from cellar.runtime.cells.functions import guarded, is_of_the_cell
+from cellar.runtime.memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +71,11 @@ def as_array(values: Tensor) -> Values:
 
 def failure(plan: TaskPlan, first: int, error: BaseException) -> TaskResult:
     """The answer for tasks [first, end) of a plan whose device failed, with a traceback in the log."""
-    if isinstance(error, torch.OutOfMemoryError):
-        text = f"plan {plan.plan} ran out of device memory; lower memory_bytes or the largest batch size."
+    if is_out_of_memory(error):
+        text = (
+            f"plan {plan.plan} ran out of memory; lower the largest of the cells' batch_sizes, or serve fewer models "
+            "(in Python also memory_bytes)."
+        )
     elif isinstance(error, CellarError):
         text = str(error)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import shutil
@@ -72,31 +73,42 @@ def _disk(context: ProbeContext, profile: Profile) -> Profile:
     context.directory.mkdir(parents=True, exist_ok=True)
     usage = shutil.disk_usage(context.directory)
     size = min(context.nbytes, usage.free // 4) // BLOCK * BLOCK or BLOCK
-    with tempfile.TemporaryDirectory(dir=context.directory) as folder:
-        file = Path(folder) / "probe"
-        written = size / _write_seconds(file, size)
-        read = size / _read_seconds(file, size)
+    handle, name = tempfile.mkstemp(dir=context.directory)
+    file = Path(name)
+    with os.fdopen(handle, "wb", buffering=0) as out:
+        try:
+            descriptor = _unbuffered(file)
+        finally:
+            file.unlink()  # now, so that nothing is left of a profiler that is killed
+        try:
+            written = size / _write_seconds(out, size)
+            read = size / _read_seconds(descriptor, size)
+        finally:
+            os.close(descriptor)
     disk = Device(DISK, "disk", measured(usage.free, "bytes"), measured(read, "bytes/s"))
     links = [Link(CPU, DISK, measured(written, "bytes/s")), Link(DISK, CPU, measured(read, "bytes/s"))]
     return profile.merged(devices=[disk], links=links)
 
 
-def _write_seconds(file: Path, size: int) -> float:
+def _unbuffered(file: Path) -> int:
+    """A descriptor that reads past the page cache, where the file system can."""
+    try:
+        return os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        return os.open(file, os.O_RDONLY)
+
+
+def _write_seconds(out: io.FileIO, size: int) -> float:
     block = os.urandom(BLOCK)  # not zeros, which some disks do not store
     start = time.perf_counter()
-    with file.open("wb", buffering=0) as out:
-        for _ in range(size // BLOCK):
-            out.write(block)
-        os.fsync(out.fileno())
+    for _ in range(size // BLOCK):
+        out.write(block)
+    os.fsync(out.fileno())
     return time.perf_counter() - start
 
 
-def _read_seconds(file: Path, size: int) -> float:
+def _read_seconds(descriptor: int, size: int) -> float:
     buffer = mmap.mmap(-1, BLOCK)  # page-aligned, as O_DIRECT wants it
-    try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        descriptor = os.open(file, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -105,5 +117,4 @@ def _read_seconds(file: Path, size: int) -> float:
             os.readv(descriptor, [buffer])
         return time.perf_counter() - start
     finally:
-        os.close(descriptor)
         buffer.close()

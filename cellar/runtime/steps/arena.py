@@ -27,6 +27,7 @@ CPU_CACHE_SHARE = 0.25
 
 # Large allocations of torch's allocator are multiples of this.
 _SEGMENT = 2**21
+_MOST_SHARE = 0.98
 
 
 class Arena:
@@ -110,16 +111,25 @@ def device_cache_nbytes(cache: CacheConfig, used: int, device: torch.device) -> 
         return requested
     left = int(total * cache.gpu_memory_utilization) - used
     if left <= 0:
+        share = used / total
+        raised = f"raise it above {share:.2f}, " if share < _MOST_SHARE else ""
         raise CapacityError(
             f"weights, buffers and other processes take {human(used)} of {device}, but gpu_memory_utilization "
             f"{cache.gpu_memory_utilization:g} allows {human(total * cache.gpu_memory_utilization)} with the KV cache; "
-            "raise it, lower max_num_batched_tokens, or take a smaller model."
+            f"{raised}lower max_num_batched_tokens, end other processes, or take a smaller or quantized model."
         )
     return left
 
 
-def num_slots(spec: KVSpec, nbytes: int, max_model_len: int) -> int:
-    """How many slots fit into `nbytes`.
+def what_decides(cache: CacheConfig, device: torch.device) -> str:
+    """The option that gives the KV cache more memory on a device."""
+    if device.type == "cpu" or cache.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    return "gpu_memory_utilization"
+
+
+def num_slots(spec: KVSpec, nbytes: int, max_model_len: int, option: str) -> int:
+    """How many slots fit into `nbytes`, which `option` decides.
 
     Raises CapacityError if one request of `max_model_len` tokens would not fit, saying which length would.
     """
@@ -130,10 +140,9 @@ def num_slots(spec: KVSpec, nbytes: int, max_model_len: int) -> int:
     needs = f"one request of max_model_len {max_model_len} needs {human(needed * spec.chunk_nbytes())} of KV cache"
     if slots == 0:
         raise CapacityError(
-            f"{needs} and one chunk {human(spec.chunk_nbytes())}, but there are {human(nbytes)}; "
-            "raise kv_cache_memory_bytes or gpu_memory_utilization."
+            f"{needs} and one chunk {human(spec.chunk_nbytes())}, but there are {human(nbytes)}; raise {option}."
         )
     raise CapacityError(
         f"{needs}, but there are {human(nbytes)}; lower max_model_len to at most {slots * spec.chunk_size}, "
-        "or raise kv_cache_memory_bytes or gpu_memory_utilization."
+        f"or raise {option}."
     )

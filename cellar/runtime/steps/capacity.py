@@ -67,7 +67,8 @@ def plan_slots(
             f"the plan has {planned:,} chunks of KV ({human(nbytes)}), but beside weights and buffers {device} has "
             f"{human(free)} free; plan for this machine (`cellar profile`, `cellar plan --machine FILE`)."
         )
-    return arena.num_slots(spec.kv, nbytes, spec.max_position)
+    option = "the plan's chunks of KV" if planned is not None else arena.what_decides(cache, device)
+    return arena.num_slots(spec.kv, nbytes, spec.max_position, option)
 
 
 def rehearse(

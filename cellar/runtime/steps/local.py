@@ -324,5 +324,5 @@ def _check_fits(spec: ModelSpec, device: torch.device) -> None:
     if spec.nbytes() > free:
         raise CapacityError(
             f"the weights take {human(spec.nbytes())} in {spec.dtype}, but {device} has {human(free)} of memory free; "
-            "take a smaller model or another device."
+            "take a smaller model, quantize it (quantization), or take another device."
         )

@@ -20,6 +20,7 @@ import torch
 
 from cellar.core.errors import CellarError, DeviceError
 from cellar.core.messages import CopyResult, StepPlan, StepResult
+from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.pace import Pace
 from cellar.runtime.steps.masks import Closed, MaskBox
 
@@ -126,7 +127,7 @@ class StepWorker:
         try:
             result = finish()
         except Exception as error:
-            result = _failure(plan.step, error)
+            result = _failure(plan.step, error, self._device)
         self._results.put((self, result))
 
 
@@ -148,10 +149,15 @@ def _failing(error: Exception) -> Finish:
     return finish
 
 
-def _failure(step: int, error: Exception) -> StepResult:
+def _failure(step: int, error: Exception, device: torch.device) -> StepResult:
     """The result of a step that failed as a whole, with one sentence for the user and a traceback in the log."""
-    if isinstance(error, torch.OutOfMemoryError):
-        text = f"step {step} ran out of device memory; lower gpu_memory_utilization or max_num_batched_tokens."
+    if is_out_of_memory(error):
+        cache = (
+            "kv_cache_memory_bytes"
+            if device.type == "cpu"
+            else "the KV cache's memory (gpu_memory_utilization, or kv_cache_memory_bytes where that is set)"
+        )
+        text = f"step {step} ran out of memory on {device}; lower max_num_batched_tokens, max_num_seqs or {cache}."
     elif isinstance(error, CellarError):
         text = str(error)
     else:

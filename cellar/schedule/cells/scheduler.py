@@ -120,7 +120,7 @@ class CellScheduler:
                 if frames >= bank.num_frames:
                     raise CapacityError(
                         f"the request needs {frames} rows of {bank.spec.name} and a worker has {bank.num_frames - 1}; "
-                        "send a smaller one, or give cells more memory."
+                        "send a smaller one, or serve fewer models."
                     )
             self._entries[m] |= request.graph.entries
         self._running.numbers[id] = request

@@ -461,7 +461,7 @@ class StepScheduler:
         if needed > total:
             raise CapacityError(
                 f"A prompt of {count} tokens with max_tokens {request.max_tokens} needs {needed} chunks of KV cache, "
-                f"but there are {total}; shorten the prompt, lower max_tokens or give the cache more memory."
+                f"but there are {total}; shorten the prompt, lower max_tokens or raise kv_cache_memory_bytes."
             )
         return limit
 

@@ -242,7 +242,7 @@ def test_rows_are_divided() -> None:
     assert x * 16 + state * 32 + number * 4 <= 10_000
     assert state % 2 == 0
     assert min(x, state, number) > 50
-    with pytest.raises(CapacityError, match="raise memory_bytes"):
+    with pytest.raises(CapacityError, match="serve fewer models"):
         bank_rows([spec], 300)
 
 

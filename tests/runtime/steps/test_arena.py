@@ -11,7 +11,7 @@ from cellar.core.config import CacheConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.runtime.memory import GIB, host_available, host_total, human
-from cellar.runtime.steps.arena import Arena, cpu_cache_nbytes, device_cache_nbytes, num_slots
+from cellar.runtime.steps.arena import Arena, cpu_cache_nbytes, device_cache_nbytes, num_slots, what_decides
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 SPEC = KVSpec(
@@ -92,15 +92,37 @@ def test_an_accelerator_gets_its_share_less_what_is_used(monkeypatch: pytest.Mon
         device_cache_nbytes(asked, 80 * GIB, META)
     with pytest.raises(CapacityError, match=r"gpu_memory_utilization 0\.5 allows 50 GiB"):
         device_cache_nbytes(CacheConfig(gpu_memory_utilization=0.5), 50 * GIB, META)
+    with pytest.raises(CapacityError, match=r"raise it above 0\.60, lower max_num_batched_tokens, end other"):
+        device_cache_nbytes(CacheConfig(gpu_memory_utilization=0.5), 60 * GIB, META)
+    with pytest.raises(CapacityError, match=r"with the KV cache; lower max_num_batched_tokens, end other"):
+        device_cache_nbytes(CacheConfig(gpu_memory_utilization=0.5), 99 * GIB, META)  # no share would be enough
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "option"),
+    [
+        ("cpu", None, "kv_cache_memory_bytes"),
+        ("cpu", 2**20, "kv_cache_memory_bytes"),
+        ("meta", None, "gpu_memory_utilization"),
+        ("meta", 2**20, "kv_cache_memory_bytes"),
+    ],
+)
+def test_the_option_is_named_that_helps(device: str, asked: int | None, option: str) -> None:
+    decides = what_decides(CacheConfig(kv_cache_memory_bytes=asked), torch.device(device))
+    assert decides == option
+    chunk = SPEC.chunk_nbytes()
+    for nbytes in (10 * chunk, chunk - 1):
+        with pytest.raises(CapacityError, match=rf"raise {option}\.$"):
+            num_slots(SPEC, nbytes, 10_000, decides)
 
 
 def test_slots_must_hold_the_longest_request() -> None:
     chunk = SPEC.chunk_nbytes()
-    assert num_slots(SPEC, 10 * chunk + 5, 160) == 10
+    assert num_slots(SPEC, 10 * chunk + 5, 160, "x") == 10
     with pytest.raises(CapacityError, match="lower max_model_len to at most 160,"):
-        num_slots(SPEC, 10 * chunk + 5, 161)
+        num_slots(SPEC, 10 * chunk + 5, 161, "x")
     with pytest.raises(CapacityError, match=r"one chunk .*, but there are"):
-        num_slots(SPEC, chunk - 1, 161)
+        num_slots(SPEC, chunk - 1, 161, "x")
 
 
 def test_memory_of_this_host(tmp_path: Path) -> None:

@@ -406,6 +406,15 @@ def test_a_step_that_fails_says_why_and_the_worker_lives_on(runtime: LocalRuntim
     assert tokens_of(found[2]) == greedy(MODEL, WEIGHTS, prompt, 2)[1:]
 
 
+def impossible() -> Exception:
+    """What torch says on a CPU that has no memory for something."""
+    try:
+        torch.empty(2**60, dtype=torch.uint8)
+    except RuntimeError as error:
+        return error
+    raise AssertionError("there is a lot of memory")
+
+
 def test_any_exception_is_one_line_of_the_result(runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: object) -> None:
         raise RuntimeError("a tensor\nwas sad")
@@ -414,6 +423,18 @@ def test_any_exception_is_one_line_of_the_result(runtime: LocalRuntime, monkeypa
         patch.setattr(MODEL, "before_attention", explode, raising=False)
         failed = run(runtime, Step(0).open(0).place(0, [0]).prompt(0, [1, 2]))[0]
     assert failed.error == "step 0 failed: RuntimeError: a tensor was sad"
+    for reason in (MemoryError(), impossible()):
+        error = reason
+
+        def too_large(*_: object, error: Exception = error) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(MODEL, "before_attention", too_large, raising=False)
+            failed = run(runtime, Step(0).open(0).place(0, [0]).prompt(0, [1, 2]))[0]
+        assert failed.error == (
+            "step 0 ran out of memory on cpu; lower max_num_batched_tokens, max_num_seqs or kv_cache_memory_bytes."
+        )
     # The step's deltas stand: the row is open and has its slot.
     assert tokens_of(run(runtime, Step(1).prompt(0, [1, 2]))[0]) == greedy(MODEL, WEIGHTS, [1, 2], 1)
 
