@@ -74,6 +74,7 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
 }
 EDGE_ONLY = {"fastapi", "uvicorn", "pydantic", "typer", "matplotlib", "rich"}
 EDGE = {"server", "bench", "reports", "cli"}
+DATABASES = {"sqlalchemy", "alembic", "psycopg"}
 
 
 def _part(module: str) -> str:
@@ -113,6 +114,8 @@ def breaches(part: str, imported: str) -> str | None:
         return None if target in MAY_IMPORT[part] else f"{part} must not import {target}"
     if top in MUST_NOT_IMPORT.get(part, set()):
         return f"{part} must not import {top}"
+    if top in DATABASES and part != "conversations":
+        return f"{top} is for conversations only"
     if top in EDGE_ONLY and part not in EDGE:
         return f"{top} is for {', '.join(sorted(EDGE))} only"
     return None
@@ -132,6 +135,7 @@ def test_the_gate_can_close() -> None:
     assert breaches("schedule", "cellar.runtime.steps.local")
     assert breaches("kv", "torch.nn")
     assert breaches("engine", "typer")
+    assert breaches("server", "sqlalchemy")
     assert breaches("server", "cellar.schedule.steps.scheduler")
     assert not breaches("server", "cellar.engine.llm")
 

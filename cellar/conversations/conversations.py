@@ -1,0 +1,107 @@
+"""Conversations: made, listed, renamed, deleted, continued."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, bindparam, delete, insert, select, tuple_
+
+from cellar.conversations.errors import NotFound
+from cellar.conversations.items import conversation_row, item_of, page_of, put, refuse_known
+from cellar.conversations.records import Conversation, History, Item, Page
+from cellar.conversations.schema import items, threads
+from cellar.conversations.session import Session, of_text, to_text
+from cellar.conversations.tokens import context
+
+_GET = select(threads).where(
+    threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
+)
+_ITEMS = (
+    select(items.c.id, items.c.body, items.c.position)
+    .where(items.c.thread == bindparam("id"), items.c.position.is_not(None))
+    .order_by(items.c.position)
+)
+ROW_BYTES = 256
+"""What a row is counted with beside its texts and ids."""
+
+
+def create(session: Session, owner: str, id: str, metadata: dict[str, Any], new: Sequence[Item] = ()) -> Conversation:
+    """Begin a conversation, with its first items. Raises Duplicate."""
+    text = to_text(metadata)
+    size = ROW_BYTES + len(text.encode()) + sum(len(to_text(item.body).encode()) for item in new)
+    session.do(
+        insert(threads),
+        id=id,
+        owner=owner,
+        is_conversation=True,
+        created_at=session.now,
+        active_at=session.now,
+        size=size,
+        metadata=text,
+        next_position=len(new),
+        head=None,
+        head_until=0,
+        running=None,
+    )
+    if new:
+        refuse_known(session, id, new)
+        put(session, id, new, 0)
+    return Conversation(id, owner, session.now, session.now, metadata)
+
+
+def get(session: Session, owner: str, id: str) -> Conversation:
+    """One conversation. Raises NotFound."""
+    row = session.one(_GET, id=id, owner=owner)
+    if row is None:
+        raise NotFound("conversation", id)
+    return conversation_of(row)
+
+
+def page(
+    session: Session, owner: str, after: str | None = None, limit: int = 20, ascending: bool = False
+) -> Page[Conversation]:
+    """An owner's conversations, by default the last active first, those behind `after`. Raises NotFound."""
+    key = tuple_(threads.c.active_at, threads.c.id)
+    statement = select(threads).where(threads.c.owner == owner, threads.c.is_conversation)
+    if after is not None:
+        begin = get(session, owner, after)
+        at = tuple_(bindparam("active_at", begin.updated_at), bindparam("after", begin.id))
+        statement = statement.where(key > at if ascending else key < at)
+    columns = (threads.c.active_at, threads.c.id)
+    order = [column.asc() if ascending else column.desc() for column in columns]
+    rows = session.rows(statement.order_by(*order).limit(limit + 1))
+    return page_of([conversation_of(row) for row in rows], limit)
+
+
+def update(session: Session, owner: str, id: str, metadata: dict[str, Any]) -> Conversation:
+    """Give a conversation other metadata. Raises NotFound."""
+    row = conversation_row(session, owner, id)
+    text = to_text(metadata)
+    session.touch(id, len(text.encode()) - len(row.metadata.encode()), metadata=text)
+    return get(session, owner, id)
+
+
+def remove(session: Session, owner: str, id: str) -> None:
+    """Delete a conversation with its items, its responses, and whatever goes on from them. Raises NotFound.
+
+    A response that is being made in it has then ended (`Ended` or `NotFound` for who makes it).
+    """
+    conversation_row(session, owner, id)
+    session.do(delete(threads).where(threads.c.id == bindparam("id")), id=id)
+
+
+def history(session: Session, owner: str, id: str) -> History:
+    """What the next turn goes on from. Raises NotFound."""
+    conversation = get(session, owner, id)
+    rows = session.rows(_ITEMS, id=id)
+    tokens = None if conversation.head is None else context(session, conversation.head)
+    covered = 0 if tokens is None else sum(row.position < conversation.head_until for row in rows)
+    return History(tuple(item_of(row) for row in rows), covered, tokens)
+
+
+def conversation_of(row: Row[Any]) -> Conversation:
+    """The record."""
+    return Conversation(
+        row.id, row.owner, row.created_at, row.active_at, of_text(row.metadata), row.head, row.head_until
+    )

@@ -1,0 +1,158 @@
+"""The two databases: how a connection to each is made, and what its errors mean."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
+from sqlalchemy.pool import NullPool, QueuePool, StaticPool
+
+from cellar.conversations.errors import Duplicate, StoreError, StoreFull, StoreUnavailable
+from cellar.conversations.liveness import AdvisoryLocks, FileLocks, Liveness
+from cellar.core.errors import ConfigError
+
+FILE = "conversations.db"
+READERS = 4
+BUSY_SECONDS = 5.0
+"""How long a write waits for another process's transaction before it is refused."""
+
+
+@dataclass(frozen=True)
+class Database:
+    """Engines to read and to write with, and who is alive. Who migrates does so within `alone`."""
+
+    readers: Engine
+    writer: Engine
+    liveness: Liveness
+    alone: Callable[[], AbstractContextManager[None]]
+    name: str
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.liveness.close()
+        self.readers.dispose()
+        self.writer.dispose()
+
+
+def is_url(place: str) -> bool:
+    """True for a URL, False for a directory."""
+    return "://" in place
+
+
+def open_database(place: str | Path, worker: str) -> Database:
+    """A PostgreSQL by URL, or SQLite's file in a directory, which is made. Raises ConfigError."""
+    if is_url(str(place)):
+        return _postgresql(str(place), worker)
+    return _sqlite(Path(place), worker)
+
+
+def _sqlite(directory: Path, worker: str) -> Database:
+    path = directory / FILE
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # -wal and -shm get the same mode
+        path.chmod(0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"the data directory {str(directory)!r} cannot be used ({error.strerror}); choose another one."
+        ) from error
+    url = f"sqlite:///{path}"
+    arguments = {"timeout": BUSY_SECONDS, "check_same_thread": False}
+    readers = create_engine(
+        url, poolclass=QueuePool, pool_size=READERS, max_overflow=0, pool_timeout=60, connect_args=arguments
+    )
+    writer = create_engine(url, poolclass=StaticPool, connect_args=arguments)
+    _prepare(readers, "BEGIN", "query_only = ON")
+    _prepare(
+        writer,
+        "BEGIN IMMEDIATE",
+        "auto_vacuum = INCREMENTAL",
+        "journal_mode = WAL",
+        "synchronous = FULL",
+        "foreign_keys = ON",
+        "journal_size_limit = 67108864",
+    )
+    workers = directory / f"{FILE}.workers"
+    return Database(readers, writer, FileLocks(workers, worker), partial(_alone, directory / f"{FILE}.lock"), str(path))
+
+
+def _prepare(engine: Engine, begin: str, *pragmas: str) -> None:
+    def connected(connection: sqlite3.Connection, _: Any) -> None:
+        connection.isolation_level = None  # SQLAlchemy begins transactions, not the driver
+        for pragma in pragmas:
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    def began(connection: Any) -> None:
+        connection.exec_driver_sql(begin)
+
+    event.listen(engine, "connect", connected)
+    event.listen(engine, "begin", began)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _postgresql(place: str, worker: str) -> Database:
+    try:
+        url = make_url(place)
+    except ArgumentError as error:
+        raise ConfigError(f"the conversation store's URL cannot be read ({error}).") from error
+    if url.get_backend_name() not in ("postgresql", "postgres"):
+        raise ConfigError(
+            f"the conversation store cannot be a {url.get_backend_name()} database; "
+            "give a directory for SQLite, or a URL postgresql://user@host/name."
+        )
+    try:
+        import psycopg  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("PostgreSQL needs psycopg; install cellar-llm[postgres].") from error
+    url = url.set(drivername="postgresql+psycopg")
+    options = (
+        f"-c synchronous_commit=on -c lock_timeout={int(BUSY_SECONDS * 1e3)} "
+        f"-c idle_in_transaction_session_timeout={int(4 * BUSY_SECONDS * 1e3)}"
+    )
+    arguments = {"options": options, "connect_timeout": 10, "keepalives_idle": 30, "application_name": "cellar"}
+    readers = create_engine(
+        url, pool_size=READERS, max_overflow=0, pool_timeout=60, pool_pre_ping=True, connect_args=arguments
+    )
+    writer = create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
+    alone = create_engine(url, poolclass=NullPool, connect_args=arguments)
+    return Database(
+        readers, writer, AdvisoryLocks(alone, worker), nullcontext, url.render_as_string(hide_password=True)
+    )
+
+
+def meaning(error: DBAPIError) -> StoreError:
+    """What went wrong, for the client."""
+    cause = error.orig
+    code = getattr(cause, "sqlite_errorcode", None)
+    state = getattr(cause, "sqlstate", None) or ""
+    if isinstance(error, IntegrityError):
+        return Duplicate("record", "that was given")
+    if (code is not None and code & 0xFF == sqlite3.SQLITE_FULL) or state == "53100":
+        return StoreFull("the conversation store is full; delete conversations, or give it more room.")
+    if (code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)) or state.startswith("55"):
+        return StoreUnavailable("the conversation store is locked by another program; try again soon.")
+    if code is not None and code & 0xFF == sqlite3.SQLITE_IOERR:
+        return StoreFull(f"the conversation store cannot be written ({cause}); look after its disk.")
+    return StoreUnavailable(f"the conversation store does not answer as it should ({_first_line(cause)}).")
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,181 @@
+"""Items: written with their response or into a conversation, listed, deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, bindparam, delete, func, insert, select, update
+
+from cellar.conversations.errors import ConversationLocked, Duplicate, NotFound
+from cellar.conversations.records import Item, Page
+from cellar.conversations.schema import items, responses, threads
+from cellar.conversations.session import Session, of_text, to_text
+
+_INSERT = insert(items)
+_BY_ID = select(items).where(
+    items.c.thread == bindparam("thread"), items.c.id == bindparam("id"), items.c.position.is_not(None)
+)
+_OF_RESPONSE = select(items).where(items.c.response == bindparam("response")).order_by(items.c.key)
+_CONVERSATION = (
+    select(threads)
+    .where(threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation)
+    .with_for_update()
+)
+_MAKER = select(responses.c.worker).where(responses.c.id == bindparam("id"))
+
+
+def conversation_row(session: Session, owner: str, id: str) -> Row[Any]:
+    """The conversation's row, locked until the transaction ends where the database does so. Raises NotFound."""
+    row = session.one(_CONVERSATION, id=id, owner=owner)
+    if row is None:
+        raise NotFound("conversation", id)
+    return row
+
+
+def check_free(session: Session, row: Row[Any]) -> None:
+    """Raises ConversationLocked if a living process makes a response in the conversation."""
+    if row.running is None:
+        return
+    maker = session.one(_MAKER, id=row.running)
+    if maker is not None and maker.worker is not None and session.alive(maker.worker):
+        raise ConversationLocked(row.id)
+
+
+def put(
+    session: Session,
+    thread: str,
+    new: Sequence[Item],
+    position: int | None = None,
+    response: str | None = None,
+    is_output: bool = False,
+) -> int:
+    """Write items, in a conversation from `position` on; -> their size in bytes."""
+    if not new:
+        return 0
+    rows = [
+        {
+            "id": item.id,
+            "thread": thread,
+            "position": None if position is None else position + k,
+            "response": response,
+            "is_output": is_output,
+            "body": to_text(item.body),
+        }
+        for k, item in enumerate(new)
+    ]
+    session.connection.execute(_INSERT, rows)
+    return sum(len(row["body"].encode()) for row in rows if isinstance(row["body"], str))
+
+
+def refuse_known(session: Session, conversation: str, new: Sequence[Item]) -> None:
+    """Raises Duplicate if the conversation has an item of the same id, or two of the new ones have the same."""
+    ids = [item.id for item in new]
+    known = session.rows(
+        select(items.c.id).where(
+            items.c.thread == conversation,
+            items.c.position.is_not(None),
+            items.c.id.in_(bindparam("ids", expanding=True)),
+        ),
+        ids=ids,
+    )
+    twice = {row.id for row in known} | {id for id in ids if ids.count(id) > 1}
+    if twice:
+        raise Duplicate("item", min(twice))
+
+
+def add(session: Session, owner: str, conversation: str, new: Sequence[Item]) -> None:
+    """Write items behind those of a conversation. Raises NotFound, ConversationLocked, Duplicate."""
+    row = conversation_row(session, owner, conversation)
+    check_free(session, row)
+    refuse_known(session, conversation, new)
+    size = put(session, conversation, new, row.next_position)
+    session.touch(conversation, size, next_position=row.next_position + len(new))
+
+
+def get(session: Session, owner: str, conversation: str, id: str) -> Item:
+    """One item of a conversation. Raises NotFound."""
+    _visible(session, owner, conversation)
+    row = session.one(_BY_ID, thread=conversation, id=id)
+    if row is None:
+        raise NotFound("item", id)
+    return item_of(row)
+
+
+def page(
+    session: Session, owner: str, conversation: str, after: str | None = None, limit: int = 20, ascending: bool = False
+) -> Page[Item]:
+    """Items of a conversation, by default the newest first, those behind the item `after`. Raises NotFound."""
+    _visible(session, owner, conversation)
+    statement = select(items).where(items.c.thread == conversation, items.c.position.is_not(None))
+    if after is not None:
+        begin = session.one(_BY_ID, thread=conversation, id=after)
+        if begin is None:
+            raise NotFound("item", after)
+        at = begin.position
+        statement = statement.where(items.c.position > at if ascending else items.c.position < at)
+    order = items.c.position.asc() if ascending else items.c.position.desc()
+    return page_of([item_of(row) for row in session.rows(statement.order_by(order).limit(limit + 1))], limit)
+
+
+def remove(session: Session, owner: str, conversation: str, id: str) -> None:
+    """Take an item out of a conversation. Its response shows it still. Raises NotFound, ConversationLocked."""
+    row = conversation_row(session, owner, conversation)
+    check_free(session, row)
+    item = session.one(_BY_ID, thread=conversation, id=id)
+    if item is None:
+        raise NotFound("item", id)
+    size = 0
+    if item.response is None:
+        session.do(delete(items).where(items.c.key == bindparam("item")), item=item.key)
+        size = -len(item.body.encode())
+    else:
+        session.do(update(items).where(items.c.key == bindparam("item")).values(position=None), item=item.key)
+    forgotten = {"head": None, "head_until": 0} if item.position < row.head_until else {}
+    session.touch(conversation, size, **forgotten)
+
+
+def of_response(session: Session, id: str) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """What went into a response's turn, and what came out."""
+    rows = session.rows(_OF_RESPONSE, response=id)
+    taken = tuple(item_of(row) for row in rows if not row.is_output)
+    return taken, tuple(item_of(row) for row in rows if row.is_output)
+
+
+def place(session: Session, response: str, position: int) -> int:
+    """Put a response's items into its conversation, from `position` on; -> the position behind them."""
+    earlier = items.alias()
+    before = (
+        select(func.count())
+        .select_from(earlier)
+        .where(earlier.c.response == bindparam("of"), earlier.c.key < items.c.key)
+        .scalar_subquery()
+    )
+    count = session.do(
+        update(items).where(items.c.response == bindparam("of")).values(position=bindparam("begin") + before),
+        of=response,
+        begin=position,
+    )
+    return position + count
+
+
+def item_of(row: Row[Any]) -> Item:
+    """The record."""
+    return Item(row.id, of_text(row.body))
+
+
+def page_of(records: list[Any], limit: int) -> Page[Any]:
+    """Of `limit + 1` records, if there are as many."""
+    return Page(tuple(records[:limit]), len(records) > limit)
+
+
+def _visible(session: Session, owner: str, conversation: str) -> None:
+    found = session.one(
+        select(threads.c.id).where(
+            threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
+        ),
+        id=conversation,
+        owner=owner,
+    )
+    if found is None:
+        raise NotFound("conversation", conversation)

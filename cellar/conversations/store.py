@@ -1,0 +1,173 @@
+"""Store: operations on conversations, in transactions; and the same for coroutines.
+
+    found = store.read(conversations.get, owner, id)
+    made = await async_store.write(responses.begin, response)
+
+An operation is a function over a `Session`; those of `conversations.py`, `items.py`, `responses.py` and `events.py`
+are what there is. A function of several operations is one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from cellar.conversations import responses, sweep
+from cellar.conversations.database import READERS, Database, meaning, open_database
+from cellar.conversations.errors import StoreError, StoreUnavailable
+from cellar.conversations.migrate import migrate
+from cellar.conversations.session import Clock, Session
+from cellar.conversations.sweep import StoreLimits
+from cellar.conversations.writer import Writer
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+Operation = Callable[Concatenate[Session, P], ResultT]
+
+SWEEP_SECONDS = 10.0
+
+
+def open_store(
+    place: str | Path | None = None,
+    limits: StoreLimits | None = None,
+    *,
+    clock: Clock = time.time,
+    sweep_seconds: float | None = SWEEP_SECONDS,
+) -> Store:
+    """The store at a PostgreSQL's URL or in a directory (default: `default_directory()`), brought to this version.
+
+    What dead processes left unended is ended. `sweep_seconds` None: nothing is swept but by `Store.sweep`.
+    Raises ConfigError, StoreUnavailable.
+    """
+    worker = f"{secrets.randbits(62):016x}"
+    database = open_database(default_directory() if place is None else place, worker)
+    try:
+        with database.alone(), database.writer.begin() as connection:
+            migrate(connection)
+        database.liveness.hold()
+    except DBAPIError as error:
+        database.close()
+        raise meaning(error) from error
+    except BaseException:
+        database.close()
+        raise
+    return Store(database, worker, limits or StoreLimits(), clock, sweep_seconds)
+
+
+def default_directory() -> Path:
+    """Where a user's programs keep their data: $XDG_DATA_HOME/cellar, or ~/.local/share/cellar."""
+    home = os.environ.get("XDG_DATA_HOME")
+    return (Path(home) if home else Path.home() / ".local" / "share") / "cellar"
+
+
+class Store:
+    """Reads in the calling thread, writes by the writer's. For many threads; `close` it at the end."""
+
+    def __init__(
+        self, database: Database, worker: str, limits: StoreLimits, clock: Clock, sweep_seconds: float | None
+    ) -> None:
+        self.worker = worker
+        self._database = database
+        self._limits = limits
+        self._clock = clock
+        self._writer = Writer(database.writer)
+        self._ended = threading.Event()
+        self.write(responses.fail_dead)
+        self._sweeper: threading.Thread | None = None
+        if sweep_seconds is not None:
+            self._sweeper = threading.Thread(
+                target=self._keep, args=(sweep_seconds,), name="cellar-conversations-sweep", daemon=True
+            )
+            self._sweeper.start()
+
+    def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """What an operation finds, at one moment. Raises what it raises, and StoreUnavailable."""
+        try:
+            with self._database.readers.connect() as connection:
+                return operation(self._session(connection), *args, **kwargs)
+        except DBAPIError as error:
+            raise meaning(error) from error
+        except PoolTimeout as error:
+            raise StoreUnavailable("too many reads wait for the conversation store; try again soon.") from error
+
+    def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """What an operation does, when it is stored for good. Raises what it raises, and StoreUnavailable."""
+        return self.submit(operation, *args, **kwargs).result()
+
+    def submit(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
+        """`write` without waiting."""
+        return self._writer.submit(lambda connection: operation(self._session(connection), *args, **kwargs))
+
+    def sweep(self) -> int:
+        """End what the dead left, and delete until the store is within its limits; -> how many threads it deleted."""
+        self._database.liveness.hold()
+        self.write(responses.fail_dead)
+        count = 0
+        while deleted := self.write(sweep.step, self._limits).threads:
+            count += deleted
+            if self._ended.is_set():
+                break
+        return count
+
+    def close(self) -> None:
+        """Finish what is being written, and leave."""
+        self._ended.set()
+        if self._sweeper is not None:
+            self._sweeper.join()
+        self._writer.close()
+        self._database.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _session(self, connection: Connection) -> Session:
+        return Session(connection, self.worker, self._database.liveness.alive, self._clock())
+
+    def _keep(self, seconds: float) -> None:
+        while not self._ended.wait(seconds):
+            try:
+                self.sweep()
+            except (StoreError, DBAPIError) as error:
+                logger.error("the conversation store was not swept (%s)", error)
+
+
+class AsyncStore:
+    """A store for coroutines: nothing of it runs in the event loop. `close` closes the store, too."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._readers = ThreadPoolExecutor(READERS, "cellar-conversations-read")
+
+    async def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """See `Store.read`."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, lambda: self.store.read(operation, *args, **kwargs))
+
+    async def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """See `Store.write`. Who stops waiting does not undo it."""
+        return await asyncio.shield(asyncio.wrap_future(self.store.submit(operation, *args, **kwargs)))
+
+    async def close(self) -> None:
+        """Finish what is being written, and leave."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._readers.shutdown()
+        self.store.close()
