@@ -390,7 +390,11 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's n continuations."""
+    """One of a request's n continuations.
+
+    `reasoning` is what was thought before `text`, if the request tells them apart, in the first
+    `num_reasoning_tokens` of the tokens, marks included.
+    """
 
     index: int
     text: str = ""
@@ -399,6 +403,8 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(slots=True)

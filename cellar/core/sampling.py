@@ -63,13 +63,33 @@ class StructuredOutputsParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Thinking:
+    """How an answer sets the reasoning at its beginning apart from its content.
+
+    One of `opens` begins it, after blanks at most, and the first of `closes` ends it; neither is shown. `begun`: the
+    prompt, or the model's habit, has opened it already. Raises RequestError.
+    """
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+    begun: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("opens", "closes"):
+            marks = getattr(self, name)
+            ok = isinstance(marks, tuple) and bool(marks) and all(isinstance(mark, str) and mark for mark in marks)
+            _check(name, marks, ok, "a tuple of non-empty strings", "thinking")
+
+
+@dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request, in vLLM's words; validated when made.
 
     `temperature` 0 is greedy. `top_k` 0 or -1 and `top_p` 1 keep all tokens. `seed` makes a request's
     tokens a function of the request alone, whoever else is in the batch; None draws one.
     `logprobs` = n returns the chosen token's log-probability and the n best; `prompt_logprobs` likewise
-    for each prompt token. `max_tokens` None means up to the model's context.
+    for each prompt token. `max_tokens` None means up to the model's context. With `thinking` the answer's
+    reasoning comes apart from its text, and stop strings are looked for in the text alone.
     Raises RequestError (with the field's name) for a value out of range.
     """
 
@@ -94,6 +114,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    thinking: Thinking | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -131,6 +152,9 @@ class SamplingParams:
         grammar = self.structured_outputs
         ok = grammar is None or isinstance(grammar, StructuredOutputsParams)
         _check("structured_outputs", grammar, ok, "StructuredOutputsParams")
+        _check("thinking", self.thinking, self.thinking is None or isinstance(self.thinking, Thinking), "Thinking")
+        if self.thinking is not None and not self.detokenize:
+            raise RequestError("reasoning is found in text, but detokenize is False; set it to True.", "detokenize")
         biases = {} if self.logit_bias is None else self.logit_bias
         _check("logit_bias", biases, isinstance(biases, Mapping), "a mapping of token ids to numbers")
         for token, bias in biases.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from cellar.core.messages import (
 )
 from cellar.core.sampling import SamplingParams
 from cellar.text.detokenizer import Detokenizer, make_detokenizer
+from cellar.text.reasoning.reader import ReasoningReader
 from cellar.text.stops import StopMatcher
 from cellar.text.tokenizer import Tokenizer
 
@@ -34,7 +36,8 @@ LogprobTable = dict[int, TokenLogprob]
 
 @dataclass(slots=True)
 class Delta:
-    """What one frame added to one sequence of a streamed request. The texts of all deltas are the whole text.
+    """What one frame added to one sequence of a streamed request. The texts of all deltas are the whole text, and so
+    are their `reasoning`s.
 
     `finished` says that the whole request has ended, not only this sequence. A sequence's first delta has the
     log-probabilities of the prompt, if they were asked for.
@@ -49,6 +52,15 @@ class Delta:
     stop_reason: int | str | None = None
     finished: bool = False
     prompt_logprobs: list[LogprobTable | None] | None = None
+    reasoning: str = ""
+
+
+class Shown(NamedTuple):
+    """Text and reasoning that may be told now, and the stop string that the text completed."""
+
+    text: str = ""
+    stop: str | None = None
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +187,7 @@ class OutputProcessor:
         """One more token, with which its sequence ended if `last` is there; -> the stop string that it completed."""
         request = sequence.request
         hidden = last is not None and last == (FinishReason.STOP, token) and not request.include_stop
-        text, stop = sequence.push(token, hidden)
+        shown = sequence.push(token, hidden)
         table = None
         if request.num_logprobs is not None:
             counts[sequence.id] = counts.get(sequence.id, -1) + 1
@@ -183,8 +195,8 @@ class OutputProcessor:
             table = self._sampled_table(logprobs, counts[sequence.id], token, request.num_logprobs)
             sequence.add_logprobs(table, token)
         if request.stream:
-            self._tell(sequence, text, token, table)
-        return stop
+            self._tell(sequence, shown, token, table)
+        return shown.stop
 
     def _fail(self, sequence: _Sequence, error: Exception, done: Processed) -> None:
         """An answer cannot be told; the fault is its own, and others do not notice."""
@@ -192,27 +204,27 @@ class OutputProcessor:
         done.ends.append(SequenceEnd(sequence.id, len(sequence.token_ids), FinishReason.ERROR))
         said = f"its text could not be made ({type(error).__name__}: {error})"
         if sequence.request.stream:
-            self._tell(sequence, "")
+            self._tell(sequence, Shown())
         self._end(sequence, FinishReason.ERROR, said, done)
 
     def _finish(self, sequence: _Sequence, reason: FinishReason, detail: int | str | None, done: Processed) -> None:
         """The scheduler ended a sequence: what its text still holds comes out."""
         request = sequence.request
         try:
-            text, stop = sequence.flush()
+            shown = sequence.flush()
         except Exception as error:
             self._fail(sequence, error, done)
             return
-        if stop is not None:
-            reason, detail = FinishReason.STOP, stop
+        if shown.stop is not None:
+            reason, detail = FinishReason.STOP, shown.stop
         elif isinstance(detail, int) and detail not in (request.params.stop_token_ids or ()):
             detail = None  # an end symbol of the model, which nobody asked for by its id
         if request.stream:
-            self._tell(sequence, text)
+            self._tell(sequence, shown)
         self._end(sequence, reason, detail, done)
 
     def _tell(
-        self, sequence: _Sequence, text: str, token: int | None = None, table: LogprobTable | None = None
+        self, sequence: _Sequence, shown: Shown, token: int | None = None, table: LogprobTable | None = None
     ) -> None:
         """Add to what the current frame brings a streamed sequence."""
         delta = self._news.get(sequence.id)
@@ -223,7 +235,8 @@ class OutputProcessor:
             if not sequence.told:
                 sequence.told = True
                 delta.prompt_logprobs = sequence.request.prompt_logprobs
-        delta.text += text
+        delta.text += shown.text
+        delta.reasoning += shown.reasoning
         if token is not None:
             delta.token_ids.append(token)
         if table is not None and delta.logprobs is not None:
@@ -330,11 +343,14 @@ class _Sequence:
         "_matcher",
         "_min_tokens",
         "_parts",
+        "_reader",
+        "_thoughts",
         "cumulative_logprob",
         "finish_reason",
         "id",
         "index",
         "logprobs",
+        "num_reasoning_tokens",
         "request",
         "stop_reason",
         "token_ids",
@@ -351,42 +367,54 @@ class _Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.told = False  # it has had a delta
+        self.num_reasoning_tokens = 0
         self._parts: list[str] = []
+        self._thoughts: list[str] = []
         self._detokenizer = detokenizer
+        thinking = request.params.thinking
+        self._reader = None if thinking is None or detokenizer is None else ReasoningReader(thinking)
         self._min_tokens = request.params.min_tokens
         self._matcher = None if request.matcher is None else request.matcher.fork()
         self._ahead: StopMatcher | None = None
 
-    def push(self, token: int, hidden: bool) -> tuple[str, str | None]:
-        """Text that one more token shows, and the stop string that it completed. A `hidden` token has no text."""
+    def push(self, token: int, hidden: bool) -> Shown:
+        """What one more token shows. A `hidden` token has no text."""
         self.token_ids.append(token)
         detokenizer = self._detokenizer
         if detokenizer is None or hidden:
-            return "", None
-        text, stop = detokenizer.push(token), None
+            return Shown()
+        text, stop, reasoning = detokenizer.push(token), None, ""
+        if self._reader is not None:
+            reasoning, text = self._read(self._reader, text)
         if self._matcher is not None:
             if text:
                 self._ahead = None
             text, stop = self._matcher.push(text, self._armed)
-            if stop is None and detokenizer.ahead and self._stops_ahead(detokenizer.ahead):
-                more, stop = self.flush(keep=False)
-                text += more
+            ahead = detokenizer.ahead if self._reader is None or self._reader.over else ""
+            if stop is None and ahead and self._stops_ahead(ahead):
+                rest = self.flush(keep=False)
+                text, stop = text + rest.text, rest.stop
         if text:
             self._parts.append(text)
-        return text, stop
+        return Shown(text, stop, reasoning)
 
-    def flush(self, keep: bool = True) -> tuple[str, str | None]:
+    def flush(self, keep: bool = True) -> Shown:
         """The rest of the text, and a stop string that it completes. With `keep` it joins the output here."""
         if self._detokenizer is None:
-            return "", None
-        text, stop = self._detokenizer.flush(), None
+            return Shown()
+        text, stop, reasoning = self._detokenizer.flush(), None, ""
+        if self._reader is not None:
+            reasoning, text = self._read(self._reader, text)
+            rest = self._reader.flush()
+            reasoning, text = reasoning + rest.reasoning, text + rest.content
+            self._thoughts.append(rest.reasoning)
         if self._matcher is not None:
             text, stop = self._matcher.push(text, self._armed)
             if stop is None:
                 text += self._matcher.flush()
         if text and keep:
             self._parts.append(text)
-        return text, stop
+        return Shown(text, stop, reasoning)
 
     def add_logprobs(self, table: LogprobTable, token: int) -> None:
         self.logprobs.append(table)
@@ -395,6 +423,7 @@ class _Sequence:
     def output(self) -> CompletionOutput:
         text = "".join(self._parts)
         self._parts = [text] if text else []
+        self._thoughts = ["".join(self._thoughts)]
         asked = self.request.num_logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -404,7 +433,20 @@ class _Sequence:
             cumulative_logprob=self.cumulative_logprob if asked else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            reasoning=self._thoughts[0],
+            num_reasoning_tokens=self.num_reasoning_tokens,
         )
+
+    def _read(self, reader: ReasoningReader, text: str) -> tuple[str, str]:
+        """Reasoning and content of more text."""
+        if reader.over:
+            return reader.push(text)
+        reasoning, text = reader.push(text)
+        if reasoning:
+            self._thoughts.append(reasoning)
+        if reader.began:
+            self.num_reasoning_tokens = len(self.token_ids)
+        return reasoning, text
 
     @property
     def _armed(self) -> bool:

@@ -62,7 +62,7 @@ class Api:
         waiting = None if shared is None else shared.waiting()
         tenants = Tenants(server.share_prefixes)
         self.desk = Desk(host, limits, self.metrics, tenants, server.enable_log_requests, waiting)
-        self.prepare = Preparer(model, self.desk, limits, server.tool_call_parser)
+        self.prepare = Preparer(model, self.desk, limits, server.tool_call_parser, server.reasoning_parser)
         self._started = int(time.time())
 
     def close(self) -> None:
@@ -95,7 +95,8 @@ class Api:
         try:
             chat = await self.prepare.chat(body)
             id = new_id("chatcmpl", body.request_id, request)
-            answer = Chat(id, self.prepare.name(body.model), body, chat.prompt, self.prepare.tokenizer, chat.tools)
+            model, reasons = self.prepare.name(body.model), self.prepare.reasoning.known
+            answer = Chat(id, model, body, chat.prompt, self.prepare.tokenizer, chat.tools, reasons)
             name, owner = name_of(request.scope), owner_of(request.scope)
             session = self.desk.open(
                 id, [chat.prompt], chat.params, body.priority or 0, conversation, body.salt, name, owner=owner

@@ -24,13 +24,22 @@ class Chat:
     """The answer to one ChatRequest."""
 
     def __init__(
-        self, id: str, model: str, request: ChatRequest, prompt: Prompt, tokenizer: Tokenizer, tools: ToolUse
+        self,
+        id: str,
+        model: str,
+        request: ChatRequest,
+        prompt: Prompt,
+        tokenizer: Tokenizer,
+        tools: ToolUse,
+        reasons: bool = False,
     ) -> None:
+        """`reasons`: the model is one whose answers may hold reasoning; it is told apart, and counted."""
         self._head: dict[str, Any] = {"id": id, "created": int(time.time()), "model": model}
         self._request = request
         self._prompt = prompt
         self._tokenizer = tokenizer
         self._tools = tools
+        self._reasons = reasons
 
     async def whole(self, session: Session) -> dict[str, Any]:
         """The body of the answer."""
@@ -40,7 +49,7 @@ class Chat:
             **self._head,
             "object": "chat.completion",
             "choices": [self._choice(made) for made in output.outputs],
-            "usage": usage_of([output]),
+            "usage": usage_of([output], reasons=self._reasons),
         }
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = [plain_table(table) for table in output.prompt_logprobs or ()]
@@ -67,7 +76,7 @@ class Chat:
                 if one.index not in begun:
                     begun.add(one.index)
                     yield event(self._with_usage(self._first(head, one.index), count))
-                if plain and one.finish_reason is None:
+                if plain and one.finish_reason is None and not one.reasoning:
                     if one.text:
                         yield (
                             f'data: {fast},"choices":[{{"index":{one.index},"delta":{{"content":'
@@ -78,7 +87,7 @@ class Chat:
                 if part["delta"] or part["finish_reason"] or each:
                     yield event(self._with_usage({**head, "choices": [part]}, count))
         if request.include_usage:
-            yield event({**head, "choices": [], "usage": usage_of(done)})
+            yield event({**head, "choices": [], "usage": usage_of(done, reasons=self._reasons)})
 
     def _with_usage(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         if self._request.continuous_usage:
@@ -102,7 +111,9 @@ class Chat:
         if delta.finish_reason is not None:
             rest, more = calls.flush()
             text, entries = text + rest, entries + more
-        said: dict[str, Any] = {"content": text} if text else {}
+        said = _thought(delta.reasoning)
+        if text:
+            said["content"] = text
         if entries:
             said["tool_calls"] = entries
         choice: dict[str, Any] = {
@@ -125,6 +136,8 @@ class Chat:
         request, calls = self._request, Calls(self._tools)
         text = calls.push(made.text)[0] + calls.flush()[0]
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._reasons:
+            message |= _thought(made.reasoning or None)
         if calls.calls:
             message |= {"content": text or None, "tool_calls": calls.calls}
         choice: dict[str, Any] = {
@@ -141,6 +154,11 @@ class Chat:
         if request.return_token_ids:
             choice["token_ids"] = made.token_ids
         return choice
+
+
+def _thought(text: str | None) -> dict[str, Any]:
+    """Reasoning under both of its names: DeepSeek's, and the one that vLLM has now. "" is none at all."""
+    return {} if text == "" else {"reasoning_content": text, "reasoning": text}
 
 
 def _reason(reason: str | None, calls: Calls) -> str | None:

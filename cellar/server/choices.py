@@ -61,21 +61,30 @@ def plain_table(table: Table | None) -> dict[str, Any] | None:
     }
 
 
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> dict[str, Any]:
-    """OpenAI's account of a request."""
-    return {
+def usage(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, reasoning_tokens: int | None = None
+) -> dict[str, Any]:
+    """OpenAI's account of a request; `reasoning_tokens` of those completed, if the model thinks apart."""
+    account: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
+    if reasoning_tokens is not None:
+        account["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+    return account
 
 
-def usage_of(outputs: Sequence[RequestOutput], scores_only: bool = False) -> dict[str, Any]:
+def usage_of(outputs: Sequence[RequestOutput], scores_only: bool = False, reasons: bool = False) -> dict[str, Any]:
     """The account of whole requests."""
     made = 0 if scores_only else sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    thought = sum(c.num_reasoning_tokens for output in outputs for c in output.outputs) if reasons else None
     return usage(
-        sum(len(output.prompt_token_ids) for output in outputs), made, sum(o.num_cached_tokens for o in outputs)
+        sum(len(output.prompt_token_ids) for output in outputs),
+        made,
+        sum(o.num_cached_tokens for o in outputs),
+        thought,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cellar.core.errors import ConfigError
+from cellar.text.reasoning.registry import OFF, STYLES
 from cellar.text.tools.registry import PARSERS
 
 
@@ -40,6 +41,9 @@ class ServerConfig:
     tool_call_parser: str | None = _option(
         None, f"How the model writes tool calls: {', '.join(PARSERS)}; default: as its chat template shows."
     )
+    reasoning_parser: str | None = _option(
+        None, f"How the model marks its reasoning: {', '.join(STYLES)} or {OFF}; default: as its chat template shows."
+    )
     log_level: str = _option("info", "critical, error, warning, info or debug.")
     enable_log_requests: bool = _option(False, "Log id, sizes and parameters of each request; never its text.")
 
@@ -55,6 +59,8 @@ class ServerConfig:
             )
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use one of {', '.join(PARSERS)}.")
+        if self.reasoning_parser not in (None, OFF, *STYLES):
+            raise ConfigError(f"reasoning_parser is {self.reasoning_parser!r}; use one of {', '.join((*STYLES, OFF))}.")
         if self.log_level not in ("critical", "error", "warning", "info", "debug"):
             raise ConfigError(
                 f"log_level {self.log_level!r} is not known; use critical, error, warning, info or debug."

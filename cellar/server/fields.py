@@ -51,7 +51,6 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "store": (_one_of(False), "false: nothing is stored"),
     "modalities": (_one_of(["text"]), '["text"]'),
     "verbosity": (_one_of("medium"), "medium"),
-    "reasoning_effort": (_NONE, "null"),
     "prediction": (_NONE, "null"),
     "audio": (_NONE, "null"),
     "web_search_options": (_NONE, "null"),

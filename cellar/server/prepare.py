@@ -18,6 +18,7 @@ from cellar.server.config import LimitConfig
 from cellar.server.desk import Desk
 from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
 from cellar.server.host import ServedModel
+from cellar.server.reasoning import Reasoning
 from cellar.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from cellar.server.tools import ToolUse, tool_use
 from cellar.text.expendable import Budget
@@ -45,7 +46,12 @@ class Preparer:
     """Reads prompts and conversations, and checks what the answer is to be. Close it: it has processes of its own."""
 
     def __init__(
-        self, model: ServedModel, desk: Desk, limits: LimitConfig, tool_call_parser: str | None = None
+        self,
+        model: ServedModel,
+        desk: Desk,
+        limits: LimitConfig,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
     ) -> None:
         self._model = model
         self._desk = desk
@@ -55,6 +61,7 @@ class Preparer:
         self._grammars = GrammarCheck(budget)
         sources = {} if model.templates is None else model.templates.sources
         self._tool_call_parser = tool_call_parser or parser_of(sources)
+        self.reasoning = Reasoning(reasoning_parser, model.templates, model.tokenizer)
 
     def close(self) -> None:
         """End the processes that render templates and try grammars."""
@@ -103,7 +110,7 @@ class Preparer:
             params = replace(params, skip_special_tokens=False)
         special = bool(body.add_special_tokens)
         prompt = await self.conversation(body, tools.tools, lambda text: self.read_text(text, special))
-        return PreparedChat(prompt, params, tools)
+        return PreparedChat(prompt, self.reasoning.applied(params, prompt.text), tools)
 
     async def conversation(
         self,
@@ -112,7 +119,9 @@ class Preparer:
         then: Callable[[str], T],
     ) -> T:
         """`then` of a conversation as the model sees it. Raises RequestError, ApiError."""
-        templates, messages, variables = self.templates, body.messages or [], body.chat_template_kwargs or {}
+        templates, messages = self.templates, body.messages or []
+        effort = body.reasoning_effort if isinstance(body, ChatRequest) else None
+        variables = self.reasoning.variables(body.chat_template_kwargs or {}, effort)
         if templates is None:
             raise refused("messages need a chat template, but this server has no tokenizer.", "messages")
         taken = {"self", "messages", "tools", "add_generation_prompt", "now"} & set(variables)

@@ -204,6 +204,7 @@ class ChatRequest(_Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     def params(
         self, structured: StructuredOutputsParams | None = None, generation: GenerationConfig = NEUTRAL

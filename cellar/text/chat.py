@@ -73,6 +73,10 @@ class ChatTemplate:
         """True if the model has a template."""
         return bool(self._templates)
 
+    def reads(self, name: str) -> bool:
+        """True if a variable of this name makes a difference to one of the templates."""
+        return any(name in template.variables for template in self._templates.values())
+
     def render(
         self,
         messages: Sequence[Message],
@@ -150,7 +154,8 @@ class _Template:
         self._takes_parts = _iterates_content(tree)
         self._takes_strings = not self._takes_parts or any(t.name == "string" for t in tree.find_all(nodes.Test))
         self._tests_none = any(t.name == "none" for t in tree.find_all(nodes.Test))
-        self.shows_tools = any(n.name == "tools" and n.ctx == "load" for n in tree.find_all(nodes.Name))
+        self.variables = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
+        self.shows_tools = "tools" in self.variables
         roles = _compared_roles(tree)
         self._roles = {*ROLES, *roles}
         # The older name of the same: many templates print nothing of a role that they do not know.
@@ -167,6 +172,8 @@ class _Template:
         plain: dict[str, Any] = _plain(dict(message), "messages")
         if role == "developer":
             plain["role"] = self._developer
+        if "reasoning" in plain:  # vLLM's newer name; templates know the older one
+            plain.setdefault("reasoning_content", plain.pop("reasoning"))
         content = plain.get("content")
         if isinstance(content, list):
             texts = [_part_text(part, where) for part in content]

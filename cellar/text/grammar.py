@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import RequestError
-from cellar.core.sampling import StructuredOutputsParams
+from cellar.core.sampling import StructuredOutputsParams, Thinking
 from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
+from cellar.text.reasoning.deferred import DeferredMatcher, FreeTokens
 from cellar.text.tokenizer import Tokenizer
 
 Mask = NDArray[np.int32]
@@ -59,6 +60,7 @@ class GrammarCompiler:
         self._eos = tuple(dict.fromkeys(t for t in eos_token_ids if t < vocab_size))
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._free: FreeTokens | None = None
 
     def compile(self, constraint: StructuredOutputsParams) -> Matcher:
         """A matcher at the start. Raises RequestError for a grammar that is wrong, too large or not supported."""
@@ -74,6 +76,13 @@ class GrammarCompiler:
         if inner.is_error():
             raise _refusal(inner.get_error())
         return _Matcher(inner, self._end_mask())
+
+    def deferred(self, matcher: Matcher, thinking: Thinking) -> Matcher:
+        """The same for the content alone, of an answer that thinks first."""
+        with self._lock:
+            if self._free is None:
+                self._free = FreeTokens(self._tokenizer, self._vocab_size, self._eos)
+        return DeferredMatcher(matcher, thinking, self._free)
 
     def nothing(self) -> Mask:
         """A mask that allows no token."""

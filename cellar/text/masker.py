@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cellar.core.messages import Emit, Flag, StepPlan, StepResult
-from cellar.core.sampling import StructuredOutputsParams
+from cellar.core.sampling import StructuredOutputsParams, Thinking
 from cellar.text.grammar import GrammarCompiler, Mask, Matcher
 
 logger = logging.getLogger(__name__)
@@ -63,13 +63,11 @@ class Masker:
     def submitted(self, plan: StepPlan) -> StepMasks | None:
         """A plan was handed over; -> its masks, if they can be known now."""
         for opened in plan.opens:
-            constraint = opened.params.structured_outputs
-            if constraint is None:
+            if opened.params.structured_outputs is None:
                 self._matchers.pop(opened.row, None)
                 continue
-            self._matchers[opened.row] = self._opened(
-                constraint, () if opened.output is None else opened.output.tolist()
-            )
+            output = () if opened.output is None else opened.output.tolist()
+            self._matchers[opened.row] = self._opened(opened.params.structured_outputs, opened.params.thinking, output)
         if not plan.masked_rows:
             return None
         self._pending.append(_Pending(plan.step, plan.masked_rows, sampled_rows(plan)))
@@ -91,10 +89,14 @@ class Masker:
         step = self._pending[0]
         return StepMasks(step.step, {row: self._mask(row) for row in step.masked})
 
-    def _opened(self, constraint: StructuredOutputsParams, output: Sequence[int]) -> Matcher | None:
+    def _opened(
+        self, constraint: StructuredOutputsParams, thinking: Thinking | None, output: Sequence[int]
+    ) -> Matcher | None:
         """A matcher that has seen some output; None if it fails."""
         try:
             matcher = self._start(constraint).copy()
+            if thinking is not None:
+                matcher = self._compiler.deferred(matcher, thinking)
             for token in output:
                 matcher.consume(token)
         except Exception:

@@ -1,0 +1,29 @@
+"""A device that says what a test wants it to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.server.served import TEXT, Served
+
+END = 2
+"""The fake's end symbol."""
+
+
+@contextmanager
+def says(served: Served, text: str) -> Iterator[None]:
+    """Every answer begun meanwhile is `text`, and its end, as far as masks allow: else the nearest allowed token."""
+    script = [*TEXT.encode(text, add_special_tokens=False), END]
+    ordinary = served.runtime._model._sampled
+
+    def scripted(state: Any, total: int, mask: Any) -> int:
+        token = script[min(state.num_output, len(script) - 1)]
+        return ordinary(state, token, mask)
+
+    served.runtime._model._sampled = scripted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        served.runtime._model._sampled = ordinary  # type: ignore[method-assign]
