@@ -109,6 +109,7 @@ SAMPLING = OptionGroup(
             "logit_bias",
             "detokenize",
             "structured_outputs",
+            "thinking",
             "include_stop_str_in_output",
             "skip_special_tokens",
         }
