@@ -28,6 +28,8 @@ def join_rows_cpu(tables: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor
     """Each table gathered straight into its columns, which spares the copy of a `cat`."""
     check_tables(tables, indices)
     first = tables[0]
+    if len(tables) == 1:
+        return first.index_select(0, indices[0])
     if any(table.dtype != first.dtype for table in tables):
         return join_rows_definition(tables, indices)
     out = first.new_empty((len(indices[0]), sum(table.shape[1] for table in tables)))

@@ -147,34 +147,37 @@ class CellType:
     def _form_task(self, worker: int) -> Batch:
         """FormBatchedTask, lines 24-32: first in, first out, up to max(Bsizes) ready nodes."""
         sub, queue = self._subgraphs, self.queues[worker]
-        slots = queue.front(self.largest).copy()
-        scanned = len(slots)
-        counts = sub.ready[slots]
-        takes = np.minimum(counts, self.largest - (np.cumsum(counts) - counts))
-        chosen = takes > 0
-        slots, takes = slots[chosen], takes[chosen]
-        total = np.cumsum(takes)
-        starts = sub.at[slots]
-        entries = np.repeat(starts - (total - takes), takes) + np.arange(total[-1])
-        owners = np.repeat(slots, takes)
+        slots = queue.front(self.largest)
+        takes = sub.ready.take(slots)
+        ends = np.add.accumulate(takes)
+        used = min(int(ends.searchsorted(self.largest)) + 1, len(slots))  # every queued subgraph has a ready node
+        slots, takes, ends = slots[:used].copy(), takes[:used], ends[:used]
+        ready = count = int(ends[-1])
+        if count > self.largest:
+            takes[-1] -= count - self.largest
+            ends[-1] = count = self.largest
+        at = sub.at.take(slots)
+        entries = (at - ends + takes).repeat(takes)
+        entries += np.arange(count)
+        owners = slots.repeat(takes)
+        at += takes
+        left = sub.left.take(slots)
+        left -= takes
         steps = None
-        at = starts + takes
         if self.num_growing:
-            loop = sub.loop[slots]
-            steps = sub.grown[owners]
+            loop = sub.loop.take(slots)
+            steps = sub.grown.take(owners)
             sub.grown[slots] += loop > 0
-            at -= np.where(at == sub.end[slots], loop, 0)
-        left = sub.left[slots] - takes
-        sub.left[slots] = left
-        sub.at[slots] = at
-        before = sub.ready[slots]
-        after = np.where(left > 0, self.table.rows[Column.READY].take(np.minimum(at, sub.end[slots] - 1)), 0)
-        sub.ready[slots] = after
-        self._ready[worker] += int(after.sum() - before.sum())
-        ending = slots[left == 0]
+            at -= np.where(at == sub.end.take(slots), loop, 0)
+        going = left > 0
+        # Behind its last node a subgraph reads another's row, or none.
+        after = self.table.rows[Column.READY].take(at, mode="clip") * going
+        sub.at[slots], sub.left[slots], sub.ready[slots] = at, left, after
+        self._ready[worker] += int(np.add.reduce(after)) - ready
+        ending = slots[~going]
         if len(ending):
-            queue.keep(scanned, sub.left[queue.front(scanned)] > 0)
-        return Batch([0, len(entries)], entries, owners, steps, ending, False)
+            queue.keep(used, going)
+        return Batch([0, count], entries, owners, steps, ending, False)
 
     def _batch_chains(self, worker: int, most: int, more: More) -> Batch:
         """As `batch`, where no subgraph ever has more than one ready node: all tasks at once.
