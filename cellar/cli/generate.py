@@ -50,7 +50,10 @@ def generate(
     from cellar.engine.opened import open_front
 
     forecast = Forecast()
-    with LLM.over(open_front(EngineConfig.of(**engine), forecast.wrap)) as llm:
+    opened = open_front(EngineConfig.of(**engine), forecast.wrap)
+    with LLM.over(opened) as llm:
+        if opened.memory is not None and sys.stderr.isatty():
+            typer.echo(opened.memory.line(), err=True)
         if llm.plan is not None:
             forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
         params = sampling_params(sampling, llm.generation.sampling)

@@ -19,6 +19,7 @@ from cellar.kv.identity import root_identity
 from cellar.kv.policy import model_costs, named_policy
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.protocol import Runtime
+from cellar.runtime.steps.memory_use import MemoryUse
 from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig, read_generation_config
 from cellar.text.grammar import GrammarCompiler
@@ -38,6 +39,7 @@ class Opened:
     checkpoint: Path | None
     generation: GenerationConfig = NEUTRAL
     plan: SavedPlan | None = None
+    memory: MemoryUse | None = None
 
 
 def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Opened:
@@ -82,7 +84,9 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
     if tokenizer is not None:
         masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
     engine = step_engine(scheduler, wrap(opened.runtime), run_ahead=config.schedule.run_ahead, masker=masker)
-    return Opened(Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan)
+    return Opened(
+        Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan, opened.memory
+    )
 
 
 def open_reader(

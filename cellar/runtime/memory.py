@@ -26,6 +26,20 @@ def host_available(meminfo: Path = Path("/proc/meminfo")) -> int:
     return available
 
 
+def resident(status: Path = Path("/proc/self/status")) -> int:
+    """Bytes of memory that this process has taken; where the system has no such file (macOS), the most it ever had."""
+    try:
+        for line in status.read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource
+    import sys
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def host_total(meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes of the host's memory."""
     return _meminfo(meminfo, "MemTotal")

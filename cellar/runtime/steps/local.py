@@ -37,6 +37,7 @@ from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.capacity import plan_slots
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.steps.memory_use import MemoryUse, counted, memory_use
 from cellar.runtime.steps.placed import PlacedBytes, check_resident, read_back
 from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
@@ -173,6 +174,7 @@ class OpenedModel:
     directory: Path | None
     load_seconds: float
     fingerprint: bytes
+    memory: MemoryUse
     placed: PlacedBytes | None = None
     start_seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -218,6 +220,7 @@ def _open(config: EngineConfig, directory: Path | None, placement: Placement | N
     if placement is not None:
         check_resident(placement, spec)
     _check_fits(spec, device)
+    before = counted(device)
     start = time.perf_counter()
     change: loader.Transform = _pack_linear
     wide: Collection[int] = ()
@@ -266,14 +269,16 @@ def _open(config: EngineConfig, directory: Path | None, placement: Placement | N
         host_slots=_host_slots(config.cache, spec),
         warmup=warmup,
     )
-    placed = None
-    if placement is not None:
-        assert runtime.executor is not None
-        placed = read_back(placement, spec, weights, runtime.executor.arena)
+    assert runtime.executor is not None
+    arena = runtime.executor.arena
+    placed = None if placement is None else read_back(placement, spec, weights, arena)
+    host_kv = runtime.capacity.tiers.get(Tier.HOST, 0) * spec.kv.chunk_nbytes()
+    memory = memory_use(weights, arena, host_kv, device, before)
+    _LOG.info("%s", memory.line())
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     ready = time.perf_counter()
     times = {"list": listed - start, "load": loaded - listed, "compile": compiled - loaded, "capture": ready - compiled}
-    return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, placed, times)
+    return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, memory, placed, times)
 
 
 def _warmup(

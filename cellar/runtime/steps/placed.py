@@ -12,6 +12,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import LoadedWeights
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.steps.arena import Arena
+from cellar.runtime.steps.memory_use import weights_nbytes
 
 DEVICE = "device"
 
@@ -72,11 +73,10 @@ def read_back(placement: Placement, spec: ModelSpec, weights: LoadedWeights, are
             raise IntegrityError(f"{name} is {found}, but the placement says {planned}")
     if arena.num_slots != placement.num_chunks:
         raise IntegrityError(f"there are {arena.num_slots} slots of KV, but {placement.num_chunks} were planned")
-    unique = {id(weight): weight.nbytes for weight in loaded.values()}
     planned_kv = placement.num_chunks * spec.kv.chunk_nbytes()
     if arena.nbytes < planned_kv:
         raise IntegrityError(f"the arena has {arena.nbytes} bytes, but {planned_kv} were planned")
-    return PlacedBytes(sum(unique.values()), arena.nbytes, sum(t.nbytes for t in specs.values()), planned_kv)
+    return PlacedBytes(weights_nbytes(weights), arena.nbytes, sum(t.nbytes for t in specs.values()), planned_kv)
 
 
 def _named(weights: LoadedWeights) -> list[tuple[str, Weight]]:

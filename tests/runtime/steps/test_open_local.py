@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,7 @@ from cellar.core.config import EngineConfig
 from cellar.core.errors import CapacityError, CheckpointError, ConfigError, DeviceError
 from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.device import resolve_device
+from cellar.runtime.memory import human, resident
 from cellar.runtime.steps.local import open_local
 from tests.runtime.steps.steps import CONFIG, Step, greedy, prompt_of, run, tiny_model, tokens_of
 
@@ -37,6 +39,32 @@ def directory(tmp_path: Path) -> Path:
 def config(**options: Any) -> EngineConfig:
     options = {"device": "cpu", "block_size": 16, "num_threads": 1, "kv_cache_memory_bytes": 2**22, **options}
     return EngineConfig.of(**options)
+
+
+def test_memory_is_said_at_the_start_and_what_the_system_counts(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="cellar.runtime.steps.local"):
+        opened = open_local(config(model=str(directory), load_format="dummy", kv_offloading_size=2**-9))
+    memory, chunk = opened.memory, opened.spec.kv.chunk_nbytes()
+    opened.runtime.close()
+    assert memory.weights == opened.spec.nbytes()
+    assert (memory.num_chunks, memory.kv) == (2**22 // chunk, 2**22 // chunk * chunk)
+    assert memory.host_kv == 2**21 // chunk * chunk
+    assert 0 <= memory.taken < 2**33
+    (line,) = [record.getMessage() for record in caplog.records if "memory on" in record.getMessage()]
+    assert line == memory.line()
+    assert line.startswith(
+        f"memory on cpu: weights {human(memory.weights)}, KV 4 MiB in {memory.num_chunks:,} chunks, "
+    )
+    assert "host KV 2 MiB; this process grew by " in line
+
+
+def test_the_memory_of_this_process_is_the_systems_count() -> None:
+    before = resident()
+    held = np.ones(2**25, np.uint8)
+    assert 0.9 * 2**25 < resident() - before < 2 * 2**25
+    assert len(held) == 2**25
 
 
 def test_a_checkpoint_runs(directory: Path) -> None:
