@@ -689,7 +689,7 @@ def test_what_could_never_run_leaves_nothing_behind() -> None:
     nodes = wide.map("rnn", 60)
     large = wide.request("large", {"y": nodes["y"]})
     made.add(good[0])
-    with pytest.raises(CapacityError, match="more memory"):
+    with pytest.raises(CapacityError, match="serve fewer models"):
         made.add(large)
     made.add(good[1])
     with pytest.raises(RequestError, match="its own id"):
