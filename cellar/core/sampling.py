@@ -25,8 +25,10 @@ class StructuredOutputsParams:
     """What the whole output must be: exactly one of the fields, named as vLLM names them.
 
     `json` is a JSON schema (an object, or its text), `regex` a regular expression for all of the output,
-    `choice` the texts to choose from, `grammar` a grammar in Lark's notation, `json_object` any JSON object.
-    Raises RequestError.
+    `choice` the texts to choose from, `grammar` a grammar in Lark's notation or llama.cpp's GBNF, `json_object` any
+    JSON object. The options are for JSON: between its tokens comes one blank at most after a comma or colon, none with
+    `disable_any_whitespace`, or what the regular expression `whitespace_pattern` says; objects that list their
+    properties have no others unless `disable_additional_properties` is False. Raises RequestError.
     """
 
     json: Mapping[str, object] | str | None = None
@@ -34,6 +36,9 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = True
+    whitespace_pattern: str | None = None
     kind: str = field(init=False, default="")
     text: str = field(init=False, repr=False, default="")
 
@@ -48,6 +53,7 @@ class StructuredOutputsParams:
                 "structured_outputs",
             )
         kind, value = given[0], getattr(self, given[0])
+        self._check_options(kind)
         if kind == "choice":
             ok = isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
             _check("choice", value, ok, "a list of non-empty strings", "structured_outputs")
@@ -60,6 +66,30 @@ class StructuredOutputsParams:
             _check(kind, value, isinstance(value, str), "a string", "structured_outputs")
         object.__setattr__(self, "kind", kind)
         object.__setattr__(self, "text", value if isinstance(value, str) else _json.dumps(value))
+
+    @property
+    def key(self) -> tuple[str, str, bool, bool, str | None]:
+        """Equal for those that mean the same."""
+        options = (self.disable_any_whitespace, self.disable_additional_properties, self.whitespace_pattern)
+        return (self.kind, self.text, *options)
+
+    def _check_options(self, kind: str) -> None:
+        options = {
+            "disable_any_whitespace": (bool, "true or false"),
+            "disable_additional_properties": (bool, "true or false"),
+            "whitespace_pattern": (str | None, "a regular expression"),
+        }
+        for name, (type, allowed) in options.items():
+            value = getattr(self, name)
+            _check(name, value, isinstance(value, type), allowed, "structured_outputs")
+            if kind not in ("json", "json_object") and value != getattr(StructuredOutputsParams, name):
+                raise RequestError(
+                    f"{name} is for json and json_object, not {kind}; leave it out.", "structured_outputs"
+                )
+        if self.disable_any_whitespace and self.whitespace_pattern is not None:
+            raise RequestError(
+                "disable_any_whitespace and whitespace_pattern exclude each other; give one.", "structured_outputs"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,14 +147,14 @@ class Preparer:
         if wanted is None:
             return None
         parameter = parameter or ("response_format" if by_format else "structured_outputs")
-        size = len(wanted.text.encode(errors="replace"))
+        size = len((wanted.text + (wanted.whitespace_pattern or "")).encode(errors="replace"))
         if size > self._limits.max_grammar_bytes:
             raise refused(
                 f"the schema or grammar has {size} bytes, but this server takes {self._limits.max_grammar_bytes}; "
                 "make it smaller.",
                 parameter,
             )
-        whole_characters(wanted.text)
+        whole_characters(wanted.text + (wanted.whitespace_pattern or ""))
         try:
             await asyncio.to_thread(self._grammars.check, wanted)
         except RequestError as error:

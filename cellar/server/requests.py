@@ -6,6 +6,7 @@ Types are strict, as OpenAI's are: "1" is not a number. Ranges are checked where
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +36,8 @@ _SHARED = (
     *("stop", "stop_token_ids", "include_stop_str_in_output"),
 )
 """Fields that SamplingParams has under the same name."""
+
+_STRUCTURED = frozenset(field.name for field in fields(StructuredOutputsParams) if field.init)
 
 
 class _Body(BaseModel):
@@ -116,9 +119,9 @@ class _Sampling(_Body):
         if from_format is not None:
             raise refused("response_format and structured_outputs cannot both be given.", "structured_outputs")
         for name in given:
-            if name not in ("json", "regex", "choice", "grammar", "json_object"):
+            if name not in _STRUCTURED:
                 raise unknown(f"structured_outputs.{name}")
-        return StructuredOutputsParams(**given)
+        return StructuredOutputsParams(**{name: value for name, value in given.items() if value is not None})
 
     def conversation(self, session_id: str | None) -> str | None:
         """Which conversation it continues: by `prompt_cache_key`, else by the header X-Session-ID. Raises ApiError."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from cellar.core.errors import RequestError
 from cellar.core.sampling import StructuredOutputsParams, Thinking
 from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
 from cellar.text.reasoning.deferred import DeferredMatcher, FreeTokens
+from cellar.text.schema import enforceable
 from cellar.text.tokenizer import Tokenizer
 
 Mask = NDArray[np.int32]
@@ -30,8 +32,20 @@ MAX_ERROR_CHARACTERS = 300
 
 _TRIAL_STACK_BYTES = 2 * 2**20
 
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""Between JSON's tokens: enough to indent, and no endless lines as small models like to write them."""
+_COMPACT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": r",\x20?", "key_separator": r":\x20?"}
+"""JSON as models write it on one line. Every further blank costs a token and says nothing."""
+
+_TIGHT: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+
+_SENTENCES = (
+    (
+        re.compile(r"oneOf constraints are not supported"),
+        "two branches of a oneOf may hold at once, and that cannot be ruled out; use anyOf, or give each branch a "
+        "required property with a value of its own",
+    ),
+    (re.compile(r"Unimplemented keys: \[(.*?)\]"), r"it has no way to enforce \1 here; say it by other keywords"),
+)
+"""Refusals of the compiler that name its own switches, or nothing to change."""
 
 
 class Matcher(Protocol):
@@ -66,7 +80,7 @@ class GrammarCompiler:
         """A matcher at the start. Raises RequestError for a grammar that is wrong, too large or not supported."""
         from llguidance import LLMatcher
 
-        grammar = compiled_text(constraint)
+        grammar = compiled_text(*constraint.key)
         if not self._eos:
             raise _refusal("the model has no end symbol to end it with")
         with self._lock:
@@ -120,9 +134,7 @@ class GrammarCheck:
 
     def check(self, constraint: StructuredOutputsParams) -> None:
         """Return if it can be compiled. Takes as long as compiling. Raises RequestError."""
-        key = hashlib.blake2b(
-            f"{constraint.kind}:{constraint.text}".encode(errors="surrogatepass"), digest_size=16
-        ).digest()
+        key = hashlib.blake2b(repr(constraint.key).encode(errors="surrogatepass"), digest_size=16).digest()
         with self._lock:
             known = key in self._outcomes
             refusal = self._outcomes.get(key)
@@ -141,7 +153,7 @@ class GrammarCheck:
 
     def _tried(self, constraint: StructuredOutputsParams) -> RequestError | None:
         try:
-            self._lanes.call(grammar=compiled_text(constraint))
+            self._lanes.call(constraint=constraint.key)
         except OverBudget as error:
             return _refusal(f"to compile it, {error}")
         except RequestError as error:
@@ -160,8 +172,8 @@ def trier() -> Worker:
     threading.stack_size(_TRIAL_STACK_BYTES)
     thread = ThreadPoolExecutor(1)
 
-    def tried(grammar: str) -> bool:
-        return thread.submit(compiles, grammar).result()
+    def tried(constraint: list[Any]) -> bool:
+        return thread.submit(compiles, compiled_text(*constraint)).result()
 
     def compiles(grammar: str) -> bool:
         matcher = LLMatcher(vocabulary, grammar, log_level=0)
@@ -174,28 +186,49 @@ def trier() -> Worker:
     return tried
 
 
-def compiled_text(constraint: StructuredOutputsParams) -> str:
-    """The grammar in llguidance's form. Raises RequestError if it is not even JSON, or llguidance is missing."""
+def compiled_text(kind: str, text: str, tight: bool, closed: bool, whitespace: str | None) -> str:
+    """The grammar in llguidance's form, of a constraint's `key`.
+
+    Raises RequestError if it is not even JSON, or llguidance is missing.
+    """
     if find_spec("llguidance") is None:
         raise _refusal("llguidance is not installed; pip install llguidance")
     from llguidance import LLMatcher
 
     grammar: str
-    match constraint.kind:
+    match kind:
         case "json" | "json_object":
-            schema = constraint.text if constraint.kind == "json" else '{"type": "object"}'
+            spaced: dict[str, Any] = {"whitespace_pattern": whitespace}
+            layout: Any = _TIGHT if tight else _COMPACT if whitespace is None else spaced
             try:
-                grammar = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+                schema = enforceable(json.loads(text), closed) if kind == "json" else {"type": "object"}
+                grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=layout)
             except ValueError as error:
                 raise _refusal(str(error)) from error
+            except RecursionError:
+                raise _refusal("the schema nests too deeply; make it flatter") from None
         case "regex":
-            grammar = LLMatcher.grammar_from_regex(constraint.text)
+            grammar = LLMatcher.grammar_from_regex(text)
         case "choice":
-            texts = (json.dumps(text, ensure_ascii=False) for text in constraint.choice or ())
+            texts = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
         case _:
-            grammar = LLMatcher.grammar_from_lark(constraint.text)
+            grammar = LLMatcher.grammar_from_lark(_lark(text))
     return grammar
+
+
+def _lark(text: str) -> str:
+    """A grammar in Lark's notation, of one that may be llama.cpp's: that has a rule `root ::=`."""
+    if re.search(r"^\s*root\s*::=", text, re.MULTILINE) is None:
+        return text
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        return str(gbnf_to_lark(text))
+    except RecursionError:
+        raise _refusal("the grammar nests too deeply; make it flatter") from None
+    except Exception as error:  # it raises nothing narrower
+        raise _refusal(str(error)) from error
 
 
 class _Matcher:
@@ -239,5 +272,8 @@ class _Vocabulary:
 
 
 def _refusal(reason: str) -> RequestError:
+    for pattern, sentence in _SENTENCES:
+        found = pattern.search(reason)
+        reason = reason if found is None else found.expand(sentence)
     reason = " ".join(reason.split())[:MAX_ERROR_CHARACTERS].rstrip(".")
     return RequestError(f"the structured output cannot be enforced: {reason}.", "structured_outputs")

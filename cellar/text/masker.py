@@ -47,14 +47,14 @@ class Masker:
         self._compiler = compiler
         self._max_grammars = max_grammars
         self._lock = threading.Lock()
-        self._grammars: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._grammars: OrderedDict[tuple[object, ...], Matcher] = OrderedDict()
         self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
         self._pending: deque[_Pending] = deque()
 
     def ready(self, constraint: StructuredOutputsParams) -> bool:
         """True if the grammar has been compiled."""
         with self._lock:
-            return (constraint.kind, constraint.text) in self._grammars
+            return constraint.key in self._grammars
 
     def prepare(self, constraint: StructuredOutputsParams) -> None:
         """Compile a grammar, however long that takes. Raises RequestError."""
@@ -126,7 +126,7 @@ class Masker:
 
     def _start(self, constraint: StructuredOutputsParams) -> Matcher:
         """The grammar's matcher at its start, compiled once; to be copied."""
-        key = (constraint.kind, constraint.text)
+        key = constraint.key
         with self._lock:
             found = self._grammars.get(key)
             if found is not None:
