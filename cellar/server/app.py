@@ -150,6 +150,11 @@ class Api:
         self.desk.engine()
         return Response(status_code=200)
 
+    async def load(self) -> Response:
+        """Sequences that run or wait, by the name that vLLM's routers read."""
+        stats = self.host.stats()
+        return JSONResponse({"server_load": 0 if stats is None else stats.running + stats.waiting})
+
     async def health_generate(self, request: Request) -> Response:
         """200 if the engine makes a token now."""
         params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
@@ -256,6 +261,8 @@ def build_app(
         "/v1/models": api.models,
         "/v1/models/{model:path}": api.one_model,
         "/health": api.health,
+        "/ping": api.health,
+        "/load": api.load,
         "/health_generate": api.health_generate,
         "/version": api.version,
         "/metrics": api.metrics_text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
 from cellar.server.request_id import HEADER, name_of
@@ -123,8 +126,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return _invalid(error).response()
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code in (404, 405) and error.detail in ("Not Found", "Method Not Allowed"):
+            return _no_route(app, request)
         return ApiError(error.status_code, f"{error.detail}.".replace("..", ".")).response()
 
     app.add_exception_handler(ApiError, ours)
@@ -134,6 +139,24 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(Exception, defect)
+
+
+def _no_route(app: FastAPI, request: Request) -> Response:
+    """What is there instead of what was asked for."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    path, method = request.url.path[:128], request.method[:16]
+    allowed = sorted(
+        {m for route in routes if route.matches(request.scope)[0] != Match.NONE for m in route.methods or ()}
+    )
+    if allowed:
+        error = ApiError(405, f"{path} does not take {method}; it takes {' and '.join(allowed)}.")
+        response = error.response()
+        response.headers["allow"] = ", ".join(allowed)
+        return response
+    known = sorted({route.path for route in routes})
+    near = difflib.get_close_matches(path, known, 1, 0.75)
+    hint = f"did you mean {near[0]}? There" if near else "there"
+    return ApiError(404, f"there is no {path} on this server; {hint} are {', '.join(known)}.").response()
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

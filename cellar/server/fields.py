@@ -43,7 +43,7 @@ COMMON: Mapping[str, tuple[Accepts, str]] = {
 COMPLETION: Mapping[str, tuple[Accepts, str]] = {
     **COMMON,
     "suffix": (_one_of(""), "null: the model cannot fill in the middle"),
-    "best_of": (_NONE, "null: ask for n, and choose"),
+    "best_of": (_one_of(1), "1: ask for n, and choose"),
 }
 
 CHAT: Mapping[str, tuple[Accepts, str]] = {
@@ -57,7 +57,7 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "echo": (_one_of(False), "false"),
     "continue_final_message": (_one_of(False), "false"),
     "functions": (_one_of([]), "null: use tools"),
-    "function_call": (_NONE, "null: use tool_choice"),
+    "function_call": (_one_of("none"), "none: use tool_choice"),
     "documents": (_NONE, "null"),
 }
 

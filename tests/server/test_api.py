@@ -467,6 +467,22 @@ def test_others_are_answered_while_a_long_conversation_is_read(
     assert statuses == [200]
 
 
+def test_a_route_that_is_not_there(served: Served) -> None:
+    with served.http() as client:
+        answer = client.post("/v1/chat/completion", json={})
+        assert answer.status_code == 404
+        message = answer.json()["error"]["message"]
+        assert message.startswith("there is no /v1/chat/completion on this server; did you mean /v1/chat/completions?")
+        assert "/v1/models" in message
+        assert "did you mean" not in client.get("/" + "x" * 500).json()["error"]["message"]
+        assert len(client.get("/" + "x" * 500).text) < 1000
+        answer = client.delete("/v1/completions")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        assert answer.json()["error"]["message"] == "/v1/completions does not take DELETE; it takes POST."
+        assert client.get("/ping").status_code == 200
+        assert client.get("/load").json() == {"server_load": 0}
+
+
 def test_another_model_is_404(served: Served) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         served.client().completions.create(model="gpt-4", prompt="x")

@@ -21,6 +21,8 @@ PATHS = {
     "/detokenize",
     "/health",
     "/health_generate",
+    "/ping",
+    "/load",
     "/version",
     "/metrics",
     "/engine/status",
