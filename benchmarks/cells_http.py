@@ -81,7 +81,8 @@ async def _client(address: tuple[str, int], path: str, requests: Iterator[bytes]
     reader, writer = await asyncio.open_connection(*address)
     for body in requests:
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         sent = time.perf_counter()
         writer.write(head.encode() + body)

@@ -54,6 +54,8 @@ class StructuredOutputsParams:
             )
         kind, value = given[0], getattr(self, given[0])
         self._check_options(kind)
+        _check_unicode(kind, value)
+        _check_unicode("whitespace_pattern", self.whitespace_pattern)
         if kind == "choice":
             ok = isinstance(value, (list, tuple)) and all(isinstance(text, str) and text for text in value)
             _check("choice", value, ok, "a list of non-empty strings", "structured_outputs")
@@ -210,6 +212,17 @@ class SamplingParams:
     def clone(self, **changes: object) -> SamplingParams:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check_unicode(name: str, value: object) -> None:
+    """Raise RequestError if something holds half of a surrogate pair."""
+    try:
+        (value if isinstance(value, str) else _json.dumps(value, ensure_ascii=False, default=str)).encode()
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"structured outputs' {name} holds half of a surrogate pair, which is not a character; send valid Unicode.",
+            "structured_outputs",
+        ) from None
 
 
 def _integer(value: object) -> bool:

@@ -24,6 +24,7 @@ from cellar.server.errors import as_api_error, refused
 from cellar.server.fields import unknown
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords
 from cellar.server.host import EngineHost, ServedModel
+from cellar.server.hosts import AllowedHosts, hosts_of
 from cellar.server.keys import owner_of, read_keys
 from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.prepare import Preparer, beside
@@ -233,6 +234,7 @@ def build_app(
     errors.install(app)
     page.install(app)
     keys = read_keys(server.api_key, server.api_key_file)
+    hosts = hosts_of(server, bool(keys))
     engine_status = EngineStatus(host, model, bool(keys), api.prepare.templates)
 
     async def engine_now() -> Response:
@@ -275,6 +277,8 @@ def build_app(
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     if keys:
         app.add_middleware(ApiKeys, keys=keys)
+    if hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=hosts)
     if server.allowed_origins:
         origins = [origin.strip() for origin in server.allowed_origins.split(",")]
         app.add_middleware(

@@ -35,6 +35,11 @@ class ServerConfig:
     )
     api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
     share_prefixes: bool = _option(False, "Let clients with different keys share cached prompts.")
+    allowed_hosts: str | None = _option(
+        None,
+        "Names by which clients may call the server, separated by commas; *.NAME for all below a name, * for any. "
+        "Default: any, but only localhost on a loopback address without keys.",
+    )
     allowed_origins: str | None = _option(None, "Web origins that may call the API, separated by commas; * for any.")
     api_server_count: int = _option(1, "Front processes that share the port and one engine.")
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")

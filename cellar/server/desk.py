@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from cellar.core.errors import RequestError
 from cellar.core.messages import RequestOutput
-from cellar.core.sampling import SamplingParams
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
 from cellar.engine.stream import AsyncLLM
@@ -157,7 +157,8 @@ class Desk:
         timings = [self._metrics.arrived(length, conversation is not None) for length in lengths]
         if self._log_requests:
             called = f" ({name})" if name not in request_id else ""
-            logger.info("request %s%s: prompt tokens %s, %r", request_id, called, lengths, without_text(params))
+            sizes = f"{lengths[0]}" if len(lengths) == 1 else f"{sum(lengths)} in {len(lengths)} prompts"
+            logger.info("request %s%s: prompt tokens %s, %s", request_id, called, sizes, without_text(params))
         works = [_Work(*parts, params.n) for parts in zip(news, tickets, timings, strict=True)]
         return Session(prompts, works)
 
@@ -178,9 +179,20 @@ def check_complete(output: RequestOutput) -> None:
             raise ApiError(500, f"the engine could not complete this request ({reason}).")
 
 
-def without_text(params: SamplingParams) -> SamplingParams:
-    """Parameters that may be logged: stop strings and grammars may quote the user."""
-    return params.clone(stop=None, structured_outputs=None)
+def without_text(params: SamplingParams) -> str:
+    """Parameters as they may be logged, in a line of bounded length: of what may be long, or quote the user, how many
+    there are; of a grammar its kind. What is as by default is left out."""
+    said = []
+    for known in fields(params):
+        value = getattr(params, known.name)
+        if not known.init or value is None or value == known.default:
+            continue
+        if isinstance(value, StructuredOutputsParams):
+            value = value.kind
+        elif isinstance(value, Collection):
+            value = f"{1 if isinstance(value, str) else len(value)} given"
+        said.append(f"{known.name} {value}")
+    return ", ".join(said) or "as by default"
 
 
 async def _watched(work: _Work) -> AsyncGenerator[News, None]:

@@ -44,9 +44,9 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(_sayable(message))
         self.status = status
-        self.parameter = parameter
+        self.parameter = None if parameter is None else _sayable(parameter)
         self.code = code
         self.retry_after = retry_after
 
@@ -70,6 +70,11 @@ class ApiError(Exception):
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(self.body, self.status, headers)
+
+
+def _sayable(text: str) -> str:
+    """What can be sent of a text that may quote a client: half a surrogate pair becomes a question mark."""
+    return text.encode(errors="replace").decode()
 
 
 def refused(message: str, parameter: str | None = None, code: str | None = None) -> ApiError:

@@ -25,7 +25,7 @@ def read_keys(option: str | Iterable[str] | None, file: str | None) -> tuple[str
     keys = [key.strip() for one in given for key in one.split(",")]
     if file is not None:
         try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
+            lines = Path(file).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"api_key_file cannot be read ({error}); give a text file, one key a line.") from error
         keys += [line.strip() for line in lines if not line.lstrip().startswith("#")]

@@ -86,8 +86,12 @@ def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     """What the model is called: by option, else as it was given."""
     if server.served_model_name is None:
-        return (engine.model.model or "cellar-demo",)
-    names = tuple(name.strip() for name in server.served_model_name.split(",") if name.strip())
+        names: tuple[str, ...] = (engine.model.model or "cellar-demo",)
+    else:
+        names = tuple(name.strip() for name in server.served_model_name.split(",") if name.strip())
     if not names:
         raise ConfigError("served_model_name is empty; give a name, or leave the option out.")
+    for name in names:
+        if not name.isprintable():  # nor are bytes that are no UTF-8, and JSON cannot say them
+            raise ConfigError(f"the model's name {name!a} cannot be printed; give another by served_model_name.")
     return names

@@ -86,8 +86,13 @@ class FrontServer(uvicorn.Server):
         self.should_exit = True
 
 
+MAX_PATH = 512
+"""Characters of a path in a line of the access log."""
+
+
 def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uvicorn.Config:
     """uvicorn's options."""
+    logging.getLogger("uvicorn.access").addFilter(_shortened)
     return uvicorn.Config(
         app,
         http=connections(limits),
@@ -142,6 +147,14 @@ def listen_beside(host: str, port: int) -> socket.socket:
         made.close()
         raise _taken(host, port, error) from error
     return made
+
+
+def _shortened(record: logging.LogRecord) -> bool:
+    """Bounds the path in a line of the access log; a head may be much longer."""
+    if isinstance(record.args, tuple) and len(record.args) > 2 and len(str(record.args[2])) > MAX_PATH:
+        before, path, after = record.args[:2], str(record.args[2]), record.args[3:]
+        record.args = (*before, f"{path[:MAX_PATH]}...", *after)
+    return True
 
 
 def _family(host: str) -> socket.AddressFamily:

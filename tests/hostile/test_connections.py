@@ -55,11 +55,11 @@ def answered(served: Served) -> bool:
 
 
 GREEDY = {
-    "requests ahead": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 500_000,
+    "requests ahead": b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500_000,
     "one long header": b"GET /health HTTP/1.1\r\nhost: " + b"x" * 20_000_000,
     "many headers": b"GET /health HTTP/1.1\r\n" + b"".join(b"h%d: x\r\n" % k for k in range(1_000_000)),
     "a long address": b"GET /" + b"x" * 20_000_000,
-    "chunks without an end": b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    "chunks without an end": b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     + (b"1\r\nx\r\n" * 3_000_000),
 }
 
@@ -86,8 +86,8 @@ def test_greed_takes_no_memory(served: Served, name: str) -> None:
     [
         b"",
         b"GET /hea",
-        b"GET /health HTTP/1.1\r\nhost: x\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{",
+        b"GET /health HTTP/1.1\r\nhost: localhost\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{",
     ],
     ids=["silence", "half a line", "half a head", "half a body"],
 )
@@ -124,7 +124,10 @@ def silent(served: Served, count: int) -> Iterator[list[socket.socket]]:
 def test_silent_connections_make_room_and_streams_stay() -> None:
     with serve(limits={"max_connections": 6}, latency=0.01) as served, connect(served) as stream:
         body = b'{"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": true, "stream": true, "temperature": 0}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\nconnection: close\r\n"
+        )
         stream.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
         first = stream.recv(65536)
         with silent(served, 20) as quiet:
@@ -137,7 +140,7 @@ def test_silent_connections_make_room_and_streams_stay() -> None:
 def test_an_address_has_its_share() -> None:
     """Its own silent connections make room, others' do not; who is being answered stays."""
     body = b'{"prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": true, "stream": true, "temperature": 0}'
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with serve(limits={"max_connections_per_address": 3}, latency=0.01) as served, silent(served, 5) as quiet:
         assert [rest(sock) for sock in quiet[:2]] == [b"", b""]
         for sock in quiet[2:]:
@@ -153,9 +156,9 @@ def test_a_second_request_waits_as_long_as_the_first_is_answered() -> None:
     """Its head is not whole yet, and the answer before it takes longer than heads may."""
     with serve(limits={"upload_timeout": 0.3}, latency=0.02) as served, connect(served) as sock:
         body = b'{"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": true, "temperature": 0}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         sock.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body + b"GET /health HT")
         answer = sock.recv(65536)
         assert answer.startswith(b"HTTP/1.1 200")
-        sock.sendall(b"TP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"TP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert b"HTTP/1.1 200" in answer[20:] + rest(sock)

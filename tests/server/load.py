@@ -46,7 +46,7 @@ class Answer(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         data = json.dumps(self.body).encode()
         head = (
-            f"POST {self.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+            f"POST {self.path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
         self.transport = transport
@@ -305,7 +305,7 @@ async def queue(port: int, wait: int, rounds: int) -> dict[str, Any]:
         late = await ask(port, {**body, "prompt": PROMPT.format(place=f"{turn} late"), "max_tokens": 4})
         started = time.perf_counter()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         await reader.read()
         health.append(time.perf_counter() - started)
         writer.close()

@@ -46,7 +46,10 @@ def raw(url: str, body: dict[str, Any], path: str = "/v1/completions") -> socket
     sent = json.dumps(body).encode()
     host, port = url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)))
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
+    )
     sock.sendall(head.encode() + sent)
     return sock
 

@@ -38,7 +38,10 @@ async def hang_up(url: str, rng: random.Random, k: int) -> None:
     if k % 5 == 0:
         body["structured_outputs"] = {"regex": "[a-z]{100}"}
     sent = json.dumps({**body, "n": 1 + k % 3}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    )
     data = head % len(sent) + sent
     with contextlib.suppress(TimeoutError, ConnectionError):
         reader, writer = await asyncio.open_connection(*address(url))
@@ -69,7 +72,7 @@ def large_bodies(url: str) -> None:
     with contextlib.suppress(httpx.TransportError):
         assert httpx.post(f"{url}/v1/completions", content=pieces, headers=JSON, timeout=SECONDS).status_code == 413
     with socket.create_connection(address(url), timeout=SECONDS) as sock:
-        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n")
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 104857600\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(100):
                 sock.sendall(b"x" * MIB)

@@ -110,7 +110,9 @@ def test_large_bodies() -> None:
         # a client that announces 100 MB gets its answer before it has sent them
         host, port = served.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
-            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n" + b" " * 1000)
+            sock.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n" + b" " * 1000
+            )
             assert sock.recv(100).startswith(b"HTTP/1.1 413")
 
 
@@ -199,7 +201,8 @@ def hang_ups(served: Served, count: int) -> None:
             {**LONG, "stream": bool(k % 2), "n": 1 + k % 3, "prompt": [k % 50 + 3] * (1 + k % 40)}
         ).encode()
         head = (
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n"
         )
         data = head % len(body) + body
         reader, writer = await asyncio.open_connection(url[0], int(url[1]))

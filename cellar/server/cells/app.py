@@ -25,6 +25,7 @@ from cellar.server.cells.metrics import CellMetrics, CellTiming
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.errors import ApiError, refused, unavailable
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit
+from cellar.server.hosts import AllowedHosts, hosts_of
 from cellar.server.keys import read_keys
 from cellar.server.metrics import CONTENT_TYPE
 from cellar.server.request_id import HEADER, RequestIds, new_id
@@ -221,6 +222,7 @@ def build_cells_app(
     server, limits = server or ServerConfig(), limits or LimitConfig()
     api = CellApi(engine, limits)
     keys = read_keys(server.api_key, server.api_key_file)
+    hosts = hosts_of(server, bool(keys))
     engine.start()
 
     @asynccontextmanager
@@ -241,6 +243,8 @@ def build_cells_app(
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     if keys:
         app.add_middleware(ApiKeys, keys=keys)
+    if hosts is not None:
+        app.add_middleware(AllowedHosts, hosts=hosts)
     if server.allowed_origins:
         origins = [origin.strip() for origin in server.allowed_origins.split(",")]
         app.add_middleware(
