@@ -99,18 +99,22 @@ class Thinking:
     """How an answer sets the reasoning at its beginning apart from its content.
 
     One of `opens` begins it, after blanks at most, and the first of `closes` ends it; neither is shown. `begun`: the
-    prompt, or the model's habit, has opened it already. Raises RequestError.
+    prompt, or the model's habit, has opened it already. `budget`: after so many tokens it is made to end.
+    Raises RequestError.
     """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     begun: bool = False
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("opens", "closes"):
             marks = getattr(self, name)
             ok = isinstance(marks, tuple) and bool(marks) and all(isinstance(mark, str) and mark for mark in marks)
             _check(name, marks, ok, "a tuple of non-empty strings", "thinking")
+        if self.budget is not None:
+            _whole("budget", self.budget, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +207,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """True if no randomness is used."""
         return self.temperature == 0
+
+    @property
+    def masked(self) -> bool:
+        """True if not every token may come next."""
+        return self.structured_outputs is not None or (self.thinking is not None and self.thinking.budget is not None)
 
     @property
     def penalized(self) -> bool:

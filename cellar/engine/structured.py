@@ -49,12 +49,12 @@ class StructuredOutput:
 
     def holds(self, request: Request, resume: Resume) -> bool:
         """True if the request's grammar is being compiled. Raises RequestError without a tokenizer."""
-        constraint = request.params.structured_outputs
-        if constraint is None:
+        if not request.params.masked:
             return False
         if self.masker is None:
             raise RequestError("structured output needs a tokenizer; load one.", "structured_outputs")
-        if self.masker.ready(constraint):
+        constraint = request.params.structured_outputs
+        if constraint is None or self.masker.ready(constraint):
             return False
         self._held[request.id] = request
         self._compiler.submit(_compile, self.masker, constraint, resume)

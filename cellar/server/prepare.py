@@ -110,7 +110,7 @@ class Preparer:
             params = replace(params, skip_special_tokens=False)
         special = bool(body.add_special_tokens)
         prompt = await self.conversation(body, tools.tools, lambda text: self.read_text(text, special))
-        return PreparedChat(prompt, self.reasoning.applied(params, prompt.text), tools)
+        return PreparedChat(prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools)
 
     async def conversation(
         self,

@@ -16,6 +16,7 @@ SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates let reasoning be turned on and off (Qwen 3, GLM; Granite, DeepSeek V3.1)."""
 
 EFFORT = "reasoning_effort"
+BUDGET = "thinking_token_budget"
 
 
 class Reasoning:
@@ -63,9 +64,18 @@ class Reasoning:
             raise refused(f"reasoning_effort has no effect: this model {nothing}; leave it out.", EFFORT)
         return dict(given)
 
-    def applied(self, params: SamplingParams, prompt: str | None) -> SamplingParams:
-        """How to sample the answer to a rendered prompt, so that its reasoning comes apart."""
+    def applied(self, params: SamplingParams, prompt: str | None, budget: int | None = None) -> SamplingParams:
+        """How to sample the answer to a rendered prompt, so that its reasoning comes apart, and ends in time.
+
+        Raises ApiError for a budget that nothing would use.
+        """
+        if budget is not None and not self.known:
+            raise refused("thinking_token_budget has no effect: this model does not think; leave it out.", BUDGET)
         thinking = None if self._style is None else thinking_after(self._style, prompt or "")
         if thinking is None:
             return params
-        return replace(params, thinking=thinking, skip_special_tokens=params.skip_special_tokens and not self._special)
+        return replace(
+            params,
+            thinking=replace(thinking, budget=budget),
+            skip_special_tokens=params.skip_special_tokens and not self._special,
+        )

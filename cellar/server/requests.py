@@ -208,6 +208,7 @@ class ChatRequest(_Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
     def params(
         self, structured: StructuredOutputsParams | None = None, generation: GenerationConfig = NEUTRAL

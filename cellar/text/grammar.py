@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cellar.core.errors import RequestError
 from cellar.core.sampling import StructuredOutputsParams, Thinking
 from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
+from cellar.text.reasoning.budget import BudgetMatcher, Unbound
 from cellar.text.reasoning.deferred import DeferredMatcher, FreeTokens
 from cellar.text.schema import enforceable
 from cellar.text.tokenizer import Tokenizer
@@ -91,12 +92,19 @@ class GrammarCompiler:
             raise _refusal(inner.get_error())
         return _Matcher(inner, self._end_mask())
 
-    def deferred(self, matcher: Matcher, thinking: Thinking) -> Matcher:
-        """The same for the content alone, of an answer that thinks first."""
+    def with_reasoning(self, matcher: Matcher | None, thinking: Thinking | None) -> Matcher:
+        """The same for the content of an answer that may think first, no longer than its budget; None: any content."""
         with self._lock:
             if self._free is None:
                 self._free = FreeTokens(self._tokenizer, self._vocab_size, self._eos)
-        return DeferredMatcher(matcher, thinking, self._free)
+            free = self._free
+        if matcher is None:
+            matcher = Unbound(free.mask | self._end_mask())
+        elif thinking is not None:
+            matcher = DeferredMatcher(matcher, thinking, free)
+        if thinking is None or thinking.budget is None:
+            return matcher
+        return BudgetMatcher(matcher, thinking, thinking.budget, free)
 
     def nothing(self) -> Mask:
         """A mask that allows no token."""

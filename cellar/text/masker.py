@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cellar.core.messages import Emit, Flag, StepPlan, StepResult
-from cellar.core.sampling import StructuredOutputsParams, Thinking
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.text.grammar import GrammarCompiler, Mask, Matcher
 
 logger = logging.getLogger(__name__)
@@ -63,11 +63,11 @@ class Masker:
     def submitted(self, plan: StepPlan) -> StepMasks | None:
         """A plan was handed over; -> its masks, if they can be known now."""
         for opened in plan.opens:
-            if opened.params.structured_outputs is None:
+            if not opened.params.masked:
                 self._matchers.pop(opened.row, None)
                 continue
             output = () if opened.output is None else opened.output.tolist()
-            self._matchers[opened.row] = self._opened(opened.params.structured_outputs, opened.params.thinking, output)
+            self._matchers[opened.row] = self._opened(opened.params, output)
         if not plan.masked_rows:
             return None
         self._pending.append(_Pending(plan.step, plan.masked_rows, sampled_rows(plan)))
@@ -89,14 +89,12 @@ class Masker:
         step = self._pending[0]
         return StepMasks(step.step, {row: self._mask(row) for row in step.masked})
 
-    def _opened(
-        self, constraint: StructuredOutputsParams, thinking: Thinking | None, output: Sequence[int]
-    ) -> Matcher | None:
+    def _opened(self, params: SamplingParams, output: Sequence[int]) -> Matcher | None:
         """A matcher that has seen some output; None if it fails."""
         try:
-            matcher = self._start(constraint).copy()
-            if thinking is not None:
-                matcher = self._compiler.deferred(matcher, thinking)
+            constraint = params.structured_outputs
+            matcher = None if constraint is None else self._start(constraint).copy()
+            matcher = self._compiler.with_reasoning(matcher, params.thinking)
             for token in output:
                 matcher.consume(token)
         except Exception:

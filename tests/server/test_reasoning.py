@@ -204,3 +204,17 @@ def test_qwens_own_template_takes_its_reasoning_back() -> None:
         with says(served, "<think>\nWarm.\n</think>\n\n18 degrees."):
             made = client.chat.completions.create(model="fake", messages=messages, tools=TOOLS, max_tokens=300)
         assert made.choices[0].message.content == "18 degrees."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_budget_of_reasoning(hybrid: Served, stream: bool) -> None:
+    with says(hybrid, f"<think>{'so ' * 200}"):
+        reasoning, content, _, usage = answer(hybrid, stream, extra_body={"thinking_token_budget": 20})
+    assert reasoning
+    assert content
+    assert set(reasoning + content) == set("so ")  # it goes on with what is content by now
+    marks = len(TEXT.encode("<think>")) + len(TEXT.encode("</think>"))
+    assert 20 <= usage.completion_tokens_details.reasoning_tokens <= 20 + marks
+    with serve() as plain, plain.http() as http:
+        refusal = http.post("/v1/chat/completions", json={"messages": MESSAGES, "thinking_token_budget": 5})
+    assert (refusal.status_code, refusal.json()["error"]["param"]) == (400, "thinking_token_budget")

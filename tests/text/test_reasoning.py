@@ -145,9 +145,11 @@ def test_a_grammar_begins_behind_the_reasoning(gpt: Tokenizer) -> None:
     compiler = GrammarCompiler(gpt, gpt.vocab_size, (2,))
     inner = compiler.compile(StructuredOutputsParams(choice=["yes"]))
     first, everything = allowed(inner, gpt), set(range(gpt.vocab_size))
-    assert allowed(compiler.deferred(inner.copy(), QWEN), gpt) == first  # its mark is no token here: it cannot begin
+    assert (
+        allowed(compiler.with_reasoning(inner.copy(), QWEN), gpt) == first
+    )  # its mark is no token here: it cannot begin
     marked = Thinking(opens=("<|im_start|>",), closes=("</think>",))
-    matcher = compiler.deferred(inner.copy(), marked)
+    matcher = compiler.with_reasoning(inner.copy(), marked)
     assert allowed(matcher, gpt) == first | {1}
     matcher.consume(1)
     blank = gpt.encode("\n", add_special_tokens=False)
@@ -174,6 +176,37 @@ def test_a_token_may_end_the_reasoning_and_begin_the_content(gpt: Tokenizer) -> 
     text = gpt.id_to_text(mark)
     assert len(text) > 1
     inner = compiler.compile(StructuredOutputsParams(regex=f"{text[1:]}[x-z]"))
-    matcher = compiler.deferred(inner, Thinking(opens=("<think>",), closes=(text[:1],), begun=True))
+    matcher = compiler.with_reasoning(inner, Thinking(opens=("<think>",), closes=(text[:1],), begun=True))
     matcher.consume(mark)
     assert {gpt.id_to_text(token)[0] for token in allowed(matcher, gpt)} == set("xyz")
+
+
+def test_a_budget_ends_the_reasoning_by_its_mark(gpt: Tokenizer) -> None:
+    compiler, everything = GrammarCompiler(gpt, gpt.vocab_size, (2,)), set(range(gpt.vocab_size))
+    close = gpt.encode("</think>", add_special_tokens=False)
+    for begun in (False, True):
+        matcher = compiler.with_reasoning(None, replace(QWEN, begun=begun, budget=3))
+        if not begun:
+            for token in gpt.encode("<think>", add_special_tokens=False):
+                assert allowed(matcher, gpt) == everything
+                matcher.consume(token)
+        for token in gpt.encode("abc", add_special_tokens=False)[:3]:
+            assert allowed(matcher, gpt) == everything
+            matcher.consume(token)
+        twin = matcher.copy()
+        for token in close:
+            assert allowed(matcher, gpt) == {token}
+            matcher.consume(token)
+        assert allowed(matcher, gpt) == everything
+        assert allowed(twin, gpt) == {close[0]}
+    content = compiler.with_reasoning(None, replace(QWEN, budget=0))
+    for token in gpt.encode("Hi <think>", add_special_tokens=False):  # a mark inside of the content
+        content.consume(token)
+    assert allowed(content, gpt) == everything
+    grammar = compiler.compile(StructuredOutputsParams(choice=["yes"]))
+    first = allowed(grammar, gpt)
+    matcher = compiler.with_reasoning(grammar, replace(R1, budget=0))
+    for token in close:
+        assert allowed(matcher, gpt) == {token}
+        matcher.consume(token)
+    assert first <= allowed(matcher, gpt) < everything

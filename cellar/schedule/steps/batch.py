@@ -56,7 +56,7 @@ class StepBatch:
     def open(self, state: RequestState) -> None:
         """The request has got its row."""
         request, row, penalized = state.request, state.row, state.request.params.penalized
-        structured = request.params.structured_outputs is not None
+        masked = request.params.masked
         self._opens.append(
             RowOpen(
                 row=row,
@@ -64,7 +64,7 @@ class StepBatch:
                 num_output=state.num_output,
                 stop_ids=tuple(sorted(request.stop_ids)),
                 prompt=request.prompt if penalized else None,
-                output=state.known[state.num_prompt :] if penalized or structured else None,
+                output=state.known[state.num_prompt :] if penalized or masked else None,
             )
         )
         slots = self._rows.slots(row).copy()

@@ -84,7 +84,7 @@ class Rows:
         self.next_named[row] = self.chunk_size
         self.decodes[row] = False
         self.accepts[row] = True
-        self.masked[row] = request.params.structured_outputs is not None
+        self.masked[row] = request.params.masked
         self.priority[row], self.arrival[row] = state.key
         self.ids[row] = request.id
         self.states[row] = state
