@@ -26,6 +26,8 @@ from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords
 from cellar.server.host import EngineHost, ServedModel
 from cellar.server.hosts import AllowedHosts, hosts_of
 from cellar.server.keys import owner_of, read_keys
+from cellar.server.messages import routes as messages
+from cellar.server.messages.routes import MessagesApi
 from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
@@ -33,14 +35,11 @@ from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeReq
 from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
-from cellar.server.stream import ClientGone, EventStream, until_gone
+from cellar.server.stream import GONE, ClientGone, EventStream, answered, until_gone
 from cellar.server.tenants import Tenants
 from cellar.version import __version__
 
 logger = logging.getLogger(__name__)
-
-GONE = Response(status_code=499)
-"""Nobody reads it; it is what the log shows for a client that hung up."""
 
 HEALTH_SECONDS = 30.0
 
@@ -185,14 +184,7 @@ class Api:
     # -- how --------------------------------------------------------------------------------------
 
     async def _whole(self, request: Request, body: Coroutine[Any, Any, dict[str, Any]]) -> Response:
-        async def in_time() -> dict[str, Any]:
-            async with asyncio.timeout(self.limits.request_timeout):
-                return await body
-
-        try:
-            return JSONResponse(await until_gone(request, in_time()))
-        except ClientGone:
-            return GONE
+        return await answered(request, body, self.limits.request_timeout)
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
@@ -273,6 +265,7 @@ def build_app(
     for method, routes in (("POST", post), ("GET", get)):
         for path, endpoint in routes.items():
             app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
+    messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
     # The last added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     if keys:

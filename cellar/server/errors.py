@@ -33,6 +33,20 @@ _TYPES = {
 }
 
 
+MESSAGES = "/v1/messages"
+"""Routes from here on speak as Anthropic's do."""
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
 class ApiError(Exception):
     """An answer other than success. `retry_after` is in seconds."""
 
@@ -62,14 +76,26 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        """The error as a whole HTTP answer."""
+    def said_at(self, path: str) -> dict[str, Any]:
+        """The error in the words of the API that has this route."""
+        if not speaks_anthropic(path):
+            return self.body
+        kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    def response(self, path: str = "") -> Response:
+        """The error as a whole HTTP answer of a route."""
         headers: dict[str, str] = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(self.retry_after)
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.said_at(path), self.status, headers)
+
+
+def speaks_anthropic(path: str) -> bool:
+    """True for routes of Anthropic's API."""
+    return path == MESSAGES or path.startswith(f"{MESSAGES}/")
 
 
 def _sayable(text: str) -> str:
@@ -119,7 +145,7 @@ def install(app: FastAPI) -> None:
     """Have every error of the app answered with OpenAI's error object."""
 
     async def ours(request: Request, error: Exception) -> Response:
-        return as_api_error(error, None, name_of(request.scope)).response()
+        return as_api_error(error, None, name_of(request.scope)).response(request.url.path)
 
     async def defect(request: Request, error: Exception) -> Response:
         """The framework answers these outside of all that we put around the routes."""
@@ -127,15 +153,15 @@ def install(app: FastAPI) -> None:
         response.headers[HEADER] = name_of(request.scope)
         return response
 
-    async def invalid(_: Request, error: Exception) -> Response:
+    async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error).response()
+        return _invalid(error).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         if error.status_code in (404, 405) and error.detail in ("Not Found", "Method Not Allowed"):
             return _no_route(app, request)
-        return ApiError(error.status_code, f"{error.detail}.".replace("..", ".")).response()
+        return ApiError(error.status_code, f"{error.detail}.".replace("..", ".")).response(request.url.path)
 
     app.add_exception_handler(ApiError, ours)
     app.add_exception_handler(CellarError, ours)
@@ -155,13 +181,13 @@ def _no_route(app: FastAPI, request: Request) -> Response:
     )
     if allowed:
         error = ApiError(405, f"{path} does not take {method}; it takes {' and '.join(allowed)}.")
-        response = error.response()
+        response = error.response(path)
         response.headers["allow"] = ", ".join(allowed)
         return response
     known = sorted({route.path for route in routes})
     near = difflib.get_close_matches(path, known, 1, 0.75)
     hint = f"did you mean {near[0]}? There" if near else "there"
-    return ApiError(404, f"there is no {path} on this server; {hint} are {', '.join(known)}.").response()
+    return ApiError(404, f"there is no {path} on this server; {hint} are {', '.join(known)}.").response(path)
 
 
 def _invalid(error: RequestValidationError) -> ApiError:

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cellar.server.errors import ApiError, unavailable
 from cellar.server.keys import digest_of, set_owner
 from cellar.server.page import PREFIX
-from cellar.server.stream import DONE, event
+from cellar.server.stream import ending
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/engine/status", "/"})
 """What probes and scrapers ask for, and the page, which asks for the key itself: it tells nothing of anybody's
@@ -49,7 +49,7 @@ class ApiKeys:
             "there is no valid API key; send one as Authorization: Bearer KEY, or as x-api-key: KEY.",
             code="invalid_api_key",
         )
-        await error.response()(scope, receive, send)
+        await error.response(path)(scope, receive, send)
 
     def _owner(self, scope: Scope) -> str | None:
         """Whose key was presented; None if it is nobody's."""
@@ -97,7 +97,7 @@ class BodyLimit:
         return f"the body is larger than {self._max_bytes} bytes; send less."
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = ApiError(413, self._message()).response()
+        response = ApiError(413, self._message()).response(scope["path"])
         response.headers["connection"] = "close"
         await response(scope, receive, send)
 
@@ -164,9 +164,9 @@ class LastWords:
                 return
             error = unavailable("the server ends, and the time for running requests is over; try again.", retry_after=5)
             if not begun:
-                await error.response()(scope, receive, send)
+                await error.response(scope["path"])(scope, receive, send)
                 return
-            last = event(error.body) + DONE if streams else b""
+            last = ending(scope["path"], error) if streams else b""
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -112,6 +112,12 @@ class Preparer:
         prompt = await self.conversation(body, tools.tools, lambda text: self.read_text(text, special))
         return PreparedChat(prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools)
 
+    async def count(self, body: ChatRequest) -> int:
+        """Tokens of a chat's prompt. Raises RequestError, ApiError."""
+        tools = tool_use(body, self._tool_call_parser)
+        special = bool(body.add_special_tokens)
+        return await self.conversation(body, tools.tools, lambda text: len(self.encode(text, special)))
+
     async def conversation(
         self,
         body: ChatRequest | TokenizeRequest,

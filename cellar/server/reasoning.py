@@ -42,6 +42,10 @@ class Reasoning:
         """The template's variable that turns reasoning on and off, if it has one."""
         return next((name for name in SWITCHES if name in self._read), None)
 
+    def reads(self, name: str) -> bool:
+        """True if the template reads one of `SWITCHES`, or `EFFORT`."""
+        return name in self._read
+
     def variables(self, given: Mapping[str, Any], effort: str | None = None) -> dict[str, Any]:
         """Variables for the template: those given, and what `reasoning_effort` means to it. Raises ApiError.
 

@@ -9,15 +9,19 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from cellar.server.errors import as_api_error
+from cellar.server.errors import ApiError, as_api_error, speaks_anthropic
 from cellar.server.request_id import name_of
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+
+
+GONE = Response(status_code=499)
+"""Nobody reads it; it is what the log shows for a client that hung up."""
 
 
 class ClientGone(Exception):
@@ -27,6 +31,31 @@ class ClientGone(Exception):
 def event(body: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+
+
+def named_event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event of Anthropic's API: it has its type as its name, too."""
+    return f"event: {body['type']}\n".encode() + event(body)
+
+
+def ending(path: str, error: ApiError | None = None) -> bytes:
+    """What a route's stream ends with, after an error or without one."""
+    if speaks_anthropic(path):
+        return b"" if error is None else named_event(error.said_at(path))
+    return DONE if error is None else event(error.body) + DONE
+
+
+async def answered(request: Request, body: Awaitable[Any], deadline: float | None) -> Response:
+    """A whole answer in JSON, unless the client hangs up before it is there. `deadline` is in seconds from now."""
+
+    async def in_time() -> Any:
+        async with asyncio.timeout(deadline):
+            return await body
+
+    try:
+        return JSONResponse(await until_gone(request, in_time()))
+    except ClientGone:
+        return GONE
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -48,7 +77,7 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
 class EventStream(Response):
     """Server-sent events. The head is sent with the first event: what fails before it has a status of its own.
 
-    An error after that is an event with OpenAI's error object. `deadline` is in seconds from now.
+    An error after that is an event in the words of the route's API. `deadline` is in seconds from now.
     """
 
     def __init__(
@@ -88,10 +117,12 @@ class EventStream(Response):
         except Exception as error:
             failure = as_api_error(error, self._names, name_of(scope))
             if not begun:
-                await failure.response()(scope, receive, send)
+                await failure.response(scope["path"])(scope, receive, send)
                 return
-            await send({"type": "http.response.body", "body": event(failure.body), "more_body": True})
-        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+            last = ending(scope["path"], failure)
+        else:
+            last = ending(scope["path"])
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def _gone(receive: Receive) -> None:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tests.fake_front import TEMPLATE
 from tests.server.served import TEXT, Served
+
+HYBRID = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+"""A template that lets reasoning be turned off; else the model opens it, or does not."""
+
+ALWAYS = TEMPLATE + "<think>\n"
+"""A template that opens the reasoning."""
 
 END = 2
 """The fake's end symbol."""

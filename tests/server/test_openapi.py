@@ -15,6 +15,8 @@ from tests.server.served import serve
 PATHS = {
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/models",
     "/v1/models/{model}",
     "/tokenize",
@@ -32,6 +34,8 @@ PATHS = {
 POSTS = [
     "/v1/completions",
     "/v1/chat/completions",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/tokenize",
     "/detokenize",
 ]

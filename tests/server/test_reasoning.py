@@ -12,11 +12,9 @@ import pytest
 
 from tests.fake_front import TEMPLATE
 from tests.server.served import TEXT, Served, serve
-from tests.server.spoken import says
+from tests.server.spoken import ALWAYS, HYBRID, says
 
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
-HYBRID = TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-ALWAYS = TEMPLATE + "<think>\n"
 TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 THOUGHT, ANSWER = "Well, é: 1 < 2.\n\nSo </b>", "Hi there, é!"
 
