@@ -81,7 +81,7 @@ class ApiError(Exception):
         if not speaks_anthropic(path):
             return self.body
         kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+        return {"type": "error", "error": {"type": kind, "message": self.body["error"]["message"]}}
 
     def response(self, path: str = "") -> Response:
         """The error as a whole HTTP answer of a route."""

@@ -62,7 +62,7 @@ class AllowedHosts:
             "localhost.",
             code="host_not_allowed",
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"host"]
