@@ -82,11 +82,13 @@ class Tokens:
     """The ids of a turn, prompt and answer, in what they add to a context.
 
     ids: int32 [n], those added to the context of the response `base`, or all if `base` is None; none beyond a stop
-    string. `text_length` characters of text are what the whole context stands for, `text_digest` is their SHA-256.
+    string. The last `num_answer` are the answer's. All before them stand for a rendered prompt of `text_length`
+    characters, of which `text_digest` is the SHA-256 (`cellar.text.continuation.PromptText`).
     """
 
     ids: IntArray
     base: str | None = None
+    num_answer: int = 0
     text_length: int = 0
     text_digest: bytes = b""
 

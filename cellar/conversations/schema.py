@@ -59,6 +59,7 @@ responses = Table(
     Column("body", Text, nullable=False),
     Column("base", String(128)),
     Column("ids", LargeBinary),  # int32, little-endian
+    Column("num_answer", Integer, nullable=False),
     Column("text_length", Integer, nullable=False),
     Column("text_digest", LargeBinary, nullable=False),
     Column("is_deleted", Boolean, nullable=False),  # kept for those that go on from it

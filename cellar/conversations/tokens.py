@@ -9,18 +9,17 @@ from cellar.conversations.records import Tokens
 from cellar.conversations.schema import responses
 from cellar.conversations.session import Session
 
+_COLUMNS = (
+    responses.c.base,
+    responses.c.ids,
+    responses.c.num_answer,
+    responses.c.text_length,
+    responses.c.text_digest,
+)
 _begin = (
-    select(
-        responses.c.base, responses.c.ids, responses.c.text_length, responses.c.text_digest, literal(0).label("depth")
-    )
-    .where(responses.c.id == bindparam("id"))
-    .cte("walk", recursive=True)
+    select(*_COLUMNS, literal(0).label("depth")).where(responses.c.id == bindparam("id")).cte("walk", recursive=True)
 )
-_walk = _begin.union_all(
-    select(
-        responses.c.base, responses.c.ids, responses.c.text_length, responses.c.text_digest, _begin.c.depth + 1
-    ).where(responses.c.id == _begin.c.base)
-)
+_walk = _begin.union_all(select(*_COLUMNS, _begin.c.depth + 1).where(responses.c.id == _begin.c.base))
 _CONTEXT = select(_walk).order_by(_walk.c.depth.desc())
 
 
@@ -30,7 +29,8 @@ def context(session: Session, response: str) -> Tokens | None:
     if not rows or any(row.ids is None for row in rows) or rows[0].base is not None:
         return None
     ids = np.frombuffer(b"".join(row.ids for row in rows), "<i4").astype(np.int32, copy=False)
-    return Tokens(ids, response, rows[-1].text_length, rows[-1].text_digest)
+    last = rows[-1]
+    return Tokens(ids, response, last.num_answer, last.text_length, last.text_digest)
 
 
 def to_bytes(tokens: Tokens) -> bytes:

@@ -190,7 +190,10 @@ def as_list(prompts: object) -> list[Any]:
 
 
 def _check_ids(name: str, ids: Any, vocab_size: int) -> None:
-    if len(ids) and (min(ids) < 0 or max(ids) >= vocab_size):
+    if not len(ids):
+        return
+    least, most = (ids.min(), ids.max()) if isinstance(ids, np.ndarray) else (min(ids), max(ids))
+    if least < 0 or most >= vocab_size:
         wrong = next(int(t) for t in ids if not 0 <= t < vocab_size)
         raise RequestError(
             f"{name} contains token id {wrong}, but the model knows 0 to {vocab_size - 1}; use ids in that range.", name

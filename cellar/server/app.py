@@ -62,7 +62,9 @@ class Api:
         waiting = None if shared is None else shared.waiting()
         tenants = Tenants(server.share_prefixes)
         self.desk = Desk(host, limits, self.metrics, tenants, server.enable_log_requests, waiting)
-        self.prepare = Preparer(model, self.desk, limits, server.tool_call_parser, server.reasoning_parser)
+        self.prepare = Preparer(
+            model, self.desk, limits, self.metrics, server.tool_call_parser, server.reasoning_parser
+        )
         self._started = int(time.time())
 
     def close(self) -> None:

@@ -31,6 +31,11 @@ _COUNTERS = {
     "conversation_requests": "Requests that named their conversation.",
     "conversation_prompt_tokens": "Prompt tokens of requests that named their conversation.",
     "conversation_cached_tokens": "Of these, tokens found in the cache.",
+    "chat_characters": "Characters of rendered conversations.",
+    "chat_characters_tokenized": "Of these, characters that were tokenized; ids of the others were known.",
+    "chat_tokenizing_seconds": "Time spent on that.",
+    "turns_continued": "Turns of stored conversations that went on from their stored ids.",
+    "turns_rendered": "Turns that did not: earlier turns were rewritten, or have no ids.",
     ENGINE_RESTARTS: "Times that the engine was started again.",
     FRONT_RESTARTS: "Times that a front process was started again.",
 }
@@ -115,6 +120,16 @@ class Metrics:
         self._tally.add("conversation_requests")
         self._tally.add("conversation_prompt_tokens", num_prompt)
         self._tally.add("conversation_cached_tokens", num_cached)
+
+    def tokenized(self, characters: int, anew: int, seconds: float) -> None:
+        """Rendered conversations of so many characters became ids, `anew` of them by tokenizing."""
+        self._tally.add("chat_characters", characters)
+        self._tally.add("chat_characters_tokenized", anew)
+        self._tally.add("chat_tokenizing_seconds", seconds)
+
+    def turn(self, continued: bool) -> None:
+        """A turn of a stored conversation begins: from its ids, or rendered and tokenized as a whole."""
+        self._tally.add("turns_continued" if continued else "turns_rendered")
 
     def answered(self, route: str, status: int) -> None:
         """An HTTP answer was begun."""

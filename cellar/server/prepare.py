@@ -9,7 +9,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, TypeVar
+from time import perf_counter
+from typing import Any, ParamSpec, TypeVar
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
@@ -18,11 +19,13 @@ from cellar.server.config import LimitConfig
 from cellar.server.desk import Desk
 from cellar.server.errors import ApiError, as_api_error, refused, whole_characters
 from cellar.server.host import ServedModel
+from cellar.server.metrics import Metrics
 from cellar.server.reasoning import Reasoning
 from cellar.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from cellar.server.tools import ToolUse, tool_use
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck
+from cellar.text.incremental import IncrementalTokenizer, IntArray
 from cellar.text.rendering import Rendering
 from cellar.text.tokenizer import Tokenizer
 from cellar.text.tools.registry import parser_of
@@ -30,6 +33,7 @@ from cellar.text.tools.registry import parser_of
 LONG_TEXT = 4096
 """Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -50,6 +54,7 @@ class Preparer:
         model: ServedModel,
         desk: Desk,
         limits: LimitConfig,
+        metrics: Metrics,
         tool_call_parser: str | None = None,
         reasoning_parser: str | None = None,
     ) -> None:
@@ -61,6 +66,8 @@ class Preparer:
         self._grammars = GrammarCheck(budget)
         sources = {} if model.templates is None else model.templates.sources
         self._tool_call_parser = tool_call_parser or parser_of(sources)
+        self._metrics = metrics
+        self._incremental = None if model.tokenizer is None else IncrementalTokenizer(model.tokenizer)
         self.reasoning = Reasoning(reasoning_parser, model.templates, model.tokenizer)
 
     def close(self) -> None:
@@ -109,7 +116,10 @@ class Preparer:
         if tools.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         special = bool(body.add_special_tokens)
-        prompt = await self.conversation(body, tools.tools, lambda text: self.read_text(text, special))
+        prompt, seconds = await self.conversation(body, tools.tools, lambda text: _timed(self.read_text, text, special))
+        if self._incremental is not None:
+            done = self._incremental.take_stats()
+            self._metrics.tokenized(done.characters, done.tokenized, seconds)
         return PreparedChat(prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools)
 
     async def count(self, body: ChatRequest) -> int:
@@ -182,12 +192,23 @@ class Preparer:
 
     def read_text(self, text: str, add_special_tokens: bool) -> Prompt:
         """A prompt with or without special tokens around it. Raises RequestError, ApiError."""
-        ids = self.encode(self._desk.check_length(text), add_special_tokens)
+        self._desk.check_length(text)
+        ids: list[int] | IntArray
+        if self._incremental is None or add_special_tokens:
+            ids = self.encode(text, add_special_tokens)
+        else:
+            ids = self._incremental.encode(text)
         return self._desk.read({"prompt": text, "prompt_token_ids": ids})
 
     def encode(self, text: str | None, add_special_tokens: bool | None) -> list[int]:
         """Token ids of a text. Raises ApiError if it is no text."""
         return self.tokenizer.encode(whole_characters(text or ""), add_special_tokens=add_special_tokens is not False)
+
+
+def _timed(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
+    """What comes of it, and how many seconds it took."""
+    begun = perf_counter()
+    return work(*args, **kwargs), perf_counter() - begun
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:

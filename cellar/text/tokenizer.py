@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from cellar.core.errors import CheckpointError
+from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.decoding import DecoderKind, Decoding
 from cellar.text.reach import reach
 
@@ -22,6 +23,7 @@ class Tokenizer:
     """Wraps a `tokenizers.Tokenizer` with what a checkpoint's other files say about its special tokens.
 
     `special_tokens` maps a role (`bos_token`) to its string; `eos_token_ids` are all ids that end an answer.
+    `cuts` matches where a text may be divided (see `cuts.py`).
     """
 
     def __init__(
@@ -48,6 +50,8 @@ class Tokenizer:
         decoder = None if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.decoding = Decoding(decoder, backend.id_to_token, self.special_ids)
         self._reach = reach(backend)
+        self.cuts = cuts(backend)
+        self._anchor = next(iter(safe_tokens(backend)), None)
 
     @classmethod
     def load(cls, directory: str | Path) -> Tokenizer:
@@ -85,6 +89,16 @@ class Tokenizer:
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of texts, without special tokens around them."""
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of a text that follows another: what a tokenizer does at the beginning of a text is not done."""
+        if self._anchor is None or not text:
+            return self.encode(text, add_special_tokens=False)
+        return self.encode(self._anchor + text, add_special_tokens=False)[1:]
 
     def least_tokens(self, text: str) -> int:
         """So many tokens a text has for certain, perhaps many more; found out by its length alone."""

@@ -60,7 +60,7 @@ def ids(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def tokens(new: list[int], base: str | None = None, text: str = "") -> Tokens:
-    return Tokens(ids(*new), base, len(text), hashlib.sha256(text.encode()).digest())
+    return Tokens(ids(*new), base, 1, len(text), hashlib.sha256(text.encode()).digest())
 
 
 def turn(store: Store, id: str, new: list[int] | None = None, base: str | None = None, **values: Any) -> Response:

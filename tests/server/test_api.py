@@ -21,6 +21,7 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.run import served_at
 from cellar.server.serving import server_config
+from cellar.text.incremental import IncrementalTokenizer
 from cellar.text.rendering import Rendering
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, engine_of
@@ -165,6 +166,7 @@ def test_special_tokens_around_a_chat_if_asked_for(served: Served, monkeypatch: 
     prepare = served.app.state.api.prepare
     opt = Tokenizer.load(TOKENIZER.parent / "opt-tiny")
     monkeypatch.setattr(prepare, "_model", replace(prepare._model, tokenizer=opt))
+    monkeypatch.setattr(prepare, "_incremental", IncrementalTokenizer(opt))
     text = "[user] Hi\n[assistant]"
     with served.http() as http:
         for asked in (None, False, True):

@@ -44,6 +44,7 @@ def upgrade() -> None:
         sa.Column("body", sa.Text, nullable=False),
         sa.Column("base", sa.String(128)),
         sa.Column("ids", sa.LargeBinary),
+        sa.Column("num_answer", sa.Integer, nullable=False),
         sa.Column("text_length", sa.Integer, nullable=False),
         sa.Column("text_digest", sa.LargeBinary, nullable=False),
         sa.Column("is_deleted", sa.Boolean, nullable=False),

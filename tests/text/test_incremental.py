@@ -1,0 +1,185 @@
+"""A text that is tokenized bit by bit has the ids of the whole."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import tokenizers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+import cellar.demo
+from cellar.text.cuts import cuts, safe_tokens
+from cellar.text.incremental import IncrementalTokenizer
+from cellar.text.tokenizer import Tokenizer
+from tests.text.conftest import load
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _made(pre_tokenizer: object, *added: AddedToken, normalizer: object = None) -> Tokenizer:
+    """GPT-2's tiny vocabulary behind other steps."""
+    backend = tokenizers.Tokenizer.from_str(load("gpt-tiny")._backend.to_str())
+    backend.pre_tokenizer = pre_tokenizer
+    if normalizer is not None:
+        backend.normalizer = normalizer
+    backend.add_tokens(list(added))
+    return Tokenizer(backend)
+
+
+def _metaspace() -> Tokenizer:
+    """SentencePiece as newer checkpoints have it: a blank before the first section alone."""
+    backend = tokenizers.Tokenizer.from_str(load("llama-tiny")._backend.to_str())
+    backend.normalizer = None
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def _lower() -> Tokenizer:
+    names = ["<s>", "</s>", "a", "b", "ab", "the", "cellar", " ", "[UNK]"]
+    backend = tokenizers.Tokenizer(models.WordPiece({n: i for i, n in enumerate(names)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False)
+SPLIT = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+)
+MADE: dict[str, Callable[[], Tokenizer]] = {
+    "gpt-tiny": lambda: load("gpt-tiny"),
+    "opt-tiny": lambda: load("opt-tiny"),
+    "llama-tiny": lambda: load("llama-tiny"),
+    "gpt2": lambda: load("gpt2"),
+    "demo": lambda: Tokenizer.load(cellar.demo.path()),
+    "metaspace": _metaspace,
+    "bert": _lower,
+    "llama3": lambda: _made(SPLIT),
+    "prefix-space": lambda: _made(pre_tokenizers.ByteLevel(add_prefix_space=True)),
+    "digits": lambda: _made(pre_tokenizers.Sequence([pre_tokenizers.Digits(True), BYTES])),
+    "blanks-taken": lambda: _made(BYTES, AddedToken("<m>", lstrip=True, rstrip=True), AddedToken("a b")),
+    "word-alone": lambda: _made(BYTES, AddedToken("the", single_word=True), AddedToken("END", special=True)),
+    "overlapping": lambda: _made(BYTES, AddedToken("<|im_end|><", special=True), AddedToken("|><|", special=True)),
+    "composed": lambda: _made(BYTES, AddedToken("É"), normalizer=normalizers.NFC()),
+}
+PIECES = [
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<s>", "</s>", "<m>", "END", "a b", "the", "É", "e\u0301"),
+    *(
+        " ",
+        "  ",
+        "\n",
+        "\n\n",
+        "\t",
+        " the",
+        "cellar",
+        " wine",
+        "don't",
+        " 's",
+        "123",
+        " 4",
+        ".",
+        " ...",
+        "'",
+        "<|",
+        "|>",
+    ),
+    *("theEND", " the<|im_end|>", "日本", "\u0301", "\U0001f600", "\u200d", "A b c", "word word word ", "\r\n"),
+]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+
+
+@pytest.fixture(scope="module", params=MADE)
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    return MADE[request.param]()
+
+
+@given(turns=st.lists(TEXTS, min_size=1, max_size=6), other=TEXTS, small=st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_ids_are_those_of_the_whole(tokenizer: Tokenizer, turns: list[str], other: str, small: bool) -> None:
+    made = IncrementalTokenizer(tokenizer, 2000 if small else 2**20, block=16)
+    text = ""
+    for turn in turns:
+        text += turn
+        for one in (text, text + other, other + text, text):
+            assert made.encode(one).tolist() == tokenizer.encode(one, add_special_tokens=False), repr(one)
+
+
+def _conversation(count: int, template: str, seed: int = 0) -> list[str]:
+    """The text of each turn, the ones before included."""
+    draw, text, found = random.Random(seed), "", []
+    for k in range(count):
+        words = " ".join(
+            draw.choice(["cellar", "wine", "house", "said", "old", "the"]) for _ in range(draw.randrange(80))
+        )
+        text += template.format(role="user" if k % 2 == 0 else "assistant", words=words)
+        found.append(text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("gpt-tiny", "<|im_start|>{role}\n{words}<|im_end|>\n"),
+        ("llama-tiny", "<s>[INST] {words} [/INST]</s>"),
+        ("metaspace", "<s>[INST] {words} [/INST]</s>"),
+        ("llama3", "<|im_start|>{words}\n"),
+        ("demo", "{words}\n\n"),
+        ("gpt2", "{role}: {words}\n"),
+    ],
+)
+def test_a_turn_costs_what_is_new(name: str, template: str) -> None:
+    tokenizer = MADE[name]()
+    made = IncrementalTokenizer(tokenizer)
+    before = ""
+    for k, text in enumerate(_conversation(120, template)):
+        tokenized = made.stats.tokenized
+        assert made.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
+        assert made.stats.tokenized - tokenized <= len(text) - len(before) + 2 * 2048 + 600, k
+        before = text
+    assert len(before) > 20_000
+    assert made.stats.tokenized < made.stats.characters / 3
+
+
+def test_an_equal_beginning_is_tokenized_once() -> None:
+    made = IncrementalTokenizer(MADE["gpt-tiny"]())
+    system = "<|im_start|>system\n" + "You keep a cellar. " * 1000 + "<|im_end|>\n"
+    made.encode(system + "<|im_start|>user\nfirst")
+    first = made.stats.tokenized
+    made.encode(system + "<|im_start|>user\nsecond")
+    assert made.stats.tokenized - first < 5000
+
+
+def test_memory_is_bounded() -> None:
+    tokenizer = MADE["gpt-tiny"]()
+    made = IncrementalTokenizer(tokenizer, max_bytes=100_000)
+    for seed in range(30):
+        for text in _conversation(10, "<|im_start|>{words}" * 8, seed):
+            assert made.encode(text).tolist() == tokenizer.encode(text, add_special_tokens=False)
+            assert made.num_bytes <= 100_000
+    assert made.num_bytes > 50_000
+
+
+def test_what_may_be_cut() -> None:
+    assert set(safe_tokens(MADE["gpt-tiny"]()._backend)) == {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
+    assert set(safe_tokens(MADE["overlapping"]()._backend)) == set(), "each may lose characters to another"
+    assert "END" not in safe_tokens(MADE["word-alone"]()._backend)
+    for name, divides in (
+        ("llama3", True),
+        ("demo", True),
+        ("gpt2", True),
+        ("prefix-space", False),
+        ("metaspace", False),
+    ):
+        pattern = cuts(MADE[name]()._backend)
+        assert pattern is not None
+        assert bool(pattern.search("of words")) is divides, name
