@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.serve_overhead import Pace, main
 from cellar.bench.serve.client import Answer, EventReader, LoadClient
 from cellar.bench.serve.command import build_load
+from cellar.bench.serve.comparison import Row
 from cellar.bench.serve.options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions
 from cellar.bench.serve.prompts import TokenScript, choose_vocabulary
 from cellar.bench.serve.run import ClientLoad, run_load
@@ -346,6 +347,56 @@ def test_a_sweep_over_concurrency() -> None:
         found, _ = bench(server.url, *small(6), "--max-concurrency", "1,3", "--percentile-metrics", "ttft")
         assert [run["max_concurrent_requests"] for run in found] == [1, 3]
         assert "mean_itl_ms" not in found[0]
+
+
+# -- two servers ----------------------------------------------------------------------------------
+
+
+def test_two_servers_in_turns(tmp_path: Path) -> None:
+    with stub(first=0.02) as quick, stub(first=0.2) as slow:
+        found, lines = bench(
+            quick.url,
+            *small(4),
+            *("--compare", slow.url, "--max-concurrency", "1", "--compare-rounds", "2"),
+            *("--percentile-metrics", "ttft", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "c"),
+        )
+        assert found["median_ttft_ms"] < 0.7
+        assert found["request_throughput"] > 1.4
+        verdicts = {line[:20].strip(): line.split()[-1] for line in lines.splitlines()}
+        assert (verdicts["requests/s"], verdicts["TTFT p50, ms"]) == ("first", "first")
+        written = json.loads((tmp_path / "c-compare.json").read_text())
+        assert written["ratios"] == found
+        assert [[side["completed"] for side in sides] for sides in written["rounds"]] == [[4, 4], [4, 4]]
+        # Both get the same prompts within a round, others in the next; each goes first once.
+        mine, theirs = (
+            [tuple(one.body["prompt"]) for one in server.seen if one.body["prompt"]] for server in (quick, slow)
+        )
+        assert mine == theirs
+        assert len(set(mine)) == 10
+        begun = sorted((one.at, server is quick) for server in (quick, slow) for one in server.seen)
+        assert [first for _, first in begun] == [True] * 5 + [False] * 10 + [True] * 5
+
+
+def test_equal_servers_are_even() -> None:
+    row = Row("requests/s", "request_throughput", (2.0, 1.0, 1.0), (1.0, 1.0, 2.0), True)
+    assert (row.ratios, row.verdict) == ((2.0, 1.0, 0.5), "even")
+    assert Row("", "", (2.0, 3.0), (1.0, 1.0), True).verdict == "first"
+    assert Row("", "", (2.0, 3.0), (1.0, 1.0), False).verdict == "second"
+    assert Row("", "", (float("nan"),), (3.0,), False).verdict == "even"
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--request-rate", "1,2"], "one request rate"),
+        (["--plot"], "plot has no effect"),
+        (["--compare-rounds", "0"], "at least 1"),
+    ],
+)
+def test_what_a_comparison_refuses(flags: list[str], text: str) -> None:
+    done = cellar("--base-url", "http://127.0.0.1:9", "--compare", "http://127.0.0.1:9", *flags)
+    assert done.exit_code != 0
+    assert text in " ".join(done.output.split())
 
 
 # -- failures -------------------------------------------------------------------------------------

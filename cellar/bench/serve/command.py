@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from cellar.bench.serve.client import LoadClient
+from cellar.bench.serve.comparison import Comparison
 from cellar.bench.serve.options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions, pairs
 from cellar.bench.serve.prompts import ChatScript, Script, TokenScript, choose_vocabulary
 from cellar.bench.serve.run import Run, run_load
@@ -57,6 +58,8 @@ class ServeBench:
 
     def run(self, say: Say, warn: Say) -> list[LoadReport]:
         """Test, tell, and write the files that were asked for. Raises ConfigError, or RequestError if all failed."""
+        if self.target.compare is not None:
+            return self._compare(self.target.compare, say, warn)
         tokenizer = None if self.target.tokenizer is None else Tokenizer.load(self.target.tokenizer)
         load = build_load(self.dataset, tokenizer)
         _allow_connections()
@@ -73,6 +76,42 @@ class ServeBench:
         if not any(report.completed for report in reports):
             raise RequestError(f"all requests failed; the most common error: {reports[0].errors[0][0]}.")
         return reports
+
+    def _compare(self, address: str, say: Say, warn: Say) -> list[LoadReport]:
+        """Load both servers in turns, whoever was second before goes first."""
+        if len(self._points()) > 1:
+            raise ConfigError("compare takes one request rate and one concurrency; leave the sweep out.")
+        if self.results.plot:
+            raise ConfigError("plot has no effect with compare; leave it out.")
+        tokenizer = None if self.target.tokenizer is None else Tokenizer.load(self.target.tokenizer)
+        _allow_connections()
+        folder = self._folder() if self.results.save_result else Path()
+        targets = (self.target, replace(self.target, base_url=address, compare=None))
+        rounds, model = list[tuple[LoadReport, LoadReport]](), ""
+        for number in range(self.target.compare_rounds):
+            dataset = replace(self.dataset, seed=self.dataset.seed + (number << 20))
+            load, found = build_load(dataset, tokenizer), dict[int, LoadReport]()
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                bench = replace(self, target=targets[side], dataset=dataset)
+                name, ((report, _),) = _run_loop(bench._test(load, tokenizer, _silent, warn))
+                if not report.completed:
+                    raise RequestError(f"all requests to {targets[side].root} failed ({report.errors[0][0]}).")
+                model, found[side] = model or name, report
+                say(
+                    f"round {number + 1} of {self.target.compare_rounds}, {('first', 'second')[side]}: "
+                    f"{report.request_throughput:.2f} requests/s, {report.output_throughput:.1f} output tokens/s, "
+                    f"{report.failed} failed"
+                )
+            rounds.append((found[0], found[1]))
+        comparison = Comparison(targets[0].root, targets[1].root, rounds)
+        for line in comparison.lines():
+            say(line)
+        if self.results.save_result:
+            path = folder / f"{self._stem(model)}-compare.json"
+            path.write_text(json.dumps(comparison.to_dict()) + "\n", encoding="utf-8")
+            say(f"written: {path}")
+        say(json.dumps(comparison.to_dict()["ratios"]))
+        return [report for pair in rounds for report in pair]
 
     # -- the test ---------------------------------------------------------------------------------
 
@@ -403,6 +442,10 @@ def _allow_connections() -> None:
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _silent(line: str) -> None:
+    """Of each run, a comparison tells its own line."""
 
 
 def _run_loop(work: Coroutine[Any, Any, T]) -> T:

@@ -40,6 +40,8 @@ class TargetOptions:
     ignore_eos: bool = _option(False, "Generate the full length that the dataset asks for.")
     extra_body: str | None = _option(None, "JSON object whose fields are added to each request.")
     ready_check_timeout_sec: float = _option(0.0, "Seconds to wait for a server that does not answer yet.")
+    compare: str | None = _option(None, "Address of a second server: both get the same load in turns; prints ratios.")
+    compare_rounds: int = _option(3, "How often each of both is loaded.")
 
     def __post_init__(self) -> None:
         if not 0 < self.port < 65536:
@@ -48,6 +50,10 @@ class TargetOptions:
             raise ConfigError(f"base_url is {self.base_url!r}; it must begin with http:// or https://.")
         if self.endpoint is not None and not self.endpoint.startswith("/"):
             raise ConfigError(f"endpoint is {self.endpoint!r}; it must begin with /.")
+        if self.compare is not None and urlsplit(self.compare).scheme not in ("http", "https"):
+            raise ConfigError(f"compare is {self.compare!r}; it must begin with http:// or https://.")
+        if self.compare_rounds < 1:
+            raise ConfigError(f"compare_rounds is {self.compare_rounds}; it must be at least 1.")
         if self.temperature < 0:
             raise ConfigError(f"temperature is {self.temperature}; it must not be negative.")
         if self.ready_check_timeout_sec < 0:
