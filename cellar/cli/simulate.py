@@ -47,7 +47,6 @@ def simulate(
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="Longest prompt plus output; default: the model's.")
     ] = None,
-    tiers: Annotated[str, typer.Option(help="Tiers of the KV store, separated by commas: device.")] = "device",
     host_seconds: Annotated[
         float, typer.Option(min=0.0, help="What one turn of the loop costs the host, in seconds.")
     ] = 150e-6,
@@ -78,9 +77,6 @@ def simulate(
     results: dict[str, Any],
 ) -> None:
     """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
-    from cellar.simulate.simulator import check_tiers
-
-    check_tiers([name.strip() for name in tiers.split(",")])
     chat = dataset_name == "chat"
     if chat and dataset["dataset_path"] is not None:
         raise ConfigError(

@@ -70,9 +70,7 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
             config.cache.enable_prefix_caching,
             root=root_identity(spec, opened.fingerprint),
             tiers=capacity.tiers,
-            policy=named_policy(
-                config.cache.kv_eviction_policy or ("value" if capacity.tiers else "lru"), model_costs(spec)
-            ),
+            policy=named_policy(config.cache.kv_eviction_policy, model_costs(spec), bool(capacity.tiers)),
         )
     except MemoryError as error:
         raise CapacityError(

@@ -108,9 +108,9 @@ def model_costs(spec: ModelSpec) -> dict[int, float]:
     return {c: float(spec.flops(size, c, 0)) for c in contexts}
 
 
-def named_policy(name: PolicyName, costs: Mapping[int, float]) -> Policy:
-    """value: RetentionValue; chance: ChanceValue; lru: LeastRecentlyUsed."""
-    match name:
+def named_policy(name: PolicyName | None, costs: Mapping[int, float], has_tiers: bool = True) -> Policy:
+    """value: RetentionValue; chance: ChanceValue; lru: LeastRecentlyUsed; None: value with slower tiers, else lru."""
+    match name or ("value" if has_tiers else "lru"):
         case "value":
             return RetentionValue(costs)
         case "chance":

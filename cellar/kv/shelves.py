@@ -25,6 +25,9 @@ from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
+AT_ONCE = 32
+"""Slots that are reclaimed beyond those needed now, if nothing is lost by it."""
+
 _KEPT, _SPARE, _ONLY = 0, 1, 2
 
 
@@ -58,7 +61,9 @@ class Shelves:
             return None
         missing = count - self.pools[tier].num_free
         if missing > 0:
-            self.reclaim(tier, missing, now)
+            # Of those that a slower tier has, too, some more at once: a choice costs much the same for one or for many.
+            more = min(len(self.spare[tier]) - missing, AT_ONCE, self.pools[tier].num_slots // 64)
+            self.reclaim(tier, missing + max(0, more), now)
         return self.pools[tier].take(count, state)
 
     def reclaim(self, tier: int, count: int, now: float) -> None:

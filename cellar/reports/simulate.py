@@ -20,10 +20,11 @@ from cellar.bench.sharegpt import table_conversations
 from cellar.bench.workloads import Load, Turn, Vocabulary, gamma_arrivals, with_think_times
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
+from cellar.kv.policy import named_policy
 from cellar.reports.load import FloatArray, LoadReport, RequestTiming, Section, plot_cdfs, plot_sweep
 from cellar.reports.simulate_check import Measured, beside, compared_lines, phases, read_measured
 from cellar.reports.simulate_setup import Setup, open_setup
-from cellar.simulate.simulator import SimulatedRun, Simulation
+from cellar.simulate.simulator import SimulatedRun, Simulation, chunk_costs
 
 Say = Callable[[str], None]
 
@@ -104,6 +105,7 @@ def run_simulations(settings: Settings, say: Say) -> list[LoadReport]:
 def simulate(setup: Setup, load: Load, settings: Settings, max_concurrency: int | None = None) -> SimulatedRun:
     """Serve a load; turns that do not fit the context must have been left out (`Load.within`)."""
     words = Vocabulary(0, setup.spec.vocab_size, settings.dataset.seed)
+    costs = chunk_costs(setup.prices, setup.capacity.chunk_size, setup.max_model_len)
     simulation: Simulation[Turn] = Simulation(
         load,
         words.tokens,
@@ -114,6 +116,7 @@ def simulate(setup: Setup, load: Load, settings: Settings, max_concurrency: int 
         max_concurrency=max_concurrency,
         max_seconds=math.inf if settings.max_seconds is None else settings.max_seconds,
         host_seconds=settings.host_seconds,
+        policy=named_policy(setup.cache.kv_eviction_policy, costs, bool(setup.capacity.tiers)),
     )
     gc.collect()
     gc.freeze()  # what was there before lives on; walking through it again and again would take a tenth of the time
@@ -126,12 +129,14 @@ def simulate(setup: Setup, load: Load, settings: Settings, max_concurrency: int 
 def _described(settings: Settings, setup: Setup) -> str:
     tokens = setup.capacity.num_slots * setup.capacity.chunk_size
     layout = setup.prices.layout
+    size = setup.capacity.chunk_size
+    below = "".join(f", {n * size:,} in the {tier.name.lower()}" for tier, n in setup.capacity.tiers.items())
     beyond = f" (the model itself attends to {setup.spec.max_position:,})"
     context = f"{setup.max_model_len:,}" + (beyond if setup.max_model_len > setup.spec.max_position else "")
     split = f", {layout.name} over {layout.mesh.size} devices" if layout.mesh.size > 1 else ""
     return (
         f"{settings.model} on {settings.machine}, {setup.prices.formats.name}{split}: "
-        f"{tokens:,} tokens of KV cache, context {context}; {setup.about}"
+        f"{tokens:,} tokens of KV cache{below}, context {context}; {setup.about}"
     )
 
 
@@ -215,8 +220,19 @@ def engine_section(run: SimulatedRun) -> Section:
             ("Mean KV cache in use or kept (%)", "mean_kv_percent", 100 * float(np.mean(kv)) if kv else math.nan),
             ("Most requests waiting", "max_waiting", max(waiting, default=0)),
             ("Preemptions", "preemptions", run.stats.preemptions),
+            *_tier_lines(run),
         ),
     )
+
+
+def _tier_lines(run: SimulatedRun) -> list[tuple[str, str, float]]:
+    """What moved between the device and each slower tier."""
+    found: list[tuple[str, str, float]] = []
+    for stats in run.stats.tiers[1:]:
+        name = stats.tier.name.lower()
+        found.append((f"Chunks loaded from the {name}", f"{name}_loaded_chunks", stats.loaded))
+        found.append((f"Chunks saved to the {name}", f"{name}_saved_chunks", stats.saved))
+    return found
 
 
 def detailed(run: SimulatedRun) -> dict[str, Any]:

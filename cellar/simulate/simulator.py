@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -18,17 +18,17 @@ from numpy.typing import NDArray
 
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import CapacityError, ConfigError
-from cellar.core.messages import FinishReason, IntArray, Request, SchedulerStats, StepOutput
+from cellar.core.messages import FinishReason, IntArray, Request, SchedulerStats, StepOutput, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.steps import step_engine
+from cellar.kv.policy import Policy
+from cellar.planner.partition import kv_bytes_per_chip
 from cellar.planner.steps import StepPrices, kv_room
 from cellar.runtime.protocol import Capacity
 from cellar.schedule.steps.scheduler import StepScheduler
+from cellar.simulate.link import Link, LinkModel
 from cellar.simulate.runtime import MAX_SEED, SimulatedRuntime, StepRecord, generated
-
-TIERS = ("device",)
-"""Where the simulator keeps chunks; copies to others have no price yet."""
 
 NO_STOPS: frozenset[int] = frozenset()
 
@@ -71,7 +71,9 @@ class Load(Protocol[TurnT_co]):
 class SimulatedRequest:
     """One turn of a conversation as it went; times are in seconds on the simulated clock.
 
-    `token_times` are those of its tokens; `num_cached` of its prompt's tokens were found in the cache.
+    `token_times` are those of its tokens; `num_cached` of its prompt's tokens were found in the cache. Of the
+    `num_history` tokens of earlier turns whose KV had been computed `num_recomputed` were computed again, which took
+    the device `recomputed_seconds` (products and attention, as part of a large step).
     """
 
     conversation: int
@@ -81,6 +83,9 @@ class SimulatedRequest:
     num_output: int
     token_times: list[float] = field(default_factory=list)
     num_cached: int = 0
+    num_history: int = 0
+    num_recomputed: int = 0
+    recomputed_seconds: float = 0.0
     queue_seconds: float = 0.0
     error: str | None = None
 
@@ -125,17 +130,6 @@ class SimulatedRun:
         return self.stats.prefix_hits / self.stats.prefix_queries if self.stats.prefix_queries else 0.0
 
 
-def check_tiers(names: Sequence[str]) -> None:
-    """Raise ConfigError unless the KV store has these tiers."""
-    unknown = [name for name in names if name not in TIERS]
-    if unknown or "device" not in names:
-        said = f"tier {unknown[0]!r} is not there" if unknown else "the device's tier is needed"
-        raise ConfigError(
-            f"{said}: the simulator keeps chunks on the device alone and drops what does not fit; "
-            f"use --tiers {','.join(TIERS)}."
-        )
-
-
 def capacity_of(
     spec: ModelSpec,
     prices: StepPrices,
@@ -144,14 +138,11 @@ def capacity_of(
     max_model_len: int,
     kv_bytes: int | None = None,
 ) -> Capacity:
-    """Slots and rows of a machine: `kv_bytes` of KV cache, or what weights and buffers leave of its memory.
+    """Slots and rows of a machine: `kv_bytes` of KV cache, or what weights and buffers leave of its memory; and as many
+    slots of the host's memory as the options ask for.
 
-    Raises ConfigError for tiers below it, CapacityError if not even one request of `max_model_len` tokens would fit.
+    Raises CapacityError if not even one request of `max_model_len` tokens would fit, or if the host has less.
     """
-    if cache.kv_offloading_size is not None:
-        raise ConfigError(
-            "kv_offloading_size asks for a second tier, but the simulator has the device alone; leave it out."
-        )
     tokens = schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
     size = cache.block_size
@@ -165,7 +156,26 @@ def capacity_of(
             f"there is room for {num_slots * size:,} tokens of KV cache, but one request may have {max_model_len:,}; "
             f"ask for --max-model-len {max(num_slots, 1) * size} or less, or give the cache more memory."
         )
-    return Capacity(num_slots, schedule.max_num_seqs, size, max_model_len)
+    return Capacity(num_slots, schedule.max_num_seqs, size, max_model_len, _tiers(spec, prices, cache))
+
+
+def _tiers(spec: ModelSpec, prices: StepPrices, cache: CacheConfig) -> dict[Tier, int]:
+    if cache.kv_offloading_size is None:
+        return {}
+    asked, usable = cache.kv_offloading_size * 2**30, prices.machine.usable("host")
+    if asked > usable:
+        raise CapacityError(
+            f"kv_offloading_size asks for {cache.kv_offloading_size:g} GiB, but the host of {prices.machine.name} has "
+            f"{usable / 2**30:.0f} GiB to give; ask for less."
+        )
+    return {Tier.HOST: int(asked / (spec.kv.nbytes_per_token() * cache.block_size))}
+
+
+def chunk_costs(prices: StepPrices, chunk_size: int, max_context: int) -> dict[int, float]:
+    """Seconds that a chunk adds to a large step, at contexts that are powers of two (Pensieve §3.4.3.1, `Cost`)."""
+    cost = prices.cost
+    contexts = [2**k for k in range(max_context.bit_length() + 1)]
+    return {c: chunk_size * (cost.token_flops + cost.attended * c) for c in contexts}
 
 
 class Simulation(Generic[TurnT]):
@@ -173,8 +183,10 @@ class Simulation(Generic[TurnT]):
 
     `spell` gives a turn's tokens: equal prefixes are shared, as equal tokens are. At most `max_concurrency`
     conversations are open at a time, later ones begin when one ends. Turns that are due later than `max_seconds` after
-    the first are not sent. `snapshot_seconds` is the least time between two snapshots. `host_seconds` is what a turn of
-    the loop costs the host.
+    the first are not sent, and nothing is simulated later than `stop_seconds`. `snapshot_seconds` is the least time
+    between two snapshots. `host_seconds` is what a turn of the loop costs the host. Slower tiers are those of
+    `capacity`; `links` say how chunks get there (default: the host as the machine of `prices` has it). `policy` and
+    `phases_apart` are the scheduler's.
     """
 
     def __init__(
@@ -188,8 +200,12 @@ class Simulation(Generic[TurnT]):
         prefix_caching: bool = True,
         max_concurrency: int | None = None,
         max_seconds: float = math.inf,
+        stop_seconds: float = math.inf,
         host_seconds: float = 0.0,
         snapshot_seconds: float = 1.0,
+        links: Mapping[Tier, LinkModel] | None = None,
+        policy: Policy | None = None,
+        phases_apart: bool = False,
     ) -> None:
         if not len(load.conversations):
             raise ConfigError("there is nothing to simulate: no conversation fits the context; raise max_model_len.")
@@ -197,7 +213,12 @@ class Simulation(Generic[TurnT]):
             raise ConfigError(f"{len(load.conversations)} conversations are too many; at most {MAX_SEED} have a name.")
         self._load = load
         self._spell = spell
-        self.runtime = SimulatedRuntime(capacity, prices, host_seconds)
+        self._cost = prices.cost
+        models = {tier: LinkModel.of_host(prices.machine) for tier in capacity.tiers} if links is None else links
+        d, layout = prices.d, prices.layout
+        nbytes = kv_bytes_per_chip(d, layout, 1, capacity.chunk_size, prices.formats)  # each device has a link
+        self.links = {tier: Link(model, nbytes, d.layers) for tier, model in models.items()}
+        self.runtime = SimulatedRuntime(capacity, prices, host_seconds, self.links)
         self.scheduler = StepScheduler(
             capacity.num_slots,
             capacity.num_rows,
@@ -205,6 +226,9 @@ class Simulation(Generic[TurnT]):
             capacity.max_model_len,
             schedule,
             prefix_caching,
+            tiers=capacity.tiers,
+            policy=policy,
+            phases_apart=phases_apart,
         )
         self.engine = step_engine(
             self.scheduler,
@@ -216,6 +240,7 @@ class Simulation(Generic[TurnT]):
         self._snapshot_seconds = snapshot_seconds
         self._max_concurrency = max_concurrency or len(load.conversations)
         self._last = float(load.arrivals[0]) + max_seconds
+        self._stop = float(load.arrivals[0]) + stop_seconds
         self._requests: list[SimulatedRequest] = []
         self._running: dict[str, SimulatedRequest] = {}
         self._histories: dict[int, IntArray] = {}
@@ -231,7 +256,7 @@ class Simulation(Generic[TurnT]):
         runtime.now = start = arrivals[0]
         seen = -math.inf
         moment: float | None = start
-        while True:
+        while runtime.now < self._stop:
             if moment is not None and moment <= runtime.now:
                 self._post(arrivals)
                 moment = self._next(arrivals)
@@ -294,10 +319,19 @@ class Simulation(Generic[TurnT]):
         history[stop:end] = generated(number, stop, end)  # what the runtime is going to answer
         params = SamplingParams(temperature=0.0, max_tokens=asked.output_tokens, seed=number, detokenize=False)
         id = f"{number}.{turn}"
-        request = SimulatedRequest(number, turn, at, stop, asked.output_tokens)
+        request = SimulatedRequest(number, turn, at, stop, asked.output_tokens, num_history=max(before - 1, 0))
         self._requests.append(request)
         self._running[id] = request
         self.engine.add(Request(id, history[:stop], params, NO_STOPS, asked.output_tokens))
+
+    def _note_recomputed(self, request: SimulatedRequest) -> None:
+        """What of the history was computed before the first token."""
+        for start, stop in self.runtime.computed.pop(request.conversation, ()):
+            stop = min(stop, request.num_history)
+            if start < stop:
+                request.num_recomputed += stop - start
+                attended = (stop - start) * (start + stop + 1) / 2
+                request.recomputed_seconds += self._cost.token_flops * (stop - start) + self._cost.attended * attended
 
     def _deliver(self, output: StepOutput, now: float) -> bool:
         """Note down who got what; True if somebody ended, after whom others may begin."""
@@ -305,10 +339,13 @@ class Simulation(Generic[TurnT]):
         for id in output.ids:
             running[id].token_times.append(now)
         for id, count in output.num_cached_tokens.items():
-            running[id].num_cached = count
-            running[id].queue_seconds = output.queue_seconds[id]
+            request = running[id]
+            request.num_cached = count
+            request.queue_seconds = output.queue_seconds[id]
+            self._note_recomputed(request)
         for id, (reason, said) in output.finished.items():
             request = running.pop(id)
+            self.runtime.computed.pop(request.conversation, None)  # what a suspension cost is no history's
             if reason is FinishReason.ERROR:
                 request.error = str(said)
             turns = self._load.conversations[request.conversation].turns

@@ -233,7 +233,7 @@ def test_a_file_of_a_run_in_other_forms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["opt-13b", "--tiers", "device,host"], "tier 'host' is not there"),
+        (["opt-13b", "--kv-offloading-size", "99999"], "has 1717 GiB to give"),
         (["opt-13b", "--machine", "16xH200"], "8 or fewer"),
         (["opt-13b", "--machine", "laptop"], "GiB"),
         (["opt-13b", "--weights", "int5"], "int5"),

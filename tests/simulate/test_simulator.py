@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,16 +16,18 @@ from numpy.typing import NDArray
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Measure
-from cellar.core.messages import IntArray
+from cellar.core.messages import IntArray, Tier
 from cellar.core.specs import ModelSpec
+from cellar.kv.policy import named_policy
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine, h200
 from cellar.planner.models import decoder_spec
 from cellar.planner.steps import StepPrices
 from cellar.planner.work import step_work
 from cellar.runtime.protocol import Capacity
+from cellar.simulate.link import LinkModel
 from cellar.simulate.runtime import generated
-from cellar.simulate.simulator import SimulatedRun, Simulation, capacity_of, check_tiers
+from cellar.simulate.simulator import SimulatedRun, Simulation, capacity_of, chunk_costs
 
 CHUNK = 16
 
@@ -68,12 +71,21 @@ def machine() -> Machine:
 
 
 def simulation(
-    load: Load, *, num_slots: int = 4000, rows: int = 64, tokens: int = 2048, run_ahead: int = 2, **options: object
+    load: Load,
+    *,
+    num_slots: int = 4000,
+    rows: int = 64,
+    tokens: int = 2048,
+    run_ahead: int = 2,
+    host: int = 0,
+    policy: Literal["value", "chance", "lru"] = "value",
+    **options: object,
 ) -> Simulation[Turn]:
     config = ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, run_ahead=run_ahead)
     prices = StepPrices(dimensions(spec()), machine())
-    capacity = Capacity(num_slots, rows, CHUNK, 4096)
-    return Simulation(load, spell, prices, capacity, config, **options)  # type: ignore[arg-type]
+    capacity = Capacity(num_slots, rows, CHUNK, 4096, {Tier.HOST: host} if host else {})
+    chosen = named_policy(policy, chunk_costs(prices, CHUNK, 4096)) if host else None
+    return Simulation(load, spell, prices, capacity, config, policy=chosen, **options)  # type: ignore[arg-type]
 
 
 def singles(count: int, rate: float, prompt: int = 300, output: int = 100, seed: int = 0) -> Load:
@@ -282,6 +294,98 @@ def test_any_load_on_any_engine_ends_with_all_tokens(
         assert max(np.cumsum([change for _, change in open_talks])) <= concurrency
 
 
+# -- slower tiers ------------------------------------------------------------------------------------
+
+SLOW = LinkModel(load_rate=2e9, save_rate=2e9, chunk_seconds=1e-5, duplex=0.8)
+
+
+def test_what_left_the_device_is_found_in_the_host() -> None:
+    load = talks(30, 5, 20.0)
+    alone = simulation(load, num_slots=100).run()
+    below = simulation(load, num_slots=100, host=2000).run()
+    assert sum(r.num_recomputed for r in alone.requests) > 2000
+    assert sum(r.num_recomputed for r in below.requests) < 200, "next to all of the history is somewhere"
+    host = below.stats.tiers[1]
+    assert host.loaded > 100
+    assert host.saved > 100
+    assert host.load_seconds > 0
+    assert sum(s.num_tokens for s in below.steps) < sum(s.num_tokens for s in alone.steps)
+
+
+def test_recomputed_tokens_and_seconds_are_those_of_the_histories() -> None:
+    load = talks(40, 6, 0.2, gap=0.02)
+    cold = simulation(load, num_slots=20_000, prefix_caching=False)
+    run = cold.run()
+    cost = StepPrices(dimensions(spec()), machine()).cost
+    for r in run.requests:
+        assert r.num_recomputed == r.num_history
+        attended = r.num_history * (r.num_history + 1) / 2
+        assert r.recomputed_seconds == pytest.approx(cost.token_flops * r.num_history + cost.attended * attended)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_load_delays_the_step_that_needs_it(layerwise: bool) -> None:
+    """One conversation whose history lies in the host alone: the first token waits for the link, or overlaps it."""
+    talk = Talk((Turn(2000, 10, first=0), Turn(20, 3, think_time=40.0, first=9000)))
+    others = [Talk((Turn(450, 2, first=1000 * k),)) for k in range(10, 22)]
+    load = Load([talk, *others], np.concatenate(([0.0], np.arange(12) + 5.0)))
+    link = replace(SLOW, layerwise=layerwise)
+    sim = simulation(load, num_slots=260, host=400, links={Tier.HOST: link})
+    run = sim.run()
+    back = next(r for r in run.requests if r.turn == 1)
+    assert back.num_recomputed == 0
+    chunks = run.stats.tiers[1].loaded
+    assert chunks > 60
+    nbytes = 24 * 2 * 4 * 128 * 2 * CHUNK
+    seconds = chunks * (nbytes / link.load_rate + link.chunk_seconds)
+    step = sim.runtime._prices.seconds(step_work(np.array([back.num_history]), np.array([back.num_prompt]), 1))
+    waited = back.token_times[0] - back.arrival
+    if layerwise:
+        assert max(seconds, step) < waited < seconds + 0.2 * step, "the last layer alone is left when all has come"
+    else:
+        assert waited == pytest.approx(seconds + step, rel=0.01)
+
+
+def test_phases_apart_never_share_a_step_and_take_longer_to_answer() -> None:
+    load = talks(40, 4, 1.0, gap=0.05)
+    unified, apart = (simulation(load, num_slots=20_000, phases_apart=k).run() for k in (False, True))
+    assert any(0 < s.num_decodes < s.num_tokens for s in unified.steps)
+    assert all(s.num_decodes in (0, s.num_tokens) for s in apart.steps)
+    assert sum(len(r.token_times) for r in apart.requests) == sum(len(r.token_times) for r in unified.requests)
+    assert mean_latency(apart) > mean_latency(unified)
+
+
+def test_a_run_can_end_before_its_load() -> None:
+    load = talks(40, 4, 1.0, gap=0.5)
+    run = simulation(load, stop_seconds=10.0).run()
+    assert max(t for r in run.requests for t in r.token_times) < load.arrivals[0] + 10.5
+    assert any(len(r.token_times) < r.num_output for r in run.requests) or len(run.requests) < 160
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    num_slots=st.integers(60, 300),
+    host=st.sampled_from([1, 20, 400]),
+    policy=st.sampled_from(["value", "chance", "lru"]),
+    apart=st.booleans(),
+    layerwise=st.booleans(),
+    rows=st.integers(1, 12),
+    run_ahead=st.integers(1, 3),
+    seed=st.integers(0, 5),
+)
+def test_any_load_with_any_host_ends_with_all_tokens(
+    num_slots: int, host: int, policy: Literal["value", "chance", "lru"], apart: bool, layerwise: bool, rows: int,
+    run_ahead: int, seed: int,
+) -> None:  # fmt: skip
+    load = talks(10, 3, 0.3, seed, gap=0.05)
+    run = simulation(
+        load, num_slots=num_slots, host=host, policy=policy, rows=rows, run_ahead=run_ahead, phases_apart=apart,
+        links={Tier.HOST: replace(SLOW, layerwise=layerwise)},
+    ).run()  # fmt: skip
+    assert len(run.requests) == 30
+    assert all(len(r.token_times) == r.num_output for r in run.requests)
+
+
 # -- the loop -----------------------------------------------------------------------------------------
 
 
@@ -311,14 +415,6 @@ def test_a_refused_request_is_an_error_and_ends_its_conversation() -> None:
 # -- the edge -----------------------------------------------------------------------------------------
 
 
-def test_tiers_that_are_not_there_are_refused() -> None:
-    check_tiers(["device"])
-    with pytest.raises(ConfigError, match="tier 'host' is not there"):
-        check_tiers(["device", "host"])
-    with pytest.raises(ConfigError, match="device's tier is needed"):
-        check_tiers([])
-
-
 def test_capacity() -> None:
     prices = StepPrices(dimensions(spec()), machine())
     schedule = ScheduleConfig(max_num_seqs=8, max_num_batched_tokens=2048)
@@ -330,8 +426,10 @@ def test_capacity() -> None:
     assert rest.num_slots * 16 * per_token == pytest.approx(0.9 * 141e9 - weights, rel=0.01)
     with pytest.raises(CapacityError, match="--max-model-len"):
         capacity_of(spec(), prices, given_bytes, schedule, 100_000)
-    with pytest.raises(ConfigError, match="kv_offloading_size asks for a second tier"):
-        capacity_of(spec(), prices, CacheConfig(kv_offloading_size=1.0), schedule, 4096)
+    with_host = CacheConfig(kv_cache_memory_bytes=per_token * 16 * 500, block_size=16, kv_offloading_size=1.0)
+    assert capacity_of(spec(), prices, with_host, schedule, 4096).tiers == {Tier.HOST: 2**30 // (per_token * 16)}
+    with pytest.raises(CapacityError, match="kv_offloading_size asks for 9999 GiB, but the host of"):
+        capacity_of(spec(), prices, CacheConfig(kv_offloading_size=9999.0), schedule, 4096)
 
 
 def test_no_conversation_is_refused() -> None:

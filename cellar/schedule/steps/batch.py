@@ -44,6 +44,11 @@ class StepBatch:
         self._stops: list[int] = []
         self._sampled: list[int] = []
 
+    @property
+    def has_prompts(self) -> bool:
+        """True if some prompt's tokens are in it."""
+        return bool(self._spans)
+
     def decode(self, rows: Index) -> None:
         """One token of each of `rows`."""
         self._decodes = rows

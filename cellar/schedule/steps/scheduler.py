@@ -52,7 +52,8 @@ class StepScheduler:
     `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. `row_depth` is
     how many plans in flight may name one row (default: `config.run_ahead`). `root` is what the
     identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
-    `policy` which chunks leave a tier first.
+    `policy` which chunks leave a tier first. `phases_apart` computes prompts first, by themselves: the schedulers that
+    the unified one is compared with do (Pensieve §3.6.7).
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class StepScheduler:
         root: bytes = b"",
         tiers: Mapping[Tier, int] | None = None,
         policy: Policy | None = None,
+        phases_apart: bool = False,
     ) -> None:
+        self._phases_apart = phases_apart
         self._config = config
         self._max_model_len = max_model_len
         self._row_depth = row_depth or config.run_ahead
@@ -115,7 +118,9 @@ class StepScheduler:
         """The next step, or None if nothing can be computed before the next commit or add."""
         self._now = now
         batch = StepBatch(self._rows, self._config.max_num_batched_tokens or self._rows.tokens.size)
-        if self._plan_decodes(batch):
+        if self._phases_apart:
+            self._plan_apart(batch)
+        elif self._plan_decodes(batch):
             self._plan_prompts(batch)
             self._start_loaded(batch)
             self._admit(batch)
@@ -219,6 +224,14 @@ class StepScheduler:
         )
 
     # -- planning (§3.4.2) ------------------------------------------------------------------------
+
+    def _plan_apart(self, batch: StepBatch) -> None:
+        """Prompts as long as there are any, else decodes."""
+        self._plan_prompts(batch)
+        self._start_loaded(batch)
+        self._admit(batch)
+        if not batch.has_prompts:
+            self._plan_decodes(batch)
 
     def _plan_decodes(self, batch: StepBatch) -> bool:
         """One token of every running decode, as budget and memory allow. False if memory is short."""
