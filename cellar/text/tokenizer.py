@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from cellar.core.errors import CheckpointError
+from cellar.core.errors import CheckpointError, RequestError
 from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.decoding import DecoderKind, Decoding
+from cellar.text.growth import excess
 from cellar.text.reach import reach
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -60,6 +62,18 @@ class Tokenizer:
         Raises CheckpointError if they are missing or damaged.
         """
         path = Path(directory)
+
+        def unfit(reason: str) -> CheckpointError:
+            return CheckpointError(f"the tokenizer in {str(path)!r} cannot be used ({reason}); fetch its files again.")
+
+        with _panics_told(unfit):
+            tokenizer = cls._load(path)
+            with suppress(Exception):  # a vocabulary may lack these letters
+                tokenizer._backend.decode(tokenizer._backend.encode_batch_fast(["A a.", ""])[0].ids)
+            return tokenizer
+
+    @classmethod
+    def _load(cls, path: Path) -> Tokenizer:
         if not path.is_dir():
             raise CheckpointError(f"there is no tokenizer directory {str(path)!r}; give one that holds tokenizer.json.")
         config = read_json(path / "tokenizer_config.json")
@@ -84,9 +98,18 @@ class Tokenizer:
         return cls(backend, named, eos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; with `add_special_tokens` as the model expects a prompt to begin (and end)."""
-        # As a batch of one: `encode` would keep the interpreter from all other threads until it is done.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        """Ids of a text; with `add_special_tokens` as the model expects a prompt to begin (and end).
+
+        Raises RequestError if the tokenizer fails on it.
+        """
+        try:
+            with _panics_told(ValueError):
+                # As a batch of one: `encode` would keep the interpreter from all other threads until it is done.
+                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise RequestError(
+                f"the model's tokenizer cannot read this text ({error}); change the text.", "prompt"
+            ) from error
         ids: list[int] = encoding.ids
         return ids
 
@@ -105,8 +128,12 @@ class Tokenizer:
         return 0 if self._reach is None else math.ceil(len(text) / self._reach)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; ids outside the vocabulary have none."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Text of ids; ids outside the vocabulary have none. What the tokenizer fails on is U+FFFD."""
+        try:
+            with _panics_told(ValueError):
+                text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except ValueError:
+            return "\ufffd"
         return text
 
     def id_to_piece(self, token: int) -> str | None:
@@ -151,9 +178,20 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, {} if there is no such file. Raises CheckpointError if it is damaged."""
     if not path.exists():
         return {}
+    return _object(_text(path), path)
+
+
+def _text(path: Path) -> str:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not readable JSON ({error}); fetch the file again.") from error
+
+
+def _object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{str(path)!r} is not readable JSON ({error}); fetch the file again.") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{str(path)!r} must hold a JSON object, not a {type(value).__name__}; fetch it again.")
@@ -181,9 +219,27 @@ def token_ids(value: Any) -> list[int]:
     return [v for v in values if isinstance(v, int) and not isinstance(v, bool)]
 
 
-def _from_json(path: Path) -> tokenizers.Tokenizer:
+@contextmanager
+def _panics_told(error_of: Callable[[str], Exception]) -> Iterator[None]:
+    """What the tokenizer's native code says when it fails as `error_of` makes it: a panic is no Exception."""
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise error_of(" ".join(str(error).split())[:200]) from None
+
+
+def _from_json(path: Path) -> tokenizers.Tokenizer:
+    text = _text(path)
+    try:
+        too_much = excess(_object(text, path))
+    except RecursionError as error:
+        raise CheckpointError(f"{str(path)!r} is nested too deeply; fetch it again.") from error
+    if too_much is not None:
+        raise CheckpointError(f"{str(path)!r} cannot be used: {too_much}; take another tokenizer.")
+    try:
+        return tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # tokenizers raises bare Exception
         raise CheckpointError(f"{str(path)!r} is damaged or of an unknown kind ({error}); fetch it again.") from error
 

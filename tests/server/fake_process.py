@@ -116,11 +116,11 @@ def supervise(opener: Any = open_engine, **fake: Any) -> Supervisor:
 
 
 def main() -> None:
-    """Options are a JSON object: `fronts`, `limits`, `gate` and those of `open_fake`."""
+    """Options are a JSON object: `fronts`, `limits`, `server`, `gate` and those of `open_fake`."""
     options = json.loads(sys.argv[1])
     count, limits = options.pop("fronts", 1), LimitConfig(**options.pop("limits", {}))
     gate = options.pop("gate", None)
-    server = ServerConfig(port=0, log_level="warning", api_server_count=count)
+    server = ServerConfig(port=0, log_level="warning", api_server_count=count, **options.pop("server", {}))
     fake = {"num_rows": 64, "num_slots": 1024, **options}
     if count > 1:
         opener, say = partial(open_engine, gate, **fake), partial(print, flush=True)

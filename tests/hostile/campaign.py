@@ -1,0 +1,297 @@
+"""All campaigns against one server, mixed with honest load: `python -m tests.hostile.campaign --minutes 60`.
+
+The server is the whole one (two fronts, an engine's process, two keys) over the fake device, whose right answers are
+known. Attackers have one key, honest clients the other. Every process but the first is killed now and then. At the end:
+what was answered, lost or wrong, how long honest clients waited, and what each process held over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.hostile.bodies import FINE, send_spoilt
+from tests.hostile.checkpoints import try_many
+from tests.hostile.connections import crowd
+from tests.hostile.engine_driver import drive
+from tests.hostile.grown import grow
+from tests.limits import ROOT, SECONDS, join_all
+from tests.server.served import TEXT, plain
+
+HONEST, HOSTILE = {"x-api-key": "honest-key"}, {"x-api-key": "hostile-key"}
+SERVER: dict[str, Any] = {
+    "fronts": 2,
+    "latency": 0.002,
+    "num_rows": 32,
+    "num_slots": 1024,
+    "server": {"api_key": "honest-key,hostile-key"},
+    "limits": {"prepare_timeout": 1.0, "upload_timeout": 5.0, "max_body_bytes": 2**20},
+}
+PAUSE = 0.2
+"""Seconds between an honest client's requests."""
+
+
+@dataclass
+class Figures:
+    """What honest clients saw. Seconds; a request that was told to come again, or whose server was killed under it, is
+    sent again and counted once."""
+
+    waits: list[float] = field(default_factory=list)
+    again: Counter[str] = field(default_factory=Counter)
+    lost: int = 0
+    foreign: int = 0
+    failed: Counter[int] = field(default_factory=Counter)
+
+
+@dataclass
+class Held:
+    """Of the processes of one kind together, at each look: MiB, descriptors, threads."""
+
+    mebibytes: list[float] = field(default_factory=list)
+    descriptors: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+
+
+def honest(url: str, seed: int, go_on: Callable[[int], bool], figures: Figures, patience: float = SECONDS) -> None:
+    """Ask for eight tokens again and again; the answer is known."""
+    rng, count = random.Random(seed), 0
+    with httpx.Client(base_url=url, timeout=SECONDS, headers=HONEST) as http:
+        while go_on(count):
+            count += 1
+            prompt = [rng.randrange(3, 90) for _ in range(rng.randrange(1, 60))]
+            body = {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+            begun = sent = time.perf_counter()
+            while True:
+                try:
+                    answer = http.post("/v1/completions", json=body)
+                    reason = "503" if answer.status_code == 503 else ""
+                except httpx.TransportError as error:
+                    reason = type(error).__name__
+                if not reason:
+                    break
+                figures.again[reason] += 1
+                if time.perf_counter() - begun > patience:
+                    figures.lost += 1
+                    break
+                time.sleep(0.1)
+                sent = time.perf_counter()
+            if not reason:
+                figures.waits.append(time.perf_counter() - sent)
+                if answer.status_code != 200:
+                    figures.failed[answer.status_code] += 1
+                elif answer.json()["choices"][0]["text"] != TEXT.decode(plain(prompt, 8)):
+                    figures.foreign += 1
+            time.sleep(PAUSE)
+
+
+@contextlib.contextmanager
+def attacked(log: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server as a program whose words go to a file; its process and address. It must end in order."""
+    command = [sys.executable, "-m", "tests.server.fake_process", json.dumps({**SERVER, **options})]
+    with log.open("w") as words:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().rpartition(" at ")[2].strip().removesuffix("/v1")
+        yield process, url
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0, log.read_text()[-2000:]
+    finally:
+        process.kill()
+        process.wait(SECONDS)
+
+
+def family(pid: int) -> dict[int, str]:
+    """The processes of a server and what each is; those that read templates and grammars are `helper`s."""
+    found = {pid: "server"}
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            for child in map(int, (task / "children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    line = Path(f"/proc/{child}/cmdline").read_bytes()
+                    threads = {t.read_text().strip() for t in Path(f"/proc/{child}/task").glob("*/comm")}
+                    if b"expendable" in line:
+                        found[child] = "helper"
+                    elif b"spawn_main" in line:
+                        is_front = any("orders" in name for name in threads)
+                        found |= {k: v for k, v in family(child).items() if k != child}
+                        found[child] = "front" if is_front else "engine"
+    return found
+
+
+def look(pid: int, held: dict[str, Held]) -> None:
+    """Note what each kind of process holds now."""
+    sums: dict[str, list[float]] = {}
+    for child, kind in family(pid).items():
+        with contextlib.suppress(OSError, ValueError):
+            pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
+            files, threads = (len(os.listdir(f"/proc/{child}/{what}")) for what in ("fd", "task"))
+            total = sums.setdefault(kind, [0.0, 0, 0])
+            for k, value in enumerate((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threads)):
+                total[k] += value
+    for kind, (mebibytes, files, threads) in sums.items():
+        one = held.setdefault(kind, Held())
+        one.mebibytes.append(round(mebibytes))
+        one.descriptors.append(int(files))
+        one.threads.append(int(threads))
+
+
+def kill_now_and_then(pid: int, seed: int, every: float, ending: threading.Event) -> Counter[str]:
+    """SIGKILL to a random process of the server but the first; -> how many of which kind."""
+    rng, found = random.Random(seed), Counter[str]()
+    while not ending.wait(every * (0.5 + rng.random())):
+        victims = [(child, kind) for child, kind in family(pid).items() if kind != "server"]
+        if victims:
+            child, kind = rng.choice(victims)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+                found[kind] += 1
+    return found
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+
+
+def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: bool = True) -> dict[str, Any]:
+    """Everything at once for so long; -> the figures. Raises AssertionError if the server does not end in order."""
+    figures, held, ending = Figures(), dict[str, Held](), threading.Event()
+    statuses, killed, connections = Counter[int | str](), Counter[str](), Counter[str]()
+    driven: list[Any] = []
+    spoilt: list[tuple[int, list[str]]] = []
+    errors: list[BaseException] = []
+    with tempfile.TemporaryDirectory() as folder, attacked(Path(folder) / "log") as (process, url):
+        end = time.monotonic() + seconds
+
+        def go_on(count: int) -> bool:
+            return time.monotonic() < end
+
+        def drive_on() -> None:
+            turn = 0
+            while go_on(turn):
+                turn += 1
+                driven.append(drive(seed + turn, lambda count: count < 400 and go_on(count)))
+
+        def try_on() -> None:
+            turn = 0
+            while go_on(turn):
+                spoilt.append(try_many(seed + 50 * turn, 50))
+                turn += 1
+
+        def kill_on() -> None:
+            assert kill_every is not None
+            killed.update(kill_now_and_then(process.pid, seed, kill_every, ending))
+
+        def guarded(call: Callable[[], object]) -> Callable[[], None]:
+            def caught() -> None:
+                try:
+                    call()
+                except BaseException as error:
+                    errors.append(error)
+
+            return caught
+
+        # Alone first: what is usual here and now.
+        quiet = Figures()
+        honest(url, seed, lambda count: count < 25, quiet)
+        works: list[Callable[[], object]] = [
+            *(lambda k=k: honest(url, seed + k, go_on, figures) for k in range(3)),
+            *(lambda k=k: statuses.update(send_spoilt(url, seed + k, go_on, HOSTILE)) for k in range(2)),
+            lambda: statuses.update(grow(url, seed, go_on, HOSTILE)),
+            lambda: connections.update({"made": crowd(url, seed, go_on, "x-api-key: hostile-key\r\n")}),
+        ]
+        works += [kill_on] if kill_every is not None else []
+        works += [drive_on, try_on] if offline else []
+        threads = [threading.Thread(target=guarded(work)) for work in works]
+        for thread in threads:
+            thread.start()
+        while go_on(0):
+            look(process.pid, held)
+            time.sleep(min(max(seconds / 60, 0.2), 10))
+        ending.set()
+        join_all(threads, 10 * SECONDS)
+        after = Figures()
+        honest(url, seed, lambda count: count < 25, after)
+        process_alive = process.poll() is None
+        said = (Path(folder) / "log").read_text()
+    unwelcome = {status: n for status, n in statuses.items() if status != "lost" and status not in FINE}
+    return {
+        "seconds": round(seconds),
+        "honest": {
+            "answered": len(figures.waits),
+            "sent again": dict(figures.again),
+            "lost": figures.lost + after.lost,
+            "foreign text": figures.foreign + after.foreign,
+            "other than 200": dict(figures.failed + after.failed),
+            "p50, p99 s": [round(quantile(figures.waits, share), 3) for share in (0.5, 0.99)],
+            "p50, p99 s alone before": [round(quantile(quiet.waits, share), 3) for share in (0.5, 0.99)],
+            "p50, p99 s alone after": [round(quantile(after.waits, share), 3) for share in (0.5, 0.99)],
+        },
+        "hostile answers": {str(status): n for status, n in sorted(statuses.items(), key=str)},
+        "hostile connections": connections["made"],
+        "5xx but 503 and 504": unwelcome,
+        "killed": dict(killed),
+        "server lives": process_alive,
+        "defects in its log": said.count("by a defect") + said.count("IntegrityError"),
+        "engine driver": {
+            "whole": sum(one.whole for one in driven),
+            "dropped": sum(one.dropped for one in driven),
+            "wrong": sum(one.wrong for one in driven),
+        },
+        "checkpoints": {
+            "tried": sum(done + len(bad) for done, bad in spoilt),
+            "failures": [line for _, bad in spoilt for line in bad],
+        },
+        "held": {
+            kind: {
+                "MiB": one.mebibytes[:: max(1, len(one.mebibytes) // 10)],
+                "MiB first, last, peak": [one.mebibytes[0], one.mebibytes[-1], max(one.mebibytes)],
+                "descriptors first, last, peak": [one.descriptors[0], one.descriptors[-1], max(one.descriptors)],
+                "threads first, last, peak": [one.threads[0], one.threads[-1], max(one.threads)],
+            }
+            for kind, one in held.items()
+        },
+        "errors of the campaign": [repr(error) for error in errors],
+    }
+
+
+def is_clean(report: dict[str, Any]) -> bool:
+    """True if nothing crashed, was lost, was wrong or failed by a defect."""
+    honest_clients = report["honest"]
+    return (
+        report["server lives"]
+        and not (honest_clients["lost"] or honest_clients["foreign text"] or honest_clients["other than 200"])
+        and not (report["5xx but 503 and 504"] or report["defects in its log"] or report["engine driver"]["wrong"])
+        and not (report["checkpoints"]["failures"] or report["errors of the campaign"])
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kill-every", type=float, default=20.0, help="seconds, about; 0 for never")
+    options = parser.parse_args()
+    report = run(60 * options.minutes, options.seed, options.kill_every or None)
+    print(json.dumps(report, indent=1))
+    sys.exit(not is_clean(report))
+
+
+if __name__ == "__main__":
+    main()

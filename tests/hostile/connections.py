@@ -1,0 +1,59 @@
+"""Slow and greedy connections, from a seed: many, silent, half said, said ahead, never read, hung up."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+STREAM = json.dumps({"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "stream": True}).encode()
+
+
+def head(length: int, more: str = "") -> bytes:
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n{more}"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+def crowd(url: str, seed: int, go_on: Callable[[int], bool], more: str = "", most: int = 40) -> int:
+    """Open connections, at most `most` at a time, and misuse them while `go_on(count)`; -> how many there were."""
+    rng, count = random.Random(seed), 0
+    host, port = url.removeprefix("http://").split(":")
+    while go_on(count):
+        with ExitStack() as held:
+            for _ in range(rng.randrange(1, most)):
+                count += 1
+                with suppress(OSError):
+                    sock = held.enter_context(socket.create_connection((host, int(port)), timeout=5))
+                    sock.settimeout(2)
+                    misuse(rng, sock, more)
+            time.sleep(rng.random())
+    return count
+
+
+def misuse(rng: random.Random, sock: socket.socket, more: str) -> None:
+    """One way to be a nuisance; the connection stays open."""
+    match rng.randrange(8):
+        case 0:
+            pass  # silence
+        case 1:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: loc")
+        case 2:
+            sock.sendall(head(10_000, more) + b'{"prompt": "')
+        case 3:
+            sock.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000)
+        case 4:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+            sock.sendall(head(len(STREAM), more) + STREAM)  # and never read
+        case 5:
+            sock.sendall(head(len(STREAM), more) + STREAM)
+            sock.recv(rng.randrange(1, 400))
+            sock.close()  # hang up in the middle
+        case 6:
+            sock.sendall(bytes(rng.randrange(256) for _ in range(300)))
+        case _:
+            sock.sendall(b"GET / HTTP/1.1\r\nhost: " + b"x" * 200_000)
