@@ -32,6 +32,7 @@ from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from cellar.server.responses.service import Service
 from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
@@ -213,15 +214,18 @@ def build_app(
     """
     server, limits = server or ServerConfig(), limits or LimitConfig()
     api = Api(host, model, server, limits, shared)
+    service = Service(api.prepare, api.desk, model, server, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        await service.close()
         api.close()
         await host.close()
 
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.api = api
+    app.state.conversations = service
     if defaults := model.generation.sampling:
         said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
         logger.info("the model's own defaults hold: %s (--generation-config vllm leaves them out)", said)
@@ -264,9 +268,10 @@ def build_app(
         "/metrics": api.metrics_text,
         STATUS: engine_now,
     }
-    for method, routes in (("POST", post), ("GET", get)):
-        for path, endpoint in routes.items():
-            app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
+    routes = {("POST", path): endpoint for path, endpoint in post.items()}
+    routes |= {("GET", path): endpoint for path, endpoint in get.items()} | service.endpoints
+    for (method, path), endpoint in routes.items():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
     messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
     # The last added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)

@@ -49,6 +49,12 @@ class ServerConfig:
     reasoning_parser: str | None = _option(
         None, f"How the model marks its reasoning: {', '.join(STYLES)} or {OFF}; default: as its chat template shows."
     )
+    data_dir: str | None = _option(
+        None, "Directory of what the server keeps: conversations, and a key; default: $XDG_DATA_HOME/cellar."
+    )
+    conversation_store: str | None = _option(
+        None, "URL of a PostgreSQL database that keeps conversations; default: SQLite in the data directory."
+    )
     log_level: str = _option("info", "critical, error, warning, info or debug.")
     enable_log_requests: bool = _option(False, "Log id, sizes and parameters of each request; never its text.")
 
@@ -90,6 +96,10 @@ class LimitConfig:
     max_grammar_bytes: int = _option(2**18, "Largest JSON schema, regular expression or grammar of a request.")
     prepare_timeout: float = _option(5.0, "CPU seconds to render a request's messages or compile its grammar.")
     request_timeout: float | None = _option(None, "Seconds that a request may take; default: no limit.")
+    conversation_ttl: float | None = _option(
+        30 * 86400.0, "Seconds that a conversation is kept after its last turn; 0: until it is deleted."
+    )
+    conversation_bytes: int = _option(8 * 2**30, "Most bytes of all conversations; the oldest idle ones go first.")
     shutdown_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM.")
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
+from cellar.conversations.errors import ConversationLocked, Duplicate, Ended, NotFound, StoreError
 from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
 from cellar.server.request_id import HEADER, name_of
 
@@ -131,6 +132,8 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None, r
         return refused(str(error), (names or {}).get(parameter, parameter) if parameter else None, error.code)
     if isinstance(error, CapacityError):
         return refused(str(error))
+    if isinstance(error, StoreError):
+        return _of_store(error)
     if isinstance(error, RecursionError):
         return refused("the request is nested too deeply; flatten it.")
     if isinstance(error, TimeoutError):
@@ -139,6 +142,17 @@ def as_api_error(error: BaseException, names: Mapping[str, str] | None = None, r
         return unavailable(f"the engine is not available ({error}); try again.", retry_after=5)
     logger.error("request %s failed by a defect", request or "of an unknown name", exc_info=error)
     return ApiError(500, "the server failed on this request by a defect of its own; its log says more.")
+
+
+def _of_store(error: StoreError) -> ApiError:
+    match error:
+        case NotFound():
+            return ApiError(404, str(error))
+        case ConversationLocked():
+            return refused(str(error), "conversation", "conversation_locked")
+        case Duplicate() | Ended():
+            return refused(str(error))
+    return unavailable(str(error), retry_after=5)
 
 
 def install(app: FastAPI) -> None:
@@ -194,7 +208,7 @@ def _invalid(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body. What the client sent is not repeated: it may be private."""
     errors = error.errors()
     first = errors[0]
-    place = [str(part) for part in first["loc"] if part != "body"]
+    place = [str(part) for part in first["loc"][1:]]
     # A field of several types has an error for each of them.
     reasons = dict.fromkeys(str(one["msg"]) for one in errors if one["loc"][:2] == first["loc"][:2])
     message = " or ".join(reason[0].lower() + reason[1:] for reason in reasons)

@@ -61,6 +61,21 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "documents": (_NONE, "null"),
 }
 
+RESPONSE: Mapping[str, tuple[Accepts, str]] = {
+    # who asks, and for what: for the operator's books
+    "client_metadata": COMMON["metadata"],
+    "service_tier": COMMON["service_tier"],
+    "prompt_cache_retention": COMMON["prompt_cache_retention"],
+    "prompt": (_NONE, "null: this server keeps no prompts"),
+    "context_management": (_one_of([]), "null: use truncation"),
+    "moderation": (_NONE, "null"),
+    "prompt_cache_options": (_NONE, "null"),
+    "background_options": (_NONE, "null"),
+    "access_programs": (_NONE, "null"),
+    "image": (_NONE, "null"),
+    "personality": (_NONE, "null"),
+}
+
 
 def check_extra(extra: Mapping[str, Any], neutral: Mapping[str, tuple[Accepts, str]]) -> None:
     """Refuse fields beyond the model's own, unless they are neutral. Raises ApiError with the field's name."""

@@ -30,8 +30,13 @@ def new_id(prefix: str, given: str | None, request: Request) -> str:
     header = _named(request.scope)
     name = given if given is not None else f"{header}-{uuid.uuid4().hex}" if header else uuid.uuid4().hex
     id = f"{prefix}-{name}"
-    request.scope.setdefault("state", {})["request_id"] = id
+    take_id(id, request)
     return id
+
+
+def take_id(id: str, request: Request) -> None:
+    """This is the id of a request."""
+    request.scope.setdefault("state", {})["request_id"] = id
 
 
 def name_of(scope: Scope) -> str:

@@ -125,14 +125,7 @@ class _Sampling(_Body):
 
     def conversation(self, session_id: str | None) -> str | None:
         """Which conversation it continues: by `prompt_cache_key`, else by the header X-Session-ID. Raises ApiError."""
-        by_field = self.prompt_cache_key is not None
-        name = self.prompt_cache_key if by_field else session_id
-        if name and len(name) > MAX_NAME:
-            raise refused(
-                f"the name of the conversation has {len(name)} characters, but may have {MAX_NAME}; use a shorter one.",
-                "prompt_cache_key" if by_field else "X-Session-ID",
-            )
-        return name or None
+        return conversation_name(self.prompt_cache_key, session_id)
 
     @property
     def salt(self) -> bytes:
@@ -250,6 +243,18 @@ class DetokenizeRequest(_Body):
 
     model: str | None = None
     tokens: Tokens
+
+
+def conversation_name(prompt_cache_key: str | None, session_id: str | None) -> str | None:
+    """What a conversation is called: by the field, else by the header. Raises ApiError."""
+    by_field = prompt_cache_key is not None
+    name = prompt_cache_key if by_field else session_id
+    if name and len(name) > MAX_NAME:
+        raise refused(
+            f"the name of the conversation has {len(name)} characters, but may have {MAX_NAME}; use a shorter one.",
+            "prompt_cache_key" if by_field else "X-Session-ID",
+        )
+    return name or None
 
 
 def _format(given: Mapping[str, Any]) -> StructuredOutputsParams | None:

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 
+RESPONSES = "/v1/responses"
+"""Where OpenAI's responses are; their streams end with their last event."""
 
 GONE = Response(status_code=499)
 """Nobody reads it; it is what the log shows for a client that hung up."""
@@ -34,7 +36,7 @@ def event(body: Any) -> bytes:
 
 
 def named_event(body: Mapping[str, Any]) -> bytes:
-    """One server-sent event of Anthropic's API: it has its type as its name, too."""
+    """One server-sent event that has its type as its name, too: Anthropic's, and those of OpenAI's responses."""
     return f"event: {body['type']}\n".encode() + event(body)
 
 
@@ -42,6 +44,9 @@ def ending(path: str, error: ApiError | None = None) -> bytes:
     """What a route's stream ends with, after an error or without one."""
     if speaks_anthropic(path):
         return b"" if error is None else named_event(error.said_at(path))
+    if path.startswith(RESPONSES):
+        said = {} if error is None else error.body["error"]
+        return b"" if error is None else named_event({**said, "type": "error"})
     return DONE if error is None else event(error.body) + DONE
 
 
@@ -81,7 +86,10 @@ class EventStream(Response):
     """
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], names: Mapping[str, str] | None = None, deadline: float | None = None
+        self,
+        events: AsyncGenerator[bytes, None],
+        names: Mapping[str, str] | None = None,
+        deadline: float | None = None,
     ) -> None:
         super().__init__(
             media_type="text/event-stream", headers={"cache-control": "no-cache", "x-accel-buffering": "no"}

@@ -1,0 +1,1 @@
+"""OpenAI's Responses and Conversations: the same answers as /v1/chat/completions, with a memory."""

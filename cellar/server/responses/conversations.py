@@ -1,0 +1,128 @@
+"""Routes of /v1/conversations."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+
+from cellar.conversations import conversations, items
+from cellar.conversations.records import Conversation
+from cellar.conversations.records import Item as Record
+from cellar.conversations.session import Session
+from cellar.conversations.store import AsyncStore
+from cellar.server.errors import refused
+from cellar.server.keys import owner_of
+from cellar.server.responses.items import Item, read_input, referred, with_own_ids
+from cellar.server.responses.paging import After, Include, Limit, Order, shown_list
+from cellar.server.responses.records import records_of, shown_conversation
+from cellar.server.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest, check_include
+
+PATH = "/v1/conversations"
+
+
+class ConversationRoutes:
+    """Each a few lines over the store."""
+
+    def __init__(self, store: AsyncStore) -> None:
+        self._store = store
+
+    async def create(self, request: Request, body: ConversationRequest | None = None) -> Response:
+        """Begin a conversation."""
+        body = body or ConversationRequest()
+        body.check()
+        new = records_of(_own(read_input(body.items, "items")))
+        id, owner = f"conv_{uuid.uuid4().hex}", owner_of(request.scope)
+        made = await self._store.write(conversations.create, owner, id, dict(body.metadata or {}), new)
+        return JSONResponse(shown_conversation(made))
+
+    async def list(self, request: Request, limit: Limit = 20, order: Order = "desc", after: After = None) -> Response:
+        """The client's conversations, by their last activity."""
+        page = await self._store.read(conversations.page, owner_of(request.scope), after, limit, order == "asc")
+        shown = [{**shown_conversation(one), "updated_at": int(one.updated_at)} for one in page.records]
+        return JSONResponse(shown_list(shown, page.more))
+
+    async def get(self, conversation_id: str, request: Request) -> Response:
+        """One conversation."""
+        found = await self._store.read(conversations.get, owner_of(request.scope), conversation_id)
+        return JSONResponse(shown_conversation(found))
+
+    async def update(self, conversation_id: str, body: ConversationUpdate, request: Request) -> Response:
+        """Give it other metadata."""
+        body.check()
+        metadata = dict(body.metadata or {})
+        made = await self._store.write(conversations.update, owner_of(request.scope), conversation_id, metadata)
+        return JSONResponse(shown_conversation(made))
+
+    async def delete(self, conversation_id: str, request: Request) -> Response:
+        """Forget it, with all that was said in it."""
+        await self._store.write(conversations.remove, owner_of(request.scope), conversation_id)
+        return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+
+    async def add_items(
+        self, conversation_id: str, body: ItemsRequest, request: Request, include: Include = None
+    ) -> Response:
+        """Add items behind its last."""
+        body.check()
+        check_include(include)
+        new = _own(read_input(body.items, "items"))
+        await self._store.write(items.add, owner_of(request.scope), conversation_id, records_of(new))
+        return JSONResponse(shown_list(new, False))
+
+    async def list_items(
+        self,
+        conversation_id: str,
+        request: Request,
+        limit: Limit = 20,
+        order: Order = "desc",
+        after: After = None,
+        include: Include = None,
+    ) -> Response:
+        """What was said in it."""
+        check_include(include)
+        owner = owner_of(request.scope)
+        page = await self._store.read(items.page, owner, conversation_id, after, limit, order == "asc")
+        return JSONResponse(shown_list([item.body for item in page.records], page.more))
+
+    async def get_item(self, conversation_id: str, item_id: str, request: Request, include: Include = None) -> Response:
+        """One item."""
+        check_include(include)
+        found: Record = await self._store.read(items.get, owner_of(request.scope), conversation_id, item_id)
+        return JSONResponse(found.body)
+
+    async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
+        """Take an item out; -> the conversation."""
+        found = await self._store.write(_remove_item, owner_of(request.scope), conversation_id, item_id)
+        return JSONResponse(shown_conversation(found))
+
+
+def _own(given: Sequence[Item]) -> list[Item]:
+    for k, item in enumerate(given):
+        if referred(item) is not None:
+            raise refused(f"items[{k}] refers to an item; give the item itself.", "items")
+    return with_own_ids(given)
+
+
+def _remove_item(session: Session, owner: str, conversation: str, id: str) -> Conversation:
+    items.remove(session, owner, conversation, id)
+    return conversations.get(session, owner, conversation)
+
+
+def answers_of(routes: ConversationRoutes) -> dict[tuple[str, str], Any]:
+    """What is served where: (method, path) to endpoint."""
+    one = f"{PATH}/{{conversation_id}}"
+    item = f"{one}/items/{{item_id}}"
+    return {
+        ("POST", PATH): routes.create,
+        ("GET", PATH): routes.list,
+        ("GET", one): routes.get,
+        ("POST", one): routes.update,
+        ("DELETE", one): routes.delete,
+        ("POST", f"{one}/items"): routes.add_items,
+        ("GET", f"{one}/items"): routes.list_items,
+        ("GET", item): routes.get_item,
+        ("DELETE", item): routes.delete_item,
+    }

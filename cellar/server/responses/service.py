@@ -1,0 +1,45 @@
+"""Everything behind /v1/responses and /v1/conversations: the store, who reads turns and who makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cellar.conversations.store import AsyncStore, default_directory, open_store
+from cellar.conversations.sweep import StoreLimits
+from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.desk import Desk
+from cellar.server.host import ServedModel
+from cellar.server.prepare import Preparer
+from cellar.server.responses import conversations, routes
+from cellar.server.responses.background import Background
+from cellar.server.responses.making import Maker
+from cellar.server.responses.sealing import Seal
+from cellar.server.responses.turns import TurnReader
+
+
+class Service:
+    """Holds the store from its making on. Raises ConfigError, StoreUnavailable if that cannot be opened."""
+
+    def __init__(
+        self, prepare: Preparer, desk: Desk, model: ServedModel, server: ServerConfig, limits: LimitConfig
+    ) -> None:
+        directory = default_directory() if server.data_dir is None else Path(server.data_dir)
+        bounds = StoreLimits(ttl=limits.conversation_ttl, max_bytes=limits.conversation_bytes)
+        self.store = AsyncStore(open_store(server.conversation_store or directory, bounds))
+        seal = Seal.of(directory)
+        reader = TurnReader(prepare, self.store, seal, model.max_model_len)
+        maker = Maker(desk, self.store, seal, limits.request_timeout)
+        self.background = Background(maker, self.store, limits.request_timeout)
+        self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store)
+        self._conversations = conversations.ConversationRoutes(self.store)
+
+    @property
+    def endpoints(self) -> dict[tuple[str, str], Any]:
+        """What is served where: (method, path) to endpoint, names before ids."""
+        return routes.answers_of(self._responses) | conversations.answers_of(self._conversations)
+
+    async def close(self) -> None:
+        """End what is made in the background, and leave the store."""
+        await self.background.close()
+        await self.store.close()

@@ -1,0 +1,156 @@
+"""From a request to a turn that the engine can answer: what came before, what is new, and the prompt of both."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cellar.conversations.store import AsyncStore
+from cellar.core.errors import RequestError
+from cellar.server.errors import ApiError, as_api_error, refused
+from cellar.server.prepare import PreparedChat, Preparer
+from cellar.server.responses.items import Item, check_calls, messages_of, read_input, referred, with_own_ids
+from cellar.server.responses.past import Past, read_past
+from cellar.server.responses.requests import InputRequest, ResponseRequest
+from cellar.server.responses.sealing import Seal
+from cellar.server.responses.tools import ToolChoice, chosen
+
+_NAMES = {
+    "messages": "input",
+    "prompt": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "structured_outputs": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+"""Fields of a chat by their names here."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response to be made. `input` are the new items, `past` is what they follow.
+
+    `thread` is what the engine calls the conversation.
+    """
+
+    id: str
+    owner: str
+    request: ResponseRequest
+    created_at: int
+    past: Past
+    input: list[Item]
+    chat: PreparedChat
+    thread: str | None
+
+
+class TurnReader:
+    """Reads what came before, and renders it with what is new."""
+
+    def __init__(self, prepare: Preparer, store: AsyncStore, seal: Seal, max_model_len: int) -> None:
+        self._prepare = prepare
+        self._store = store
+        self._seal = seal
+        self._max_model_len = max_model_len
+
+    async def read(self, request: ResponseRequest, owner: str, called: str | None) -> Turn:
+        """The turn of a response. `called` is the client's name for the conversation. Raises ApiError, StoreError."""
+        past, items = await self._items(request, owner)
+        try:
+            chat = await self._fitting(request, past.items, items, owner)
+        except (RequestError, ApiError) as error:
+            raise renamed(error) from error
+        id = f"resp_{uuid.uuid4().hex}"
+        thread = past.thread or called or (id if request.stored else None)
+        return Turn(id, owner, request, int(time.time()), past, items, chat, thread)
+
+    async def count(self, request: InputRequest, owner: str) -> int:
+        """Tokens of the prompt that a request would have. Raises ApiError, StoreError."""
+        past, items = await self._items(request, owner)
+        try:
+            chat = await self._fitting(request, past.items, items, owner)
+        except (RequestError, ApiError) as error:
+            raise renamed(error) from error
+        return len(chat.prompt.token_ids)
+
+    async def _items(self, request: InputRequest, owner: str) -> tuple[Past, list[Item]]:
+        given = read_input(request.input)
+        past = await read_past(self._store, owner, request.previous_response_id, request.conversation_id)
+        known = {item["id"]: item for item in (*past.items, *given) if referred(item) is None}
+        items: list[Item] = []
+        for item in given:
+            id = referred(item)
+            if id is not None:
+                if id not in known:
+                    raise refused(f"item with id {id[:128]!r} was not found in what came before.", "input")
+                item = known[id]
+            items.append(item)
+        if not items and not past.items and not request.instructions:
+            raise refused("there is nothing to answer; give input.", "input", "missing_required_parameter")
+        check_calls(past.items, items)
+        return past, with_own_ids(items) if request.conversation_id is not None else items
+
+    async def _fitting(
+        self, request: InputRequest, past: Sequence[Item], new: Sequence[Item], owner: str
+    ) -> PreparedChat:
+        """The prompt. With truncation auto, what is too long loses whole turns from its beginning."""
+        items = [*past, *new]
+        if request.truncation != "auto":
+            return await self._chat(request, items, owner)
+        chat = await self._short_enough(request, items, owner)
+        if chat is not None:
+            return chat
+        turns = [k for k, item in enumerate(items) if k and item.get("role") == "user"]
+        # the first of them from which on all that follows fits; the last is tried as it is
+        low, high = 0, len(turns) - 1
+        while low < high:
+            middle = (low + high) // 2
+            chat = await self._short_enough(request, items[turns[middle] :], owner)
+            low, high = (low, middle) if chat is not None else (middle + 1, high)
+        return await self._chat(request, items[turns[low] :] if turns else items, owner)
+
+    async def _short_enough(self, request: InputRequest, items: Sequence[Item], owner: str) -> PreparedChat | None:
+        """The prompt, if it leaves room for the answer."""
+        room = getattr(request, "max_output_tokens", None) or 1
+        try:
+            chat = await self._chat(request, items, owner)
+        except RequestError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            return None
+        return chat if len(chat.prompt.token_ids) + room <= self._max_model_len else None
+
+    async def _chat(self, request: InputRequest, items: Sequence[Item], owner: str) -> PreparedChat:
+        """Everything rendered, and made into ids."""
+        messages = messages_of(items, lambda sealed: self._seal.open(sealed, owner))
+        tools, choice = _tools(request)
+        return await self._prepare.chat(request.chat(_with(request.instructions, messages), tools, choice))
+
+
+def renamed(error: RequestError | ApiError) -> ApiError:
+    """An error of a chat as one of a response."""
+    found = as_api_error(error)
+    name = found.parameter or ""
+    new = _NAMES.get(name)
+    if new is None:
+        return found
+    return ApiError(found.status, str(found).replace(name, new), new, found.code, found.retry_after)
+
+
+def _tools(request: InputRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
+    return chosen(request.tools or (), request.tool_choice)
+
+
+def _with(instructions: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Instructions before all else; what the input itself says to the model's operator joins them, since many templates
+    know one such message only."""
+    if not instructions:
+        return messages
+    texts, rest = [instructions], list(messages)
+    while rest and rest[0]["role"] in ("system", "developer"):
+        texts.append(rest.pop(0)["content"])
+    return [{"role": "system", "content": "\n\n".join(texts)}, *rest]
