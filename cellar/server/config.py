@@ -78,7 +78,14 @@ class ServerConfig:
             )
 
 
-_AT_LEAST_ONE = ("max_queued_requests", "max_queued_tokens", "max_body_bytes", "max_head_bytes", "max_grammar_bytes")
+_AT_LEAST_ONE = (
+    "max_queued_requests",
+    "max_queued_tokens",
+    "max_body_bytes",
+    "max_head_bytes",
+    "max_grammar_bytes",
+    "conversation_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +103,7 @@ class LimitConfig:
     max_grammar_bytes: int = _option(2**18, "Largest JSON schema, regular expression or grammar of a request.")
     prepare_timeout: float = _option(5.0, "CPU seconds to render a request's messages or compile its grammar.")
     request_timeout: float | None = _option(None, "Seconds that a request may take; default: no limit.")
-    conversation_ttl: float | None = _option(
+    conversation_ttl: float = _option(
         30 * 86400.0, "Seconds that a conversation is kept after its last turn; 0: until it is deleted."
     )
     conversation_bytes: int = _option(8 * 2**30, "Most bytes of all conversations; the oldest idle ones go first.")
@@ -113,5 +120,7 @@ class LimitConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a positive number of seconds.")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ConfigError(f"request_timeout is {self.request_timeout}; it must be positive.")
+        if not 0 <= self.conversation_ttl < math.inf:
+            raise ConfigError(f"conversation_ttl is {self.conversation_ttl}; it must be a number of seconds, or 0.")
         if self.shutdown_timeout < 0:
             raise ConfigError(f"shutdown_timeout is {self.shutdown_timeout}; it must not be negative.")

@@ -25,7 +25,7 @@ class Service:
         self, prepare: Preparer, desk: Desk, model: ServedModel, server: ServerConfig, limits: LimitConfig
     ) -> None:
         directory = default_directory() if server.data_dir is None else Path(server.data_dir)
-        bounds = StoreLimits(ttl=limits.conversation_ttl, max_bytes=limits.conversation_bytes)
+        bounds = StoreLimits(ttl=limits.conversation_ttl or None, max_bytes=limits.conversation_bytes)
         self.store = AsyncStore(open_store(server.conversation_store or directory, bounds))
         seal = Seal.of(directory)
         reader = TurnReader(prepare, self.store, seal, model.max_model_len)
