@@ -135,6 +135,20 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryQuestion:
+    """How many tokens of each conversation lie in which tier? With `forget` they are found nowhere after the answer,
+    unless another conversation shares them.
+    """
+
+    conversations: tuple[str, ...]
+    forget: bool = False
+
+
+MemoryAnswer = tuple[Mapping[Tier, int], ...]
+"""Of each conversation, tokens by the fastest tier that has them; what lies nowhere is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class CopyBatch:
     """Chunks to be copied from one tier to another, or within one: source_slots[k] -> target_slots[k], int32 [n].
 

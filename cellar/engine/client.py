@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput
+from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
 
 RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
 OutputT_co = TypeVar("OutputT_co", covariant=True)
@@ -49,4 +49,11 @@ class EngineClient(Protocol[RequestT_contra, OutputT_co, StatsT_co]):
         """Drop what runs and free what is held."""
 
 
-StepClient = EngineClient[Request, StepOutput, SchedulerStats]
+class StepClient(EngineClient[Request, StepOutput, SchedulerStats], Protocol):
+    """A client of transformer steps."""
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+        """Have `then` called by the owner's thread with where tokens of conversations lie, at once or from `turn`.
+
+        What is to be forgotten is forgotten by then. It is never called once the engine has ended.
+        """

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cellar.core.errors import RequestError
-from cellar.core.messages import Request, RequestOutput, StepOutput
+from cellar.core.messages import MemoryAnswer, MemoryQuestion, Request, RequestOutput, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.outputs import OutputProcessor, Processed
@@ -102,6 +102,10 @@ class Front:
     def output(self, request_id: str) -> RequestOutput:
         """A copy of what there is of a running request. Raises KeyError if it is not running."""
         return self._outputs.output(request_id)
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+        """See `StepClient.memory`."""
+        self.engine.memory(question, then)
 
     def close(self) -> None:
         """Free the engine."""

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from cellar.core.messages import Request, SchedulerStats, StepOutput, StepPlan, StepResult
+from cellar.core.messages import (
+    MemoryAnswer,
+    MemoryQuestion,
+    Request,
+    SchedulerStats,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
 from cellar.engine.engine import Engine
 from cellar.engine.structured import Masking, StructuredOutput
 from cellar.runtime.protocol import Runtime
 from cellar.schedule.protocol import Scheduler
 
-StepEngine = Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStats]
+
+class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, SchedulerStats], Protocol):
+    """A scheduler of transformer steps, which knows what it remembers of whom."""
+
+    def memory(self, question: MemoryQuestion) -> MemoryAnswer:
+        """Where tokens of conversations lie; what is to be forgotten is forgotten when this returns."""
+
+
+class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStats]):
+    """Implements `StepClient` over a scheduler in this process; made by `step_engine`."""
+
+    scheduler: StepsScheduler
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+        """Ask, and be told at once."""
+        self.mark_dirty()
+        then(self.scheduler.memory(question))
 
 
 def step_engine(
-    scheduler: Scheduler[Request, StepPlan, StepResult, StepOutput, SchedulerStats],
+    scheduler: StepsScheduler,
     runtime: Runtime[StepPlan],
     *,
     run_ahead: int = 2,
@@ -24,7 +49,7 @@ def step_engine(
     masker: Masking | None = None,
 ) -> StepEngine:
     """An engine with structured output beside it, which without a `masker` refuses requests for it."""
-    return Engine(
+    return StepEngine(
         scheduler,
         runtime,
         StepOutput.refusal,

@@ -13,7 +13,7 @@ from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, IntegrityError, RequestError
-from cellar.core.messages import RequestOutput, SchedulerStats
+from cellar.core.messages import MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.driver import Driver
@@ -60,6 +60,7 @@ class AsyncLLM:
         self._opened = opened
         self._front: Front = opened.front
         self._streams: dict[str, _Stream] = {}
+        self._questions: set[asyncio.Future[MemoryAnswer]] = set()
         self._numbers = count()
         self._driver = Driver(self._front.engine, self._turn, self._end, "cellar-engine")
         self._driver.start(begin)
@@ -110,6 +111,17 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> None:
         """Drop a request; its iterator ends with what there is, finish_reason "abort". Unknown ids are ignored."""
         self._driver.post(lambda: self._abort(request_id))
+
+    async def memory(self, *conversations: str, forget: bool = False) -> MemoryAnswer:
+        """Tokens of each conversation, by the fastest tier that has their K and V.
+
+        With `forget`, none of it is found any more when this returns, in any tier or copy under way, unless another
+        conversation shares it. Raises CellarError if the engine has ended.
+        """
+        told: asyncio.Future[MemoryAnswer] = asyncio.get_running_loop().create_future()
+        question = MemoryQuestion(conversations, forget)
+        self._driver.post(lambda: self._ask(question, told))
+        return await told
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -206,6 +218,8 @@ class AsyncLLM:
         for stream in self._streams.values():
             _hand_over({stream.loop: [(stream, error)]})
         self._streams.clear()
+        for told in tuple(self._questions):
+            self._tell(told, error)
         self._front.close()
 
     def _start(self, prepared: Prepared, stream: _Stream) -> None:
@@ -220,6 +234,18 @@ class AsyncLLM:
             _hand_over({stream.loop: [(stream, error)]})
         else:
             self._streams[prepared.id] = stream
+
+    def _ask(self, question: MemoryQuestion, told: asyncio.Future[MemoryAnswer]) -> None:
+        self._questions.add(told)
+        if self._driver.ended is not None:
+            self._tell(told, self._driver.ended)
+        else:
+            self._front.memory(question, lambda answer: self._tell(told, answer))
+
+    def _tell(self, told: asyncio.Future[MemoryAnswer], answer: MemoryAnswer | BaseException) -> None:
+        self._questions.discard(told)
+        with contextlib.suppress(RuntimeError):  # that event loop is closed, and nobody waits in it
+            told.get_loop().call_soon_threadsafe(_settle, told, answer)
 
     def _leave(self, request_id: str, stream: _Stream) -> None:
         """The iterator was left. Its id may belong to another stream by now, or never have been its own."""
@@ -259,6 +285,15 @@ def _hand_over(news_of: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, News
             loop.call_soon_threadsafe(_put, pairs)
         except RuntimeError:  # that event loop is closed, and nobody waits in it
             continue
+
+
+def _settle(told: asyncio.Future[MemoryAnswer], answer: MemoryAnswer | BaseException) -> None:
+    if told.done():
+        return  # nobody waits any more
+    if isinstance(answer, BaseException):
+        told.set_exception(answer)
+    else:
+        told.set_result(answer)
 
 
 def _put(pairs: list[tuple[_Stream, News]]) -> None:

@@ -105,6 +105,10 @@ class Conversations:
             self._turns[number] = 0
             self._free.append(number)
 
+    def named(self, name: str) -> list[int]:
+        """Conversations that their clients call so, each with a salt of its own."""
+        return [number for (_, known), number in self._by_name.items() if known == name]
+
     # -- audiences --------------------------------------------------------------------------------
 
     def audience(self, number: int) -> int:
@@ -127,6 +131,15 @@ class Conversations:
             self._scale[self._crowd[audience]] = MAX_MEMBERS
         self.touch(self._key[self._crowd[audience]][0], now)
         return self._crowd[audience]
+
+    def shared_by(self, number: int) -> list[int]:
+        """Audiences that the conversation belongs to; crowds are not among them, for they do not know their members."""
+        return [audience for key, audience in self._by_key.items() if number in key]
+
+    def narrowed(self, audience: int, number: int) -> int:
+        """The audience without `number`; -1 if nobody is left."""
+        key = tuple(member for member in self._key[audience] if member != number)
+        return self._audience(key) if key else -1
 
     def latest(self, audience: int) -> int:
         """Its conversation that was active last; -1 for a crowd, which is none."""

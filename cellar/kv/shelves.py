@@ -154,13 +154,31 @@ class Shelves:
         for audience in np.unique(audiences).tolist():
             wider = self.conversations.widened(audience, conversation, now)
             if wider != audience:
-                part = chunks[audiences == audience]
-                for tier in range(len(self.tiers)):
-                    self._declassify(tier, part)
-                self.directory.audience[part] = wider
-                self.conversations.count(wider, len(part))
-                self.conversations.count(audience, -len(part))
-                self.classify(part)
+                self._belong(chunks[audiences == audience], audience, wider)
+
+    def held_by(self, conversation: int) -> Chunks:
+        """Chunks of a conversation, shared ones too."""
+        audiences = self.conversations.shared_by(conversation)
+        return np.flatnonzero(np.isin(self.directory.audience, audiences)).astype(np.int32)
+
+    def withdraw(self, conversation: int) -> None:
+        """A conversation has no chunks any more: those that no other shares are gone from every tier."""
+        for audience in self.conversations.shared_by(conversation):
+            chunks = np.flatnonzero(self.directory.audience == audience).astype(np.int32)
+            rest = self.conversations.narrowed(audience, conversation)
+            if rest < 0:
+                self.remove(chunks)
+            else:
+                self._belong(chunks, audience, rest)
+
+    def _belong(self, chunks: Chunks, before: int, audience: int) -> None:
+        """Chunks of one audience are another's from now on."""
+        for tier in range(len(self.tiers)):
+            self._declassify(tier, chunks)
+        self.directory.audience[chunks] = audience
+        self.conversations.count(audience, len(chunks))
+        self.conversations.count(before, -len(chunks))
+        self.classify(chunks)
 
     def classify(self, chunks: Chunks) -> None:
         """Find out anew which of `chunks` (distinct) may leave which tier."""

@@ -228,6 +228,33 @@ class KVStore:
         chunks = device.chunk[slots[device.references[slots] == 1]]
         self._shelves.remove(chunks[chunks >= 0])
 
+    # -- conversations ----------------------------------------------------------------------------
+
+    def named(self, conversation: str) -> list[int]:
+        """Numbers of the conversations that clients call so."""
+        return self._shelves.conversations.named(conversation)
+
+    def memory(self, conversations: Sequence[int]) -> dict[Tier, int]:
+        """Tokens whose K and V lie in each tier, counted where they are read from fastest."""
+        shelves, directory = self._shelves, self._shelves.directory
+        none = [NO_SLOTS]
+        chunks = np.unique(np.concatenate(none + [shelves.held_by(number) for number in conversations]))
+        filled = np.full(len(chunks), self.chunk_size)
+        for k, chunk in enumerate(chunks.tolist()):
+            if directory.is_tail(chunk):
+                filled[k] = directory.end[chunk] % self.chunk_size
+        found = {}
+        for number, tier in enumerate(shelves.tiers):
+            here = shelves.resident(number, chunks)
+            found[tier] = int(filled[here].sum())
+            chunks, filled = chunks[~here], filled[~here]
+        return found
+
+    def forget_conversations(self, conversations: Sequence[int]) -> None:
+        """Their chunks are found no more, in any tier or copy under way, unless other conversations share them."""
+        for number in conversations:
+            self._shelves.withdraw(number)
+
     # -- copies -----------------------------------------------------------------------------------
 
     def save(self, slots: Slots, now: float = 0.0) -> None:

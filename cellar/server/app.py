@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams
-from cellar.server import errors, page
+from cellar.server import errors, memory, page
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
@@ -272,6 +272,7 @@ def build_app(
     routes |= {("GET", path): endpoint for path, endpoint in get.items()} | service.endpoints
     for (method, path), endpoint in routes.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
+    memory.install(app, api.desk, answers)
     messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
     # The last added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)

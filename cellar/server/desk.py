@@ -126,6 +126,16 @@ class Desk:
             raise _too_long(f"at least {least}", longest)
         return text
 
+    async def memory(self, owner: str, names: Sequence[str], forget: bool = False) -> list[dict[str, int]]:
+        """Tokens of an owner's conversations, by the fastest tier (device, host, disk, remote) that has their KV.
+
+        With `forget`, none of it is found any more when this returns, unless another conversation shares it. Raises
+        ApiError while there is no engine, CellarError if it ends meanwhile.
+        """
+        called = [self._tenants.conversation(owner, name) or name for name in names]
+        answer = await self.engine().memory(*called, forget=forget)
+        return [{tier.name.lower(): count for tier, count in tokens.items()} for tokens in answer]
+
     def open(
         self,
         request_id: str,

@@ -34,7 +34,7 @@ from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
 from cellar.server.heap import one_heap, reserve_steps
-from cellar.server.wire import Call, Frame, Ready, Step
+from cellar.server.wire import Call, Frame, Ready, Step, Told
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +250,9 @@ class Switchboard:
     def _serve(self, line: Line, call: Call) -> None:
         """Do what a front wants for one sequence; if it cannot be done that sequence ends."""
         id = f"{line.number}.{call.number}"
+        if call.method == "memory":
+            self._engine.memory(call.arguments[0], lambda answer: line.outbox.put(Told(call.number, answer)))
+            return
         try:
             if call.method == "add":
                 request = replace(call.arguments[0], id=id)

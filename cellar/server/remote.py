@@ -10,10 +10,10 @@ from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from cellar.core.errors import CellarError
-from cellar.core.messages import FinishReason, Request, SchedulerStats, StepOutput
+from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
-from cellar.server.wire import Call, Frame, Ready, Step
+from cellar.server.wire import Call, Frame, Ready, Step, Told
 
 
 class RemoteEngine:
@@ -29,6 +29,7 @@ class RemoteEngine:
         self._count = 0
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._questions: dict[int, Callable[[MemoryAnswer], None]] = {}
         self._frames: list[Frame] = []  # not told yet
         self._refused: dict[str, str] = {}  # by us, not told yet
         self._mailbox = Mailbox(self.wake)
@@ -76,6 +77,13 @@ class RemoteEngine:
         self._refused.pop(request_id, None)
         if (number := self._forget(request_id)) is not None:
             self._send(Call("abort", number))
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+        """Ask; the answer comes with a later turn."""
+        number = self._count
+        self._count += 1
+        self._questions[number] = then
+        self._send(Call("memory", number, (question,)))
 
     def wake(self) -> None:
         """End a waiting `turn`."""
@@ -128,6 +136,9 @@ class RemoteEngine:
             message = self._receive()
             if isinstance(message, CellarError):
                 raise message
+            if isinstance(message, Told):
+                self._questions.pop(message.number)(message.answer)
+                continue
             self._frames += message.frames
             self._stats = message.stats
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
-from cellar.core.messages import FinishReason, Logprobs, SchedulerStats
+from cellar.core.messages import FinishReason, Logprobs, MemoryAnswer, SchedulerStats
 from cellar.core.specs import ModelSpec
 from cellar.text.generation import NEUTRAL, GenerationConfig
 
@@ -49,8 +49,16 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """The answer to the front's question of that number."""
+
+    number: int
+    answer: MemoryAnswer
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """A method of the engine to be called for one sequence."""
+    """A method of the engine to be called for one sequence; of `memory` the number is that of the question."""
 
     method: str
     number: int

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cellar.core.messages import FinishReason, Request, StepOutput
+from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, StepOutput, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.client import StepClient
 from cellar.runtime.steps.fake import FakeRuntime
@@ -246,3 +247,46 @@ def test_read_does_what_was_posted_and_starts_nothing(open_client: Open) -> None
     client.read()
     assert done == [1, 2]
     assert runtime.num_steps == 0
+
+
+def test_memory_of_conversations_is_told_and_forgotten(open_client: Open) -> None:
+    """Also while a request of one runs, which goes on and leaves nothing; what others share stays."""
+    client, _ = open_client(num_slots=256, latency=0.002)
+    told: list[MemoryAnswer] = []
+    seen = Seen()
+
+    def memory(*names: str, forget: bool = False) -> MemoryAnswer:
+        told.clear()
+        client.memory(MemoryQuestion(names, forget), told.append)
+        seen.run(client, lambda: told)
+        return told[0]
+
+    def cached(id: str, prompt: list[int], **more: Any) -> int:
+        client.add(replace(request(id, prompt), **more))
+        found = dict[str, int]()
+        end = time.monotonic() + SECONDS
+        while id not in seen.finished:
+            assert time.monotonic() < end
+            for output in client.turn(0.1):
+                found |= output.num_cached_tokens
+                seen.take(output)
+        return found[id]
+
+    shared, mine, other = [3] * 32, [4] * 40, [5] * 40
+    cached("a", shared + mine, conversation="mine")
+    cached("b", shared + other, conversation="other")
+    here, there, nobody = memory("mine", "other", "nobody")
+    assert (here[Tier.DEVICE], there[Tier.DEVICE]) == (64, 64)
+    assert nobody == {Tier.DEVICE: 0}
+
+    client.add(replace(request("running", shared + mine, 100), conversation="mine"))
+    seen.run(client, lambda: "running" in seen.tokens)
+    assert memory("mine", forget=True)[0][Tier.DEVICE] >= 64
+    assert memory("mine")[0] == {Tier.DEVICE: 0}
+    seen.run(client, lambda: "running" in seen.finished)
+    assert seen.tokens["running"] == expected(shared + mine, 100)
+    assert memory("mine", "other") == ({Tier.DEVICE: 0}, {Tier.DEVICE: 64})
+    assert cached("again", shared + mine) == 32  # what the other conversation shares
+    assert cached("other", shared + other) == 64
+    memory("other", forget=True)
+    assert cached("last", [*shared, 7]) == 32  # what "again" has shared since is its own

@@ -21,7 +21,7 @@ COSTS = {1: 1.0, 8: 6.0, 64: 40.0}
 Path = tuple[bytes, tuple[int, ...]]
 """What a chunk holds: the salt, and all tokens up to its end."""
 Op = tuple[str, int, int, int]
-KINDS = ("open", "open", "commit", "commit", "extend", "release", "release", "forget")
+KINDS = ("open", "open", "commit", "commit", "extend", "release", "release", "forget", "withdraw")
 
 
 @dataclass(eq=False)
@@ -177,6 +177,17 @@ class Model:
             if path is not None and self.kept[path].users == 1:
                 del self.kept[path]
                 held.paths[i] = None
+
+    def withdraw(self, held: Held, b: int) -> None:
+        """The whole conversation is forgotten; what it shares is its no more."""
+        self.store.forget_conversations([held.conversation])
+        for path, kept in list(self.kept.items()):
+            kept.talks.discard(held.talk)
+            if not kept.talks:
+                del self.kept[path]
+                for other in self.held:
+                    other.paths = [None if p == path else p for p in other.paths]
+                self.free += not kept.users
 
     # -- the model --------------------------------------------------------------------------------
 

@@ -283,7 +283,7 @@ def test_errors_have_anthropics_form(served: Served) -> None:
         broken = http.post("/v1/messages", content=b"{", headers={"content-type": "application/json"})
         assert (broken.status_code, broken.json()["type"]) == (400, "error")
         assert "error" in http.post("/v1/completions", json={}).json()  # others as before
-    with serve({"api_key": "k1,k2"}, {"max_body_bytes": 1000}, template=TEMPLATE) as locked:
+    with serve({"api_key": ["k1", "k2"]}, {"max_body_bytes": 1000}, template=TEMPLATE) as locked:
         with pytest.raises(anthropic.AuthenticationError) as refusal:
             create(locked)
         assert refusal.value.type == "authentication_error"

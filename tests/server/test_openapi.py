@@ -38,6 +38,7 @@ PATHS = {
     "/version",
     "/metrics",
     "/engine/status",
+    "/engine/memory",
 }
 
 

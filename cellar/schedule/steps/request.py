@@ -40,7 +40,8 @@ class RequestState:
     not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
     before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
     the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
-    for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come.
+    for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. What is
+    `forgotten` leaves nothing that others could find.
     """
 
     request: Request
@@ -58,6 +59,7 @@ class RequestState:
     conversation: int = -1
     reservation: Reservation | None = None
     awaits: set[int] = field(default_factory=set)
+    forgotten: bool = False
 
     @property
     def num_prompt(self) -> int:

@@ -26,6 +26,8 @@ from cellar.core.messages import (
     Event,
     EventKind,
     FinishReason,
+    MemoryAnswer,
+    MemoryQuestion,
     Request,
     SchedulerStats,
     StepOutput,
@@ -202,6 +204,22 @@ class StepScheduler:
         if state is not None:
             self._drop(state)
 
+    def memory(self, question: MemoryQuestion) -> MemoryAnswer:
+        """Where the conversations' tokens lie. What is forgotten is found no more from now on; requests of such a
+        conversation that are under way go on, and leave nothing.
+        """
+        named = [self._store.named(name) for name in question.conversations]
+        answer = tuple(self._store.memory(numbers) for numbers in named)
+        if question.forget:
+            names, gone = set(question.conversations), {number for numbers in named for number in numbers}
+            for state in (*self._requests.values(), *filter(None, self._rows.states)):
+                if state.request.conversation in names or state.conversation in gone:
+                    state.forgotten = True
+                    if state.row >= 0:
+                        self._rows.next_named[state.row] = NEVER
+            self._store.forget_conversations(sorted(gone))
+        return answer
+
     def has_work(self) -> bool:
         """True while any request waits, runs, or has a plan in flight."""
         return bool(self._requests or self._in_flight)
@@ -313,7 +331,7 @@ class StepScheduler:
 
     def _open(self, state: RequestState, reservation: Reservation) -> None:
         row = self._rows.open(state, reservation.slots)
-        if not self._caching:
+        if not self._caching or state.forgotten:
             self._rows.next_named[row] = NEVER
         state.row, state.phase = row, Phase.RUNNING
         state.todo = deque(reservation.compute)

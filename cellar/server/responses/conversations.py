@@ -14,6 +14,7 @@ from cellar.conversations.records import Conversation
 from cellar.conversations.records import Item as Record
 from cellar.conversations.session import Session
 from cellar.conversations.store import AsyncStore
+from cellar.server.desk import Desk
 from cellar.server.errors import refused
 from cellar.server.keys import owner_of
 from cellar.server.responses.items import Item, read_input, referred, with_own_ids
@@ -27,8 +28,9 @@ PATH = "/v1/conversations"
 class ConversationRoutes:
     """Each a few lines over the store."""
 
-    def __init__(self, store: AsyncStore) -> None:
+    def __init__(self, store: AsyncStore, desk: Desk) -> None:
         self._store = store
+        self._desk = desk
 
     async def create(self, request: Request, body: ConversationRequest | None = None) -> Response:
         """Begin a conversation."""
@@ -58,8 +60,13 @@ class ConversationRoutes:
         return JSONResponse(shown_conversation(made))
 
     async def delete(self, conversation_id: str, request: Request) -> Response:
-        """Forget it, with all that was said in it."""
-        await self._store.write(conversations.remove, owner_of(request.scope), conversation_id)
+        """Forget it, with all that was said in it, and its KV in every tier."""
+        owner = owner_of(request.scope)
+        await self._store.read(conversations.get, owner, conversation_id)
+        # First, so that nothing is deleted while no engine can forget; then again, for what a turn has left since.
+        await self._desk.memory(owner, [conversation_id], forget=True)
+        await self._store.write(conversations.remove, owner, conversation_id)
+        await self._desk.memory(owner, [conversation_id], forget=True)
         return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def add_items(

@@ -32,7 +32,7 @@ class Service:
         maker = Maker(desk, self.store, seal, limits.request_timeout)
         self.background = Background(maker, self.store, limits.request_timeout)
         self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store)
-        self._conversations = conversations.ConversationRoutes(self.store)
+        self._conversations = conversations.ConversationRoutes(self.store, desk)
 
     @property
     def endpoints(self) -> dict[tuple[str, str], Any]:

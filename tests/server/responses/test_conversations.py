@@ -239,3 +239,26 @@ def test_what_is_refused_names_its_parameter(served: Served, path: str, body: di
         answer = http.post(f"/v1/conversations{path}", json=body, headers=headers)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
+
+
+def test_what_a_deleted_conversation_said_is_found_in_no_cache(served: Served, client: openai.OpenAI) -> None:
+    """Its KV is gone before the answer; the store's and the engine's conversation have one name."""
+    made = client.conversations.create(metadata={})
+    question = "A story of a fox that went far away and came back home. " * 3
+    with says(served, "So it went, and so it came back, as foxes do. " * 3):
+        first = client.responses.create(model=MODEL, input=question, conversation=made.id, max_output_tokens=200)
+    params = {"conversation": made.id}
+    headers = {"authorization": "Bearer ann"}
+    with served.http() as http:
+        before = http.get("/engine/memory", params=params, headers=headers).json()["data"][0]["tokens"]["device"]
+        assert first.usage is not None
+        assert before >= first.usage.total_tokens - 32
+        client.conversations.delete(made.id)
+        after = http.get("/engine/memory", params=params, headers=headers).json()["data"][0]["tokens"]["device"]
+    assert after == 0
+    again = client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": question}], max_completion_tokens=4
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
