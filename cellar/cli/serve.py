@@ -16,10 +16,15 @@ from cellar.core.extras import missing
 from cellar.server.config import LimitConfig, ServerConfig
 
 _SERVER = OptionGroup("Server", (ServerConfig,))
-_LIMITS = OptionGroup("Limits", (LimitConfig,))
+LIMITS = OptionGroup(
+    "Limits",
+    (LimitConfig,),
+    # Bounds that no honest client meets; who builds the server in Python can set them.
+    skip=frozenset({"max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"}),
+)
 
 
-@verb(engine=replace(ENGINE, skip=frozenset({"model"})), server=_SERVER, limits=_LIMITS)
+@verb(engine=replace(ENGINE, skip=frozenset({"model"})), server=_SERVER, limits=LIMITS)
 def serve(
     model: Annotated[
         str | None, typer.Argument(help="Directory, hub name, or a shipped config; default: the demo model.")

@@ -16,10 +16,12 @@ import typer
 from typer.testing import CliRunner, Result
 
 from cellar.cli.main import build
+from cellar.cli.serve import LIMITS
 from cellar.cli.verb import ENGINE, SAMPLING, sampling_params
 from cellar.core.config import EngineConfig
 from cellar.core.hardware import Device, Measure, Profile
 from cellar.core.sampling import SamplingParams
+from cellar.server.config import LimitConfig
 from cellar.version import __version__
 from tests.limits import SECONDS, run_python
 from tests.tiny_checkpoint import write_checkpoint
@@ -244,6 +246,8 @@ def test_options_are_the_fields() -> None:
     fields = {f.name for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)}  # type: ignore[arg-type]
     assert engine == fields - ENGINE.skip
     assert ENGINE.skip == {"machine_profile", "decode_reserve", "run_ahead"}
+    fixed = {"max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"}
+    assert set(LIMITS.names()) == {f.name for f in dataclasses.fields(LimitConfig)} - fixed
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip
     assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
