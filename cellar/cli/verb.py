@@ -64,7 +64,7 @@ def _has(kind: type, name: str) -> bool:
 
 
 # Options that may be given several times; the fields take any sequence.
-_LISTS: Mapping[str, Any] = {"stop": list[str] | None, "stop_token_ids": list[int] | None}
+_LISTS: Mapping[str, Any] = {"stop": list[str] | None}
 
 ENGINE = OptionGroup(
     "Engine",
@@ -89,7 +89,6 @@ SAMPLING = OptionGroup(
         "max_tokens": "Most tokens to generate.",
         "min_tokens": "Fewest tokens before an end symbol may come.",
         "stop": "Text that ends the output; may be given several times.",
-        "stop_token_ids": "Token id that ends the output; may be given several times.",
         "ignore_eos": "Go on past end symbols.",
         "logprobs": "Log-probabilities of this many likeliest tokens, in the JSON output.",
     },
@@ -105,6 +104,7 @@ SAMPLING = OptionGroup(
     skip=frozenset(
         {
             "seed",
+            "stop_token_ids",
             "prompt_logprobs",
             "logit_bias",
             "detokenize",
