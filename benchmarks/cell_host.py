@@ -177,7 +177,7 @@ def measure(
         (engine, "submit_many", "submit"),
         (engine, "submit_unfolded", "submit"),
         (loop, "add", "add"),
-        (scheduler, "_start", "admit"),
+        (scheduler.intake, "start", "admit"),
         (scheduler, "plan", "plan"),
         (scheduler, "commit", "commit"),
         (front, "deliver", "answer"),

@@ -30,6 +30,7 @@ from cellar.schedule.cells.admission import Admission
 from cellar.schedule.cells.commit import Commit
 from cellar.schedule.cells.fairness import FairShare
 from cellar.schedule.cells.flight import Flight, assemble
+from cellar.schedule.cells.intake import Intake
 from cellar.schedule.cells.integrity import check
 from cellar.schedule.cells.queue import IndexArray
 from cellar.schedule.cells.requests import RequestSlots, Roster
@@ -39,9 +40,6 @@ from cellar.schedule.cells.store import GraphTable
 from cellar.schedule.cells.subgraphs import FREE, Subgraphs
 from cellar.schedule.cells.types import CellType
 from cellar.schedule.cells.waiting import Waiting
-
-_ADMITTED = 128
-"""Requests admitted at a time: enough to share what a call costs, and few enough not to hold up a plan."""
 
 
 class CellScheduler:
@@ -89,12 +87,20 @@ class CellScheduler:
             )
             self._admissions.append(Admission(self.subgraphs, types, self._request_slots[m], self.roster))
         self._share = FairShare(tuple(len(model.cells) for model in models))
-        self._entries: list[set[int]] = [set() for _ in models]
         self._next_plan = 0
-        self._admitted = _ADMITTED
         self._running = Running(
             self.subgraphs, self._kinds, self._request_slots, self.roster, graph_batches=self.config.graph_batch > 0
         )
+        self.intake = Intake(
+            self.config,
+            self.types,
+            self.waiting,
+            self._admissions,
+            self._running,
+            self.subgraphs,
+            self.num_workers,
+        )
+        self._entries = self.intake.entries
         self._commit = Commit(self.subgraphs, self._kinds, self.roster, self._running)
         self._num_tasks = self._num_nodes = 0
 
@@ -131,7 +137,7 @@ class CellScheduler:
         for kind in self._kinds:
             if kind.stale:
                 kind.purge()
-        self._admit()
+        self.intake.admit()
         wanting = [m for m, types in enumerate(self.types) if any(ct.num_ready(worker) for ct in types)]
         if not wanting:
             return None
@@ -259,7 +265,7 @@ class CellScheduler:
         most = self.max_tasks
         if ct.num_growing and self.config.max_tasks is None:
             most = min(most, GROWING_TASKS)
-        batch = ct.batch(worker, most, partial(self._let_in, m, ct.cell, worker))
+        batch = ct.batch(worker, most, partial(self.intake.let_in, m, ct.cell, worker))
         tasks = len(batch.cu) - 1
         ct.num_running += tasks
         plan, flight = assemble(
@@ -271,59 +277,6 @@ class CellScheduler:
         self._num_nodes += len(batch.owners)
         self._share.charge(ct.model, ct.cell, tasks)
         return plan
-
-    # -- requests ---------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        """Give waiting requests a home, as far as rows are free and calls reach.
-
-        Of the workers that are short of ready nodes the least loaded is served first. Requests that wait are divided
-        among all workers, so that the first that is short does not take what the next will ask for.
-        """
-        for m, queue in enumerate(self.waiting):
-            if not queue:
-                continue
-            wants, most = self._is_short, min(self._admitted, -(-len(queue) // self.num_workers))
-            if self.config.graph_batch:
-                wants, most = self._takes_graph, self.config.graph_batch
-            while queue:
-                workers = [w for w in range(self.num_workers) if wants(m, w)]
-                if len(workers) > 1:
-                    workers.sort(key=self._load)
-                if not any(self._start(m, most, w) for w in workers):
-                    break
-
-    def _load(self, worker: int) -> tuple[int, int]:
-        """What a worker has to do: ready nodes, then requests that run there."""
-        ready = sum(kind.num_ready(worker) for kind in self._kinds)
-        return ready, sum(running[worker] for running in self._running.counts)
-
-    def _let_in(self, m: int, cell: int, worker: int) -> bool:
-        """Admit requests that begin at a cell of which a worker's call could take more -> whether there were any."""
-        if not self.waiting[m] or self.config.graph_batch or cell not in self._entries[m]:
-            return False
-        return bool(self._start(m, self._admitted, worker))
-
-    def _start(self, m: int, most: int, worker: int) -> int:
-        """Admit up to `most` requests of a model to a worker -> how many."""
-        numbers, requests = self._admissions[m].admit(self.waiting[m], most, worker)
-        self._running.start(numbers, requests, m, worker)
-        return len(numbers)
-
-    def _takes_graph(self, m: int, worker: int) -> bool:
-        """Whether a worker takes the next merged graph of a model: it has none, or none with nodes left to submit."""
-        return not self._running.counts[m][worker] or (self.config.graph_ahead and self._is_submitted(m, worker))
-
-    def _is_submitted(self, m: int, worker: int) -> bool:
-        """Whether no node of a model's requests on a worker is left to be submitted."""
-        sub = self.subgraphs
-        mine = (sub.owner != FREE) & (sub.home == worker) & (sub.left > 0) & (sub.dead == 0)
-        return {kind.kind for kind in self.types[m]}.isdisjoint(sub.kind[mine].tolist())
-
-    def _is_short(self, m: int, worker: int) -> bool:
-        """Whether a worker has few ready nodes of a cell at which requests begin: under a task and a half."""
-        types = self.types[m]
-        return any(2 * types[c].num_ready(worker) < 3 * types[c].largest for c in self._entries[m])
 
     # -- what tables and checks ask -------------------------------------------------------------------
 

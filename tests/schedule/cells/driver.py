@@ -246,7 +246,7 @@ def drive(case: Case) -> Seen:
     for types in scheduler.types:
         for kind in types:  # so small that tables move all the time
             kind.table.rows = kind.table.rows[:, :8]
-    scheduler._admitted = rng.randint(1, 4)  # so few that calls must ask for more
+    scheduler.intake.admitted = rng.randint(1, 4)  # so few that calls must ask for more
     bad = {id for id in made if rng.random() < case.bad}
 
     def fail(plan: TaskPlan, n: int) -> str | None:

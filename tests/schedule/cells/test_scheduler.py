@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -635,9 +636,9 @@ def _plans(spec: CellModelSpec, requests: Sequence[CellRequest], arrivals: Seque
     """Cells, sizes and members of all tasks. `admitted`: so many requests at a time, as calls need them; None: all."""
     made = scheduler(spec, rows=100_000)
     if admitted is None:
-        made._is_short = lambda m, worker: True  # type: ignore[method-assign]
+        made.intake.is_short = lambda m, worker: True  # type: ignore[method-assign]
     else:
-        made._admitted = admitted
+        made.intake.admitted = admitted
     seen, most, now, todo = [], 0, 0, list(zip(requests, arrivals, strict=True))
     while todo or made.has_work():
         while todo and todo[0][1] <= now:
@@ -679,6 +680,20 @@ def test_requests_that_no_call_could_reach_wait_and_nothing_else_changes(kind: s
             assert few_at_a_time == all_at_once
             fewer += held < most
     assert fewer, "requests were never held back, so that this shows nothing"
+
+
+def test_a_request_of_a_known_graph_can_be_dropped_while_it_waits() -> None:
+    spec = model(cell("rnn", 2))
+    made = scheduler(spec, rows=40)
+    first = chain(spec, "first", 3)
+    made.add(first)
+    assert made.plan(0) is not None  # its graph is in the book now
+    made.add(replace(first, id="second"))
+    with pytest.raises(RequestError, match="'second' is already running"):
+        made.add(replace(first, id="second"))
+    made.abort("second")
+    assert made.stats().waiting == 0
+    assert [request.id for request in made.running.values()] == ["first"]
 
 
 def test_what_could_never_run_leaves_nothing_behind() -> None:
