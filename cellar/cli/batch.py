@@ -22,7 +22,14 @@ if TYPE_CHECKING:
     from cellar.server.batch import BatchCounts, ResultFile
 
 # One user's file, on his own machine: nobody else has to be protected from its length.
-_LIMITS = LimitConfig(max_queued_requests=2**62, max_queued_tokens=2**62, max_body_bytes=2**62)
+_LIMITS = LimitConfig(
+    max_request_sequences=2**62,
+    max_listed_tokens=2**62,
+    max_request_logprobs=2**62,
+    max_queued_requests=2**62,
+    max_queued_tokens=2**62,
+    max_body_bytes=2**62,
+)
 
 
 @verb(engine=ENGINE)

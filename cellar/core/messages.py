@@ -60,11 +60,13 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to be continued. `params.seed` is set; n > 1 is several requests by now.
+    """One sequence to be continued; n > 1 is several requests by now, which share `params` and `stop_ids`.
 
     `stop_ids` are the end symbols and stop ids that end it; `max_tokens` is at least 1 and fits the
     context. Equal prefixes are shared between requests of equal `salt` only. `conversation` names the conversation
-    that it continues, if its sender said so; it changes no token and no lookup.
+    that it continues, if its sender said so; it changes no token and no lookup. `seed` is this sequence's own; without
+    it that of `params`, which is set then. Requests of one `owner` share its turns: see `schedule/steps/queue.py`;
+    without a name each is its own.
     """
 
     id: str
@@ -75,6 +77,13 @@ class Request:
     priority: int = 0
     salt: bytes = b""
     conversation: str | None = None
+    seed: int | None = None
+    owner: str = ""
+
+    @property
+    def drawn_seed(self) -> int:
+        """What its randomness is a function of, beside the output index."""
+        return (self.params.seed or 0) if self.seed is None else self.seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +112,9 @@ class Spans:
 class RowOpen:
     """A row is given to a request: how it samples, and how many output tokens it already has.
 
-    `prompt` and `output` are sent only if penalties need them, `output` also for structured output. `stop_ids`
-    are forbidden until `params.min_tokens` output tokens exist. The row's slot table is all -1 after this,
-    whatever the row held before: an open may come without a close.
+    `seed` is the request's own; without it that of `params` counts. `prompt` and `output` are sent only if penalties
+    need them, `output` also for structured output. `stop_ids` are forbidden until `params.min_tokens` output tokens
+    exist. The row's slot table is all -1 after this, whatever the row held before: an open may come without a close.
     """
 
     row: int
@@ -114,6 +123,7 @@ class RowOpen:
     stop_ids: tuple[int, ...] = ()
     prompt: IntArray | None = None
     output: IntArray | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +423,7 @@ class CompletionOutput:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[dict[int, TokenLogprob]] | None = None
+    logprobs: Sequence[dict[int, TokenLogprob] | None] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -430,6 +440,6 @@ class RequestOutput:
     prompt_token_ids: Sequence[int]
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[dict[int, TokenLogprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, TokenLogprob] | None] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0

@@ -54,9 +54,10 @@ class Front:
         priority: int = 0,
         conversation: str | None = None,
         salt: bytes = b"",
+        owner: str = "",
     ) -> Prepared:
         """Check a request and start nothing. Raises RequestError."""
-        sequences = self.reader.requests(request_id, prompt, params, priority, conversation, salt)
+        sequences = self.reader.requests(request_id, prompt, params, priority, conversation, salt, owner)
         return Prepared(request_id, prompt, params, sequences)
 
     def start(self, prepared: Sequence[Prepared], stream: bool = False) -> None:
@@ -115,7 +116,6 @@ class Front:
         for id in self._siblings.keys() & (set(frame.ids) | frame.finished.keys()):
             siblings = self._siblings.pop(id)
             if id in frame.ids:
-                for sibling in siblings:
-                    self.engine.add(sibling)
+                self.engine.add(*siblings)
             else:  # it ended without a token, by an error that is theirs too
                 frame.finished |= {sibling.id: frame.finished[id] for sibling in siblings}

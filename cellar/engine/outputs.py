@@ -7,31 +7,22 @@ their sequences. A request with n > 1 is several sequences that share one Reques
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from cellar.core.errors import IntegrityError, RequestError
-from cellar.core.messages import (
-    CompletionOutput,
-    FinishReason,
-    IntArray,
-    Logprobs,
-    RequestOutput,
-    StepOutput,
-    TokenLogprob,
-)
+from cellar.core.messages import CompletionOutput, FinishReason, IntArray, Logprobs, RequestOutput, StepOutput
 from cellar.core.sampling import SamplingParams
+from cellar.engine.tables import LogprobStore, LogprobTables
 from cellar.text.detokenizer import Detokenizer, make_detokenizer
 from cellar.text.reasoning.reader import ReasoningReader
 from cellar.text.stops import StopMatcher
 from cellar.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-
-LogprobTable = dict[int, TokenLogprob]
 
 
 @dataclass(slots=True)
@@ -47,11 +38,11 @@ class Delta:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[LogprobTable] | None = None
+    logprobs: LogprobTables | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     finished: bool = False
-    prompt_logprobs: list[LogprobTable | None] | None = None
+    prompt_logprobs: LogprobTables | None = None
     reasoning: str = ""
 
 
@@ -89,6 +80,7 @@ class OutputProcessor:
         self._requests: dict[str, _Request] = {}
         self._sequences: dict[str, _Sequence] = {}
         self._news: dict[str, Delta] = {}  # sequence id -> what the current frame brought it
+        self._stops: tuple[SamplingParams, StopMatcher | None] | None = None
 
     def __len__(self) -> int:
         """Unfinished requests."""
@@ -114,7 +106,7 @@ class OutputProcessor:
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, but there is none; use stop_token_ids.", "stop")
         tokens: list[int] = np.asarray(prompt_token_ids).tolist()
-        request = _Request(request_id, prompt, tokens, params, stream)
+        request = _Request(request_id, prompt, tokens, params, stream, self._matcher(params), self._text_of)
         request.sequences += [_Sequence(request, id, k, self._detokenizer(request)) for k, id in enumerate(ids)]
         self._sequences |= zip(ids, request.sequences, strict=True)
         self._requests[request_id] = request
@@ -133,7 +125,10 @@ class OutputProcessor:
                 sequence.request.queue_seconds = frame.queue_seconds.get(id, 0.0)
         for id, logprobs in frame.prompt_logprobs.items():
             if (sequence := self._sequences.get(id)) is not None and sequence.index == 0:
-                self._add_prompt_logprobs(sequence.request, logprobs)
+                try:
+                    sequence.request.add_prompt_logprobs(logprobs)
+                except Exception as error:
+                    self._fail(sequence, error, done)
         for id, token in zip(frame.ids, frame.tokens, strict=True):
             sequence = self._sequences.get(id)
             if sequence is None:
@@ -171,6 +166,13 @@ class OutputProcessor:
             self._finish(self._sequences[id], FinishReason.ABORT, None, done)
         return done.finished[0] if done.finished else None
 
+    def _matcher(self, params: SamplingParams) -> StopMatcher | None:
+        """What looks for the stop strings; made once for prompts of the same parameters, one after another."""
+        if self._stops is None or self._stops[0] is not params:
+            strings, include = params.stop_strings, params.include_stop_str_in_output
+            self._stops = params, StopMatcher(strings, include) if strings else None
+        return self._stops[1]
+
     def _detokenizer(self, request: _Request) -> Detokenizer | None:
         if self._tokenizer is None or not request.params.detokenize:
             return None
@@ -188,14 +190,11 @@ class OutputProcessor:
         request = sequence.request
         hidden = last is not None and last == (FinishReason.STOP, token) and not request.include_stop
         shown = sequence.push(token, hidden)
-        table = None
-        if request.num_logprobs is not None:
+        if sequence.logprobs is not None:
             counts[sequence.id] = counts.get(sequence.id, -1) + 1
-            logprobs = frame.logprobs.get(sequence.id)
-            table = self._sampled_table(logprobs, counts[sequence.id], token, request.num_logprobs)
-            sequence.add_logprobs(table, token)
+            sequence.add_logprobs(frame.logprobs.get(sequence.id), counts[sequence.id], token)
         if request.stream:
-            self._tell(sequence, shown, token, table)
+            self._tell(sequence, shown, token)
         return shown.stop
 
     def _fail(self, sequence: _Sequence, error: Exception, done: Processed) -> None:
@@ -223,24 +222,22 @@ class OutputProcessor:
             self._tell(sequence, shown)
         self._end(sequence, reason, detail, done)
 
-    def _tell(
-        self, sequence: _Sequence, shown: Shown, token: int | None = None, table: LogprobTable | None = None
-    ) -> None:
+    def _tell(self, sequence: _Sequence, shown: Shown, token: int | None = None) -> None:
         """Add to what the current frame brings a streamed sequence."""
         delta = self._news.get(sequence.id)
         if delta is None:
-            asked = sequence.request.num_logprobs is not None
-            delta = Delta(sequence.request.id, sequence.index, logprobs=[] if asked else None)
+            delta = Delta(sequence.request.id, sequence.index)
             self._news[sequence.id] = delta
             if not sequence.told:
                 sequence.told = True
-                delta.prompt_logprobs = sequence.request.prompt_logprobs
+                delta.prompt_logprobs = sequence.request.prompt_tables()
         delta.text += shown.text
         delta.reasoning += shown.reasoning
         if token is not None:
             delta.token_ids.append(token)
-        if table is not None and delta.logprobs is not None:
-            delta.logprobs.append(table)
+        if sequence.logprobs is not None:
+            stop = len(sequence.logprobs)
+            delta.logprobs = LogprobTables(sequence.logprobs, stop - len(delta.token_ids), stop)
 
     def _end(self, sequence: _Sequence, reason: FinishReason, detail: int | str | None, done: Processed) -> None:
         del self._sequences[sequence.id]
@@ -253,36 +250,8 @@ class OutputProcessor:
             del self._requests[request.id]
             done.finished.append(request.output())
 
-    def _sampled_table(self, logprobs: Logprobs | None, entry: int, token: int, num_top: int) -> LogprobTable:
-        if logprobs is None or entry >= len(logprobs.index):
-            raise IntegrityError("a token came without the log-probability that its request asks for")
-        return self._table(logprobs, entry, token, num_top)
-
-    def _add_prompt_logprobs(self, request: _Request, logprobs: Logprobs) -> None:
-        tables, num_top = request.prompt_logprobs, request.params.prompt_logprobs
-        if tables is None or num_top is None:
-            return
-        for entry, position in enumerate(logprobs.index.tolist()):
-            if 0 < position < len(tables):
-                token = request.prompt_token_ids[position]
-                tables[position] = self._table(logprobs, entry, token, num_top)
-
-    def _table(self, logprobs: Logprobs, entry: int, token: int, num_top: int) -> LogprobTable:
-        """The chosen token, then the `num_top` best; ranks count from 1."""
-        table = {token: self._entry(token, float(logprobs.logprob[entry]), int(logprobs.rank[entry]) + 1)}
-        if num_top:
-            tops = zip(
-                logprobs.top_ids[entry, :num_top].tolist(),
-                logprobs.top_logprobs[entry, :num_top].tolist(),
-                strict=True,
-            )
-            for rank, (other, logprob) in enumerate(tops, 1):
-                if other not in table:
-                    table[other] = self._entry(other, logprob, rank)
-        return table
-
-    def _entry(self, token: int, logprob: float, rank: int) -> TokenLogprob:
-        return TokenLogprob(logprob, rank, None if self._tokenizer is None else self._tokenizer.id_to_text(token))
+    def _text_of(self, token: int) -> str | None:
+        return None if self._tokenizer is None else self._tokenizer.id_to_text(token)
 
 
 class _Request:
@@ -301,10 +270,18 @@ class _Request:
         "queue_seconds",
         "sequences",
         "stream",
+        "text_of",
     )
 
     def __init__(
-        self, id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, stream: bool
+        self,
+        id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        stream: bool,
+        matcher: StopMatcher | None,
+        text_of: Callable[[int], str | None],
     ) -> None:
         self.id = id
         self.prompt = prompt
@@ -312,14 +289,32 @@ class _Request:
         self.params = params
         self.stream = stream
         self.include_stop = params.include_stop_str_in_output
-        self.matcher = StopMatcher(params.stop_strings, self.include_stop) if params.stop_strings else None
+        self.matcher = matcher
         self.num_logprobs = params.logprobs
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
         self.sequences: list[_Sequence] = []
-        # The first token of a prompt has nothing before it that would make it likely.
-        asked = params.prompt_logprobs is not None
-        self.prompt_logprobs: list[LogprobTable | None] | None = [None] * len(prompt_token_ids) if asked else None
+        self.text_of = text_of
+        self.prompt_logprobs: LogprobStore | None = None
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = LogprobStore(params.prompt_logprobs, text_of)
+            self.prompt_logprobs.append_none()  # nothing before a first token would make it likely
+
+    def add_prompt_logprobs(self, logprobs: Logprobs) -> None:
+        """Of tokens of the prompt, ascending; those that are known already are passed over."""
+        store = self.prompt_logprobs
+        if store is None:
+            return
+        for entry, position in enumerate(logprobs.index.tolist()):
+            if len(store) <= position < len(self.prompt_token_ids):
+                while len(store) < position:
+                    store.append_none()
+                store.append(logprobs, entry, self.prompt_token_ids[position])
+
+    def prompt_tables(self) -> LogprobTables | None:
+        """One for each token of the prompt, if they were asked for; None for those that are not known."""
+        store = self.prompt_logprobs
+        return None if store is None else LogprobTables(store, 0, len(self.prompt_token_ids))
 
     def output(self) -> RequestOutput:
         return RequestOutput(
@@ -328,7 +323,7 @@ class _Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.output() for sequence in self.sequences],
             finished=all(sequence.finish_reason is not None for sequence in self.sequences),
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            prompt_logprobs=self.prompt_tables(),
             num_cached_tokens=self.num_cached_tokens,
             queue_seconds=self.queue_seconds,
         )
@@ -362,7 +357,8 @@ class _Sequence:
         self.id = id
         self.index = index
         self.token_ids: list[int] = []
-        self.logprobs: list[LogprobTable] = []
+        asked = request.num_logprobs
+        self.logprobs = None if asked is None else LogprobStore(asked, request.text_of)
         self.cumulative_logprob = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -416,21 +412,23 @@ class _Sequence:
             self._parts.append(text)
         return Shown(text, stop, reasoning)
 
-    def add_logprobs(self, table: LogprobTable, token: int) -> None:
-        self.logprobs.append(table)
-        self.cumulative_logprob += table[token].logprob
+    def add_logprobs(self, logprobs: Logprobs | None, entry: int, token: int) -> None:
+        """Of the newest token. Raises IntegrityError if they have not come with it."""
+        assert self.logprobs is not None
+        if logprobs is None or entry >= len(logprobs.index):
+            raise IntegrityError("a token came without the log-probability that its request asks for")
+        self.cumulative_logprob += self.logprobs.append(logprobs, entry, token)
 
     def output(self) -> CompletionOutput:
         text = "".join(self._parts)
         self._parts = [text] if text else []
         self._thoughts = ["".join(self._thoughts)]
-        asked = self.request.num_logprobs is not None
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=list(self.token_ids),
-            logprobs=list(self.logprobs) if asked else None,
-            cumulative_logprob=self.cumulative_logprob if asked else None,
+            logprobs=None if self.logprobs is None else LogprobTables(self.logprobs),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             reasoning=self._thoughts[0],

@@ -58,6 +58,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._seed = seed
         self._count = 0
+        self._checked: tuple[SamplingParams, frozenset[int]] | None = None
 
     def read(self, prompt: object) -> Prompt:
         """One prompt in any of its forms. Raises RequestError."""
@@ -113,30 +114,44 @@ class PromptReader:
         priority: int = 0,
         conversation: str | None = None,
         salt: bytes = b"",
+        owner: str = "",
     ) -> tuple[Request, ...]:
-        """The `params.n` sequences of one request, each with a seed of its own."""
+        """The `params.n` sequences of one request, each with a seed of its own; all else is shared.
+
+        Prompts of the same `params`, one after another, share the end symbols, too.
+        """
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_INTEGER:
             raise RequestError(
                 f"priority is {priority!r}, but must be an integer from {-MAX_INTEGER} to {MAX_INTEGER}.", "priority"
             )
-        self.check(params)
         room = self.max_model_len - len(prompt.token_ids)
-        stops = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+        stops = self._stops(params)
         seed = params.seed if params.seed is not None else _mixed(self._seed, self._count)
         self._count += 1
         return tuple(
             Request(
                 id=request_id if params.n == 1 else f"{request_id}#{k}",
                 prompt=prompt.token_ids,
-                params=params.clone(n=1, seed=_signed(seed + k)),
+                params=params,
                 stop_ids=stops,
                 max_tokens=min(params.max_tokens or room, room),
                 priority=priority,
                 salt=salt,
                 conversation=conversation,
+                seed=_signed(seed + k),
+                owner=owner or (request_id if params.n > 1 else ""),
             )
             for k in range(params.n)
         )
+
+    def _stops(self, params: SamplingParams) -> frozenset[int]:
+        """What ends a request. Parameters are looked at once, however many prompts they go with."""
+        checked = self._checked
+        if checked is None or checked[0] is not params:
+            self.check(params)
+            ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self._eos)
+            checked = self._checked = params, ends
+        return checked[1]
 
     def _fields(self, prompt: Mapping[Any, Any]) -> Prompt:
         if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:

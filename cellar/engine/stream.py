@@ -91,12 +91,14 @@ class AsyncLLM:
         priority: int = 0,
         conversation: str | None = None,
         salt: bytes = b"",
+        owner: str = "",
     ) -> AsyncIterator[Delta | RequestOutput]:
         """As `generate`, but yields what each step added, and at the end the whole request as a RequestOutput.
 
-        `conversation` names what the request belongs to; KV is shared with requests of equal `salt` only.
+        `conversation` names what the request belongs to; KV is shared with requests of equal `salt` only. Prompts of
+        one `owner` share its turns; without a name the request has turns of its own.
         """
-        prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt)
+        prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt, owner)
         return self._news(prepared, deltas=True)
 
     def read(self, prompt: object) -> Prompt:
@@ -181,10 +183,11 @@ class AsyncLLM:
         priority: int,
         conversation: str | None = None,
         salt: bytes = b"",
+        owner: str = "",
     ) -> Prepared:
         id = request_id if request_id is not None else f"cellar-{next(self._numbers)}"
         params = sampling_params or self.get_default_sampling_params()
-        return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt)
+        return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt, owner)
 
     async def _outputs(self, prepared: Prepared) -> AsyncIterator[RequestOutput]:
         async for news in self._news(prepared, deltas=False):

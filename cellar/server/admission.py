@@ -1,4 +1,4 @@
-"""How many may wait: requests and prompt tokens without a first token yet. Beyond that, a 503 at once."""
+"""How many may wait: sequences and prompt tokens without a first token yet. Beyond that, a 503 at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cellar.server.errors import unavailable
 
 
 class Waiting(Protocol):
-    """Counts of who waits: requests, and their prompt tokens."""
+    """Counts of who waits: sequences, called requests in figures, and their prompt tokens."""
 
     def locked(self) -> AbstractContextManager[None]:
         """Nobody else changes the totals meanwhile."""
@@ -75,20 +75,31 @@ class SharedWaiting:
 
 
 class Ticket:
-    """One admitted request, until its first token or its end."""
+    """One admitted prompt with its n sequences, each until its first token or its end."""
 
-    __slots__ = ("_admission", "_num_tokens", "_waits")
+    __slots__ = ("_admission", "_num_tokens", "_waiting")
 
-    def __init__(self, admission: Admission, num_tokens: int) -> None:
+    def __init__(self, admission: Admission, num_tokens: int, num_sequences: int) -> None:
         self._admission = admission
         self._num_tokens = num_tokens
-        self._waits = True
+        self._waiting = set(range(num_sequences))
+
+    def began(self, index: int) -> None:
+        """A sequence waits no longer; a second call does nothing. The prompt's tokens wait for the first of them."""
+        if index in self._waiting:
+            self._waiting.remove(index)
+            self._leave(1)
 
     def served(self) -> None:
-        """It waits no longer; a second call does nothing."""
-        if self._waits:
-            self._waits = False
-            self._admission.leave(self._num_tokens)
+        """None waits any longer; a second call does nothing."""
+        if self._waiting:
+            count = len(self._waiting)
+            self._waiting.clear()
+            self._leave(count)
+
+    def _leave(self, count: int) -> None:
+        tokens, self._num_tokens = self._num_tokens, 0
+        self._admission.leave(tokens, count)
 
 
 class Admission:
@@ -108,12 +119,12 @@ class Admission:
         """Their prompt tokens."""
         return self._waiting.totals()[1]
 
-    def enter(self, prompt_lengths: Sequence[int]) -> list[Ticket]:
-        """Tickets for the prompts of one request, all or none. Raises ApiError (503).
+    def enter(self, prompt_lengths: Sequence[int], n: int = 1) -> list[Ticket]:
+        """Tickets for the prompts of one request with n sequences each, all or none. Raises ApiError (503).
 
-        A request alone is never refused for its tokens: it could not be served later either.
+        A request alone is never refused: it could not be served later either.
         """
-        requests, tokens = len(prompt_lengths), sum(prompt_lengths)
+        requests, tokens = n * len(prompt_lengths), sum(prompt_lengths)
         with self._waiting.locked():
             others, their_tokens = self._waiting.totals()
             if others and (
@@ -121,12 +132,12 @@ class Admission:
                 or their_tokens + tokens > self._limits.max_queued_tokens
             ):
                 raise unavailable(
-                    f"{others} requests with {their_tokens} prompt tokens are already waiting; try again later.",
+                    f"{others} sequences with {their_tokens} prompt tokens are already waiting; try again later.",
                     retry_after=2,
                 )
             self._waiting.add(requests, tokens)
-        return [Ticket(self, count) for count in prompt_lengths]
+        return [Ticket(self, count, n) for count in prompt_lengths]
 
-    def leave(self, num_tokens: int) -> None:
-        """One of them waits no longer."""
-        self._waiting.add(-1, -num_tokens)
+    def leave(self, num_tokens: int, num_sequences: int = 1) -> None:
+        """A prompt's sequences wait no longer."""
+        self._waiting.add(-num_sequences, -num_tokens)

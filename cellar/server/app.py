@@ -29,6 +29,7 @@ from cellar.server.keys import owner_of, read_keys
 from cellar.server.messages import routes as messages
 from cellar.server.messages.routes import MessagesApi
 from cellar.server.metrics import CONTENT_TYPE, Metrics
+from cellar.server.pieces import answered
 from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -36,7 +37,7 @@ from cellar.server.responses.service import Service
 from cellar.server.shared import Shared
 from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
-from cellar.server.stream import GONE, ClientGone, EventStream, answered, until_gone
+from cellar.server.stream import GONE, ClientGone, EventStream, until_gone
 from cellar.server.tenants import Tenants
 from cellar.version import __version__
 

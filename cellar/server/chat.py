@@ -11,9 +11,10 @@ from typing import Any
 from cellar.core.messages import CompletionOutput, RequestOutput
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
-from cellar.server.choices import chat_logprobs, plain_table, usage, usage_of
+from cellar.server.choices import chat_logprobs, plain_tables, usage, usage_of
 from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError
+from cellar.server.pieces import lazily
 from cellar.server.requests import ChatRequest
 from cellar.server.stream import event
 from cellar.server.tools import Calls, ToolUse
@@ -48,14 +49,19 @@ class Chat:
         body: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(made) for made in output.outputs],
+            "choices": lazily(map(self._choice, output.outputs), self._weight(output)),
             "usage": usage_of([output], reasons=self._reasons),
         }
         if self._request.prompt_logprobs is not None:
-            body["prompt_logprobs"] = [plain_table(table) for table in output.prompt_logprobs or ()]
+            body["prompt_logprobs"] = plain_tables(output.prompt_logprobs or (), self._request.prompt_logprobs)
         if self._request.return_token_ids:
             body["prompt_token_ids"] = self._prompt.token_ids.tolist()
         return body
+
+    def _weight(self, output: RequestOutput) -> int:
+        """About how many values the answer's choices have."""
+        entries = 1 + 4 * (1 + (self._request.top_logprobs or 0)) if self._request.logprobs else 1
+        return sum(10 + len(made.token_ids) * entries for made in output.outputs)
 
     async def events(self, session: Session) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events: the role, what is said bit by bit, why it ended, and the usage."""

@@ -2,53 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 from cellar.core.messages import RequestOutput, TokenLogprob
+from cellar.server.pieces import lazily
 from cellar.text.tokenizer import Tokenizer
 
 Table = dict[int, TokenLogprob]
+Tables = Sequence[Table | None]
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
 
 def completion_logprobs(
-    ids: Sequence[int], tables: Sequence[Table | None], num_top: int, offset: int, unscored: str = ""
+    ids: Sequence[int], parts: Sequence[Tables], num_top: int, offset: int, unscored: str = ""
 ) -> dict[str, Any]:
     """Parallel lists: tokens, their log-probabilities, the best of each place, offsets in the text from `offset` on.
 
-    `unscored` is the text of a token without a table, the first one of a prompt.
+    The tables are those of all `parts`, one after another. `unscored` is the text of a token without a table, the first
+    one of a prompt.
     """
     tokens: list[str] = []
     chosen: list[float | None] = []
-    best: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for id, table in zip(ids, tables, strict=True):
+    for id, table in zip(ids, chain(*parts), strict=True):
         text = unscored if table is None else table[id].decoded_token or ""
         tokens.append(text)
         offsets.append(offset)
         offset += len(text)
         chosen.append(None if table is None else _finite(table[id].logprob))
-        best.append(None if table is None else {t.decoded_token or "": _finite(t.logprob) for t in table.values()})
+    best = (
+        {t.decoded_token or "": _finite(t.logprob) for t in table.values()} if table else None
+        for table in chain(*parts)
+    )
     return {
         "tokens": tokens,
         "token_logprobs": chosen,
-        "top_logprobs": best if num_top else None,
+        "top_logprobs": lazily(best, len(ids) * (num_top + 1)) if num_top else None,
         "text_offset": offsets,
     }
 
 
-def chat_logprobs(ids: Sequence[int], tables: Sequence[Table], num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
+def chat_logprobs(ids: Sequence[int], tables: Tables, num_top: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """One entry per token, each with the `num_top` best of its place."""
-    content = []
-    for id, table in zip(ids, tables, strict=True):
+
+    def place(id: int, table: Table) -> dict[str, Any]:
         best = sorted(table.items(), key=lambda item: item[1].rank or 0)[:num_top]
-        content.append(
-            {**_entry(id, table[id], tokenizer), "top_logprobs": [_entry(t, entry, tokenizer) for t, entry in best]}
-        )
-    return {"content": content, "refusal": None}
+        return {**_entry(id, table[id], tokenizer), "top_logprobs": [_entry(t, entry, tokenizer) for t, entry in best]}
+
+    content = (place(id, table) for id, table in zip(ids, tables, strict=True) if table is not None)
+    return {"content": lazily(content, 4 * len(ids) * (num_top + 1)), "refusal": None}
+
+
+def plain_tables(tables: Tables, num_top: int) -> list[Any] | Iterator[Any]:
+    """Tables of a prompt as vLLM writes them."""
+    return lazily(map(plain_table, tables), 4 * len(tables) * (num_top + 1))
 
 
 def plain_table(table: Table | None) -> dict[str, Any] | None:

@@ -11,9 +11,10 @@ from typing import Any
 from cellar.core.messages import CompletionOutput, RequestOutput
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
-from cellar.server.choices import Table, completion_logprobs, plain_table, usage, usage_of
+from cellar.server.choices import Tables, completion_logprobs, plain_tables, usage, usage_of
 from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError
+from cellar.server.pieces import lazily
 from cellar.server.requests import CompletionRequest
 from cellar.server.stream import event
 from cellar.text.tokenizer import Tokenizer
@@ -40,15 +41,28 @@ class Completions:
         """The body of the answer."""
         async with session:
             outputs = await session.whole()
-        choices = [self._choice(k, output, made) for k, output in enumerate(outputs) for made in output.outputs]
+        made = ((k, output, made) for k, output in enumerate(outputs) for made in output.outputs)
+        choices = lazily((self._choice(*one) for one in made), self._weight(outputs))
         return {**self._head, "choices": choices, "usage": usage_of(outputs, self._request.scores_only)}
+
+    def _weight(self, outputs: list[RequestOutput]) -> int:
+        """About how many values the answer has."""
+        request = self._request
+        logprobs, prompt = request.logprobs, request.prompt_logprobs
+        if request.echo and logprobs is not None:
+            prompt = logprobs
+        sampled = sum(
+            10 + len(m.token_ids) * (1 if logprobs is None else logprobs + 4) for o in outputs for m in o.outputs
+        )
+        scored = sum(len(o.prompt_token_ids) * len(o.outputs) for o in outputs) * (0 if prompt is None else prompt + 4)
+        return sampled + scored
 
     async def events(self, session: Session) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events."""
         request, done = self._request, list[RequestOutput]()
         counts = [0] * len(session.prompts)
         offsets: dict[tuple[int, int], int] = {}
-        scored: dict[int, list[Table | None]] = {}
+        scored: dict[int, Tables] = {}
         each = request.logprobs is not None or request.return_token_ids or request.continuous_usage
         plain = not (request.echo or request.scores_only or request.include_usage or each)
         fast = json.dumps(self._head, separators=(",", ":"))[:-1]
@@ -94,7 +108,7 @@ class Completions:
         request = self._request
         echo, text = (self._echo(k) if request.echo else ""), ("" if request.scores_only else made.text)
         ids: list[int] = [] if request.scores_only else made.token_ids
-        tables: list[Table | None] = [] if request.scores_only else list(made.logprobs or ())
+        tables: Tables = () if request.scores_only else made.logprobs or ()
         logprobs = None
         if request.logprobs is not None:
             logprobs = self._logprobs(k, ids, tables, output.prompt_logprobs if request.echo else None, 0)
@@ -106,22 +120,20 @@ class Completions:
             "stop_reason": made.stop_reason,
         }
         if request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = [plain_table(table) for table in output.prompt_logprobs or ()]
+            choice["prompt_logprobs"] = plain_tables(output.prompt_logprobs or (), request.prompt_logprobs)
         if request.return_token_ids:
             choice["prompt_token_ids"] = [int(token) for token in output.prompt_token_ids]
             choice["token_ids"] = [] if request.scores_only else made.token_ids
         return choice
 
-    def _part(
-        self, k: int, delta: Delta, before: str, offset: int, scored: Sequence[Table | None] | None
-    ) -> dict[str, Any]:
+    def _part(self, k: int, delta: Delta, before: str, offset: int, scored: Tables | None) -> dict[str, Any]:
         """A chunk's choice. `scored` are the log-probabilities of the prompt, where it is echoed."""
         request = self._request
         text = before + ("" if request.scores_only else delta.text)
         ids: list[int] = [] if request.scores_only else delta.token_ids
         logprobs = None
         if request.logprobs is not None:
-            tables: list[Table | None] = [] if request.scores_only else list(delta.logprobs or ())
+            tables: Tables = () if request.scores_only else delta.logprobs or ()
             logprobs = self._logprobs(k, ids, tables, scored, offset)
         if delta.finish_reason == "error":
             raise ApiError(500, f"the engine could not complete this request ({delta.stop_reason}).")
@@ -140,17 +152,17 @@ class Completions:
         self,
         k: int,
         ids: Sequence[int],
-        tables: Sequence[Table | None],
-        scored: Sequence[Table | None] | None,
+        tables: Tables,
+        scored: Tables | None,
         offset: int,
     ) -> dict[str, Any]:
         """Of tokens from `offset` in the text on, those of the prompt before them if it is `scored`."""
         count = self._request.logprobs or 0
         if scored is None:
-            return completion_logprobs(ids, tables, count, offset)
+            return completion_logprobs(ids, [tables], count, offset)
         prompt: list[int] = self._prompts[k].token_ids.tolist()
         first = "" if self._tokenizer is None else self._tokenizer.id_to_text(prompt[0])
-        return completion_logprobs([*prompt, *ids], [*scored, *tables], count, offset, first)
+        return completion_logprobs([*prompt, *ids], [scored, tables], count, offset, first)
 
     def _echo(self, k: int) -> str:
         """A prompt's text; of a prompt that came as ids, the text they have."""

@@ -79,12 +79,8 @@ class ServerConfig:
 
 
 _AT_LEAST_ONE = (
-    "max_queued_requests",
-    "max_queued_tokens",
-    "max_body_bytes",
-    "max_head_bytes",
-    "max_grammar_bytes",
-    "conversation_bytes",
+    *("max_request_sequences", "max_listed_tokens", "max_request_logprobs", "max_queued_requests"),
+    *("max_queued_tokens", "max_body_bytes", "max_head_bytes", "max_grammar_bytes", "conversation_bytes"),
 )
 
 
@@ -93,7 +89,12 @@ class LimitConfig:
     """What one request may ask for, and how many may wait."""
 
     max_prompt_len: int | None = _option(None, "Longest prompt, in tokens; default: what the context holds.")
-    max_queued_requests: int = _option(1024, "Most requests that may wait for their first token; more get a 503.")
+    max_request_sequences: int = _option(1024, "Most sequences of a request: its prompts times n.")
+    max_listed_tokens: int = _option(1024, "Most token ids in a request's stop_token_ids, and in its logit_bias.")
+    max_request_logprobs: int = _option(
+        2**21, "Most log-probabilities of an answer: of scored prompts and n times max_tokens, with alternatives."
+    )
+    max_queued_requests: int = _option(4096, "Most sequences that may wait for their first token; more get a 503.")
     max_queued_tokens: int = _option(4_000_000, "Most prompt tokens that may wait; more get a 503.")
     max_body_bytes: int = _option(8 * 2**20, "Largest request body.")
     max_head_bytes: int = _option(64 * 2**10, "Largest head of a request: its line and headers.")

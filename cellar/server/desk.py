@@ -21,6 +21,7 @@ from cellar.server.errors import ApiError, unavailable, whole_characters
 from cellar.server.host import EngineHost
 from cellar.server.metrics import Metrics, Timing
 from cellar.server.tenants import Tenants
+from cellar.server.work import check_work
 
 logger = logging.getLogger(__name__)
 
@@ -155,15 +156,16 @@ class Desk:
         Raises RequestError if they are not allowed, ApiError if too many wait.
         """
         llm = self.engine()
+        lengths = [len(prompt.token_ids) for prompt in prompts]
+        check_work(lengths, params, llm.max_model_len, self._limits)
         own_id, salt = self._tenants.id(owner, request_id), self._tenants.salt(owner, salt)
         conversation = self._tenants.conversation(owner, conversation)
         ids = [own_id if len(prompts) == 1 else f"{own_id}-{k}" for k in range(len(prompts))]
         news = [
-            llm.deltas(prompt, params, id, priority=priority, conversation=conversation, salt=salt)
+            llm.deltas(prompt, params, id, priority=priority, conversation=conversation, salt=salt, owner=own_id)
             for id, prompt in zip(ids, prompts, strict=True)
         ]
-        lengths = [len(prompt.token_ids) for prompt in prompts]
-        tickets = self.admission.enter(lengths)
+        tickets = self.admission.enter(lengths, params.n)
         timings = [self._metrics.arrived(length, conversation is not None) for length in lengths]
         if self._log_requests:
             called = f" ({name})" if name not in request_id else ""
@@ -212,7 +214,7 @@ async def _watched(work: _Work) -> AsyncGenerator[News, None]:
         async with aclosing(cast(AsyncGenerator[News, None], work.news)) as news:
             async for one in news:
                 if isinstance(one, Delta):
-                    work.ticket.served()
+                    work.ticket.began(one.index)
                     work.timing.delta(one.index, len(one.token_ids))
                 else:
                     work.timing.ended(one)

@@ -21,8 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.process import BaseProcess
@@ -31,10 +30,11 @@ from typing import Any
 
 from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
+from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
 from cellar.server.heap import one_heap, reserve_steps
-from cellar.server.wire import Call, Frame, Ready, Step, Told
+from cellar.server.wire import Add, Call, Frame, Ready, Step, Terms, Told, engine_id
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +146,7 @@ class Line:
         self.number = number
         self.connection = connection
         self.ids: set[str] = set()
+        self.terms: dict[int, tuple[SamplingParams, frozenset[int]]] = {}
         self.frame: Frame | None = None
         self.told: SchedulerStats | None = None
         self.outbox: SimpleQueue[Any] = SimpleQueue()
@@ -247,19 +248,38 @@ class Switchboard:
         if (owner := self._owners.pop(id, None)) is not None:
             owner[0].ids.discard(id)
 
-    def _serve(self, line: Line, call: Call) -> None:
-        """Do what a front wants for one sequence; if it cannot be done that sequence ends."""
-        id = f"{line.number}.{call.number}"
+    def _serve(self, line: Line, call: Call | Add | Terms) -> None:
+        """Do what a front wants; if it cannot be done the sequences that it is about end."""
+        match call:
+            case Terms(number, None, None):
+                line.terms.pop(number, None)
+            case Terms(number, params, stop_ids):
+                assert params is not None
+                assert stop_ids is not None
+                line.terms[number] = params, stop_ids
+            case Add():
+                self._add(line, call)
+            case Call():
+                self._call(line, call)
+
+    def _add(self, line: Line, call: Add) -> None:
+        try:
+            requests = call.requests(*line.terms[call.terms], line.number)
+            for request, number in zip(requests, call.numbers, strict=True):
+                line.ids.add(request.id)
+                self._owners[request.id] = line, number
+            self._engine.add(*requests)
+        except IntegrityError:
+            raise
+        except Exception as error:
+            self._failed_for(line, call.numbers, error)
+
+    def _call(self, line: Line, call: Call) -> None:
+        id = engine_id(line.number, call.number)
         if call.method == "memory":
             self._engine.memory(call.arguments[0], lambda answer: line.outbox.put(Told(call.number, answer)))
             return
         try:
-            if call.method == "add":
-                request = replace(call.arguments[0], id=id)
-                line.ids.add(id)
-                self._owners[id] = line, call.number
-                self._engine.add(request)
-                return
             self._forget(id)
             if call.method == "finish":
                 self._engine.finish(id, *call.arguments)
@@ -268,10 +288,14 @@ class Switchboard:
         except IntegrityError:
             raise
         except Exception as error:
-            logger.exception("a front's %s cannot be served", call.method)
-            said = f"the request has failed ({type(error).__name__}: {error})."
-            frame = Frame(finished={call.number: (FinishReason.ERROR, said)})
-            line.outbox.put(Step([frame], self._engine.stats()))
+            self._failed_for(line, (call.number,), error)
+
+    def _failed_for(self, line: Line, numbers: Sequence[int], error: Exception) -> None:
+        """In an `except`: sequences end, and their front is told."""
+        logger.exception("what a front asks cannot be done")
+        said = f"the request has failed ({type(error).__name__}: {error})."
+        frame = Frame(finished=dict.fromkeys(numbers, (FinishReason.ERROR, said)))
+        line.outbox.put(Step([frame], self._engine.stats()))
 
     def _drop(self, line: Line) -> None:
         """A front has gone."""

@@ -23,6 +23,7 @@ from cellar.server.metrics import Metrics
 from cellar.server.reasoning import Reasoning
 from cellar.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from cellar.server.tools import ToolUse, tool_use
+from cellar.server.work import check_sequences
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck
 from cellar.text.incremental import IncrementalTokenizer, IntArray
@@ -179,9 +180,8 @@ class Preparer:
 
     async def prompts(self, body: CompletionRequest) -> list[Prompt]:
         """Each prompt of a completion. Raises RequestError, ApiError."""
-        prompts, most = body.prompts(), self._limits.max_queued_requests
-        if len(prompts) > most:
-            raise refused(f"there are {len(prompts)} prompts, but a request may have {most}; send several.", "prompt")
+        prompts = body.prompts()
+        check_sequences(len(prompts), body.n or 1, self._limits)
 
         def read(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str) and body.add_special_tokens is False:

@@ -6,14 +6,31 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing.connection import Client, Connection, wait
 from typing import Any
 
 from cellar.core.errors import CellarError
 from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
+from cellar.core.sampling import SamplingParams
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
-from cellar.server.wire import Call, Frame, Ready, Step, Told
+from cellar.server.wire import Add, Call, Frame, Ready, Step, Terms, Told
+
+
+@dataclass(slots=True)
+class _Users:
+    """Terms that the engine has, and how many of our sequences go by them."""
+
+    number: int
+    params: SamplingParams  # kept, so that no other object gets its id
+    stop_ids: frozenset[int]
+    users: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.params), id(self.stop_ids)
 
 
 class RemoteEngine:
@@ -28,6 +45,9 @@ class RemoteEngine:
         self._reason = reason
         self._count = 0
         self._numbers: dict[str, int] = {}
+        self._terms: dict[tuple[int, int], _Users] = {}
+        self._terms_of: dict[int, _Users] = {}
+        self._num_terms = 0
         self._names: dict[int, str] = {}
         self._questions: dict[int, Callable[[MemoryAnswer], None]] = {}
         self._frames: list[Frame] = []  # not told yet
@@ -57,15 +77,17 @@ class RemoteEngine:
 
     def add(self, *requests: Request) -> None:
         """Queue requests; one that could never run comes back as finished with an error."""
+        fresh = []
         for request in requests:
             if request.id in self._numbers:
                 self._refused[request.id] = f"A request with the id {request.id!r} is running; use another id."
                 continue
-            number = self._count
+            self._numbers[request.id] = self._count
+            self._names[self._count] = request.id
             self._count += 1
-            self._numbers[request.id] = number
-            self._names[number] = request.id
-            self._send(Call("add", number, (request,)))
+            fresh.append(request)
+        for _, siblings in groupby(fresh, key=_shared):
+            self._add(list(siblings))
 
     def finish(self, request_id: str, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         """End a request after `num_tokens` output tokens; later ones are void."""
@@ -142,6 +164,20 @@ class RemoteEngine:
             self._frames += message.frames
             self._stats = message.stats
 
+    def _add(self, siblings: list[Request]) -> None:
+        """Requests that differ in their seeds only."""
+        params, stop_ids = siblings[0].params, siblings[0].stop_ids
+        told = self._terms.get((id(params), id(stop_ids)))
+        if told is None:
+            told = _Users(self._num_terms, params, stop_ids)
+            self._num_terms += 1
+            self._terms[told.key] = told
+            self._send(Terms(told.number, params, stop_ids))
+        numbers = tuple(self._numbers[request.id] for request in siblings)
+        told.users += len(numbers)
+        self._terms_of |= dict.fromkeys(numbers, told)
+        self._send(Add.of(told.number, numbers, siblings))
+
     def _output(self, frame: Frame) -> StepOutput:
         """A frame with our ids. What has ended here meanwhile is left out."""
         names = self._names
@@ -162,9 +198,20 @@ class RemoteEngine:
         number = self._numbers.pop(id, None)
         if number is not None:
             del self._names[number]
+            self._leave(self._terms_of.pop(number, None))
         return number
 
-    def _send(self, call: Call) -> None:
+    def _leave(self, told: _Users | None) -> None:
+        """A sequence needs its terms no longer; the last one of them takes them along."""
+        if told is None:
+            return
+        told.users -= 1
+        if not told.users:
+            del self._terms[told.key]
+            with contextlib.suppress(CellarError):  # whoever reads next is told that the engine has gone
+                self._send(Terms(told.number))
+
+    def _send(self, call: Call | Add | Terms) -> None:
         try:
             self._pipe.send(call)
         except OSError as error:
@@ -181,3 +228,9 @@ class RemoteEngine:
             return self._pipe.recv()
         except (EOFError, OSError) as error:
             raise CellarError(self._reason()) from error
+
+
+def _shared(request: Request) -> tuple[object, ...]:
+    """What siblings have in common; the large parts by identity."""
+    large = (id(request.params), id(request.stop_ids), id(request.prompt))
+    return *large, request.max_tokens, request.priority, request.salt, request.conversation, request.owner

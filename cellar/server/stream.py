@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
+from time import perf_counter
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cellar.server.errors import ApiError, as_api_error, speaks_anthropic
@@ -22,6 +23,10 @@ DONE = b"data: [DONE]\n\n"
 RESPONSES = "/v1/responses"
 """Where OpenAI's responses are; their streams end with their last event."""
 
+TURN_SECONDS = 0.005
+"""How long a stream that has much to say keeps the event loop to itself."""
+
+
 GONE = Response(status_code=499)
 """Nobody reads it; it is what the log shows for a client that hung up."""
 
@@ -32,7 +37,8 @@ class ClientGone(Exception):
 
 def event(body: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+    said = json.dumps(body, ensure_ascii=False, separators=(",", ":"), default=list)  # iterators become arrays
+    return b"data: " + said.encode(errors="replace") + b"\n\n"
 
 
 def named_event(body: Mapping[str, Any]) -> bytes:
@@ -48,19 +54,6 @@ def ending(path: str, error: ApiError | None = None) -> bytes:
         said = {} if error is None else error.body["error"]
         return b"" if error is None else named_event({**said, "type": "error"})
     return DONE if error is None else event(error.body) + DONE
-
-
-async def answered(request: Request, body: Awaitable[Any], deadline: float | None) -> Response:
-    """A whole answer in JSON, unless the client hangs up before it is there. `deadline` is in seconds from now."""
-
-    async def in_time() -> Any:
-        async with asyncio.timeout(deadline):
-            return await body
-
-    try:
-        return JSONResponse(await until_gone(request, in_time()))
-    except ClientGone:
-        return GONE
 
 
 async def until_gone(request: Request, work: Awaitable[T]) -> T:
@@ -113,10 +106,13 @@ class EventStream(Response):
             await asyncio.gather(writing, gone, return_exceptions=True)
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
-        begun = False
+        begun, slept = False, perf_counter()
         try:
             async with asyncio.timeout(self._deadline), aclosing(self._events) as events:
                 async for data in events:
+                    if perf_counter() > slept + TURN_SECONDS:  # others have events, too
+                        await asyncio.sleep(0)
+                        slept = perf_counter()
                     if not begun:
                         begun = True
                         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

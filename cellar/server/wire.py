@@ -6,12 +6,14 @@ that fronts need not agree on ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
-from cellar.core.messages import FinishReason, Logprobs, MemoryAnswer, SchedulerStats
+from cellar.core.messages import FinishReason, IntArray, Logprobs, MemoryAnswer, Request, SchedulerStats
+from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.text.generation import NEUTRAL, GenerationConfig
 
@@ -54,6 +56,61 @@ class Told:
 
     number: int
     answer: MemoryAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What sequences share, sent once: they name it by its number until it is forgotten (both None)."""
+
+    number: int
+    params: SamplingParams | None = None
+    stop_ids: frozenset[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Sequences of one prompt and equal terms, each with its number and seed."""
+
+    terms: int
+    numbers: tuple[int, ...]
+    seeds: tuple[int, ...]
+    prompt: IntArray
+    max_tokens: int
+    priority: int
+    salt: bytes
+    conversation: str | None
+    owner: str
+
+    @classmethod
+    def of(cls, terms: int, numbers: tuple[int, ...], requests: Sequence[Request]) -> Add:
+        """Of requests that differ in their seeds only."""
+        one = requests[0]
+        seeds = tuple(request.drawn_seed for request in requests)
+        rest = (one.prompt, one.max_tokens, one.priority, one.salt, one.conversation, one.owner)
+        return cls(terms, numbers, seeds, *rest)
+
+    def requests(self, params: SamplingParams, stop_ids: frozenset[int], front: int) -> list[Request]:
+        """The requests, under the engine's own names."""
+        return [
+            Request(
+                id=engine_id(front, number),
+                prompt=self.prompt,
+                params=params,
+                stop_ids=stop_ids,
+                max_tokens=self.max_tokens,
+                priority=self.priority,
+                salt=self.salt,
+                conversation=self.conversation,
+                seed=seed,
+                owner=f"{front}.{self.owner}" if self.owner else "",
+            )
+            for number, seed in zip(self.numbers, self.seeds, strict=True)
+        ]
+
+
+def engine_id(front: int, number: int) -> str:
+    """The engine's name for a front's sequence."""
+    return f"{front}.{number}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,13 @@ several that end there the longest.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
+
+_CHARACTERS = 21
+"""Bits of a character's number."""
 
 
 class Matched(NamedTuple):
@@ -18,17 +22,66 @@ class Matched(NamedTuple):
     stop: str | None
 
 
-class _Node:
-    """A prefix of some stop string. `fail` is the longest proper suffix of it that is a prefix, too."""
+class _Automaton:
+    """The stop strings' prefixes, numbered from 0, the empty one; 16 bytes each besides its last character.
 
-    __slots__ = ("children", "depth", "fail", "held", "stop")
+    A prefix is numbered right before the longer one that was added with it; only branches have entries of their own.
+    `fail` is the longest proper suffix that is a prefix, too; `stop` the longest stop string that ends there, -1 if
+    none does; `held` how many characters may still become a stop string.
+    """
 
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self.children: dict[str, _Node] = {}
-        self.fail: _Node = self
-        self.stop: str | None = None  # longest stop string that ends here
-        self.held = depth  # characters that may still become a stop string
+    __slots__ = ("branches", "characters", "fail", "first", "held", "parent", "stop", "stops")
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = tuple(stops)
+        children = [dict[str, int]()]
+        depth, parent, stop, characters = [0], [-1], [-1], ["\0"]
+        for k, text in enumerate(self.stops):
+            node = 0
+            for character in text:
+                child = children[node].setdefault(character, len(children))
+                if child == len(children):
+                    children.append({})
+                    depth.append(depth[node] + 1)
+                    parent.append(node)
+                    stop.append(-1)
+                    characters.append(character)
+                node = child
+            stop[node] = k
+        fail, held, queue = [0] * len(children), [0] * len(children), deque([0])
+        while queue:
+            node = queue.popleft()
+            # A leaf is a whole stop string (passed over while not armed); it can grow no more, its suffix may.
+            held[node] = depth[node] if children[node] else held[fail[node]]
+            for character, child in children[node].items():
+                queue.append(child)
+                if node:
+                    suffix = fail[node]
+                    while suffix and character not in children[suffix]:
+                        suffix = fail[suffix]
+                    fail[child] = children[suffix].get(character, 0)
+                    if stop[child] < 0:
+                        stop[child] = stop[fail[child]]
+        self.first = children[0]
+        self.branches = {
+            node << _CHARACTERS | ord(character): child
+            for node, found in enumerate(children)
+            for character, child in found.items()
+            if node and child != node + 1
+        }
+        # One more, entered by nothing, so that every number has a next.
+        self.characters = "".join(characters) + "\0"
+        self.parent = array("i", [*parent, -1])
+        self.fail, self.held, self.stop = array("i", fail), array("i", held), array("i", stop)
+
+    def child(self, node: int, character: str) -> int:
+        """The prefix that is one character longer, if there is one; else 0."""
+        if not node:
+            return self.first.get(character, 0)
+        following = node + 1
+        if self.parent[following] == node and self.characters[following] == character:
+            return following
+        return self.branches.get(node << _CHARACTERS | ord(character), 0)
 
 
 class StopMatcher:
@@ -37,69 +90,42 @@ class StopMatcher:
     Holds back the longest suffix that a later piece could complete, and no more. O(1) per character, amortised.
     """
 
-    __slots__ = ("_first", "_held", "_include", "_node", "_root")
+    __slots__ = ("_automaton", "_held", "_include", "_node")
 
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
-        self._root = _automaton(stops)
-        self._first = frozenset(self._root.children)
+        self._automaton = _Automaton(stops)
         self._include = include_stop_str_in_output
-        self._node = self._root
+        self._node = 0
         self._held = ""
 
     def fork(self) -> StopMatcher:
-        """A matcher in the same state, to look ahead with."""
+        """A matcher in the same state over the same strings: to look ahead with, or for another text."""
         other = object.__new__(StopMatcher)
-        other._root, other._first, other._include = self._root, self._first, self._include
+        other._automaton, other._include = self._automaton, self._include
         other._node, other._held = self._node, self._held
         return other
 
     def push(self, text: str, armed: bool = True) -> Matched:
         """Take in more text. After a match the matcher is done. Not `armed`: what ends in `text` is no match."""
-        node, root = self._node, self._root
-        if node is root and self._first.isdisjoint(text):
+        node, automaton = self._node, self._automaton
+        if not node and automaton.first.keys().isdisjoint(text):
             return Matched(text, None)
+        find, fail = automaton.child, automaton.fail
         for i, character in enumerate(text):
-            while (child := node.children.get(character)) is None and node is not root:
-                node = node.fail
-            node = child or root
-            if armed and node.stop is not None:
-                seen = self._held + text[: i + 1]
-                self._node, self._held = root, ""
-                return Matched(seen if self._include else seen[: len(seen) - len(node.stop)], node.stop)
+            while not (child := find(node, character)) and node:
+                node = fail[node]
+            node = child
+            if armed and (found := automaton.stop[node]) >= 0:
+                stop, seen = automaton.stops[found], self._held + text[: i + 1]
+                self._node, self._held = 0, ""
+                return Matched(seen if self._include else seen[: len(seen) - len(stop)], stop)
         self._node = node
         seen = self._held + text
-        border = len(seen) - node.held
+        border = len(seen) - automaton.held[node]
         self._held = seen[border:]
         return Matched(seen[:border], None)
 
     def flush(self) -> str:
         """The held text, once no more comes."""
-        text, self._held, self._node = self._held, "", self._root
+        text, self._held, self._node = self._held, "", 0
         return text
-
-
-def _automaton(stops: Sequence[str]) -> _Node:
-    root = _Node(0)
-    for stop in stops:
-        node = root
-        for character in stop:
-            if character not in node.children:
-                node.children[character] = _Node(node.depth + 1)
-            node = node.children[character]
-        node.stop = stop
-    queue = deque([root])
-    while queue:
-        node = queue.popleft()
-        # A leaf is a whole stop string (passed over while not armed); it can grow no more, its suffix may.
-        node.held = node.depth if node.children else node.fail.held
-        for character, child in node.children.items():
-            queue.append(child)
-            if node is root:
-                child.fail = root
-                continue
-            fail = node.fail
-            while character not in fail.children and fail is not root:
-                fail = fail.fail
-            child.fail = fail.children.get(character, root)
-            child.stop = child.stop or child.fail.stop
-    return root

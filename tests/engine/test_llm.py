@@ -136,7 +136,7 @@ def test_n_sequences_have_different_seeds() -> None:
     seeds: list[int | None] = []
 
     def note(plan: StepPlan) -> None:
-        seeds.extend(opened.params.seed for opened in plan.opens)
+        seeds.extend(opened.seed for opened in plan.opens)
 
     opened, _ = open_fake(fail=note)
     LLM.over(opened).generate([1, 2, 3], SamplingParams(n=3, seed=11), use_tqdm=False)
@@ -157,7 +157,7 @@ def seeds_of(seed: int, calls: int = 2) -> list[int | None]:
     seeds: list[int | None] = []
 
     def note(plan: StepPlan) -> None:
-        seeds.extend(opened.params.seed for opened in plan.opens)
+        seeds.extend(opened.seed for opened in plan.opens)
 
     model = llm(seed=seed, fail=note)
     for _ in range(calls):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cellar import AsyncLLM, SamplingParams
@@ -19,7 +20,7 @@ from cellar.engine.opened import Opened
 from cellar.server.engine_process import Switchboard
 from cellar.server.remote import RemoteEngine
 from cellar.server.supervisor import Link
-from cellar.server.wire import Call, Ready
+from cellar.server.wire import Add, Call, Ready
 from tests.fake_front import ENDLESS, ROOMY, engine_of, open_fake
 from tests.limits import SECONDS, asked, eventually, join_all, until
 from tests.server.fake_process import attach
@@ -170,7 +171,8 @@ def test_what_one_front_sends_wrongly_harms_no_other(exchange: Exchange) -> None
         good, bad = exchange.link(), RemoteEngine(exchange.address)
         kept = good.generate([5], GREEDY)
         await anext(kept)
-        for number, call in enumerate((Call("add", 0, ("no request",)), Call("finish", 1, ("many", None, 3)))):
+        unknown = Add(7, (0,), (0,), np.array([5], np.int32), 1, 0, b"", None, "")
+        for number, call in enumerate((unknown, Call("finish", 1, ("many", None, 3)))):
             bad._names[number], bad._numbers[f"r{number}"] = f"r{number}", number
             bad._pipe.send(call)
         ends: dict[str, Any] = {}

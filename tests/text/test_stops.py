@@ -31,6 +31,7 @@ def held(text: str, stops: list[str]) -> int:
 )
 @example(pieces=["a", "a", "b"], stops=["aab"], include=False)
 @example(pieces=["aaab"], stops=["aab", "b"], include=False)
+@example(pieces=["baa"], stops=["ab", "ba", "aba"], include=False)
 @example(pieces=["abab", "c"], stops=["ababc", "b"], include=True)
 def test_any_split_gives_what_a_naive_search_gives(pieces: list[str], stops: list[str], include: bool) -> None:
     text = "".join(pieces)

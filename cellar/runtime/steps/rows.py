@@ -136,7 +136,8 @@ class Rows:
         row, params = opened.row, opened.params
         self._clear(row)
         self._floats[:, row] = params.temperature, params.top_p, params.min_p
-        self._integers[:, row] = params.seed or 0, opened.num_output, max(params.top_k, 0)
+        seed = (params.seed or 0) if opened.seed is None else opened.seed
+        self._integers[:, row] = seed, opened.num_output, max(params.top_k, 0)
         self._num_logprobs[row] = _UNASKED if params.logprobs is None else min(params.logprobs, self._vocab_size)
         self._num_prompt_logprobs[row] = min(params.prompt_logprobs or 0, self._vocab_size)
         if params.logit_bias:

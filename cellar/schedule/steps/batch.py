@@ -70,6 +70,7 @@ class StepBatch:
                 stop_ids=tuple(sorted(request.stop_ids)),
                 prompt=request.prompt if penalized else None,
                 output=state.known[state.num_prompt :] if penalized or masked else None,
+                seed=request.seed,
             )
         )
         slots = self._rows.slots(row).copy()

@@ -33,7 +33,8 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """`key` orders requests: (priority, arrival). It never changes, so the suspended return to their place.
+    """`key` orders requests: (priority, turn). It stays once a row was given, so the suspended return to their place;
+    only who makes room for another's first sequence gets a new one.
 
     `known` are the prompt and the output so far, as of the last time it was queued: what a row is to be
     opened with. `limit` is the longest that prompt and output may become. `todo` are the ranges of `known`
@@ -60,6 +61,11 @@ class RequestState:
     reservation: Reservation | None = None
     awaits: set[int] = field(default_factory=set)
     forgotten: bool = False
+
+    @property
+    def owner(self) -> str:
+        """Who takes turns."""
+        return self.request.owner or self.request.id
 
     @property
     def num_prompt(self) -> int:

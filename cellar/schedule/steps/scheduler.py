@@ -1,7 +1,7 @@
 """StepScheduler: unified iteration-level batching of transformer steps (Pensieve §3.4.2, §3.4.3.5).
 
 Each plan is one batch of requests in whatever phase they are: first one token of every running decode, then
-prompt chunks of running requests, then requests from the waiting queue, first come first served, until the
+prompt chunks of running requests, then requests from the waiting queue, in the order of turns, until the
 token budget is spent. Memory for a prompt is reserved when its request is admitted; decodes take a chunk when
 they need one. When there is none, the latest arrival is suspended.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -88,9 +88,11 @@ class StepScheduler:
         self._in_flight: deque[InFlight] = deque()
         self._closes: set[int] = set()
         self._running = 0
+        self._shares: Counter[str] = Counter()  # running rows by owner
+        self._crowded = False  # somebody could not be admitted to the plan being made
+        self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._releasing = 0  # rows that ended or are suspending, kept by plans in flight
         self._suspending = 0  # those of them that are suspending
-        self._arrivals = 0
         self._steps = 0
         self._now = 0.0  # of the plan being made
         self._prefix_queries = 0
@@ -108,13 +110,12 @@ class StepScheduler:
         CapacityError if prompt and max_tokens need more chunks than there are.
         """
         limit = self._check(request)
-        key = (request.priority if self._config.scheduling_policy == "priority" else 0, self._arrivals)
-        self._arrivals += 1
+        key = (request.priority if self._config.scheduling_policy == "priority" else 0, self._queue.turn())
         self._now = now
         prompt = np.ascontiguousarray(request.prompt, np.int32)
         state = RequestState(request, key, limit, self._store.chain(request.salt), prompt, arrived=now)
         self._requests[request.id] = state
-        self._queue.push(state)
+        self._queue.add(state)
 
     def plan(self, worker: int, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the next commit or add."""
@@ -129,13 +130,13 @@ class StepScheduler:
         else:
             self._plan_prompts(batch)  # memory is short: nobody new
         built = batch.build(self._steps, tuple(self._closes))
-        if built is None:
-            return None
-        plan, record = built
-        self._closes.clear()
-        self._in_flight.append(record)
-        self._steps += 1
-        return plan
+        if built is not None:
+            self._closes.clear()
+            self._in_flight.append(built[1])
+            self._steps += 1
+        if self._crowded:
+            self._make_way()
+        return None if built is None else built[0]
 
     def commit(self, result: StepResult, now: float) -> StepOutput:
         """Take in the result of the oldest plan in flight: deliver tokens, name chunks, give back memory."""
@@ -284,16 +285,19 @@ class StepScheduler:
             self._rows.decodes[state.row] = True
 
     def _admit(self, batch: StepBatch) -> None:
-        """Requests from the waiting queue, strictly in order, while budget, rows and memory last.
+        """Requests from the waiting queue, strictly in the order of turns, while budget, rows and memory last.
 
         None while a suspension is pending: the suspended came before all who wait.
         """
         if self._suspending or len(self._requests) == self._running:
             return
-        while batch.budget > 0 and self._rows.num_free > len(self._loading):
-            state = self._queue.first()
-            reservation = self._reserve(state) if state is not None else None
+        while batch.budget > 0:
+            favoured, self._favoured = self._favoured, None
+            state = favoured if favoured is not None and favoured in self._queue else self._queue.first()
+            has_row = self._rows.num_free > len(self._loading)
+            reservation = self._reserve(state) if state is not None and has_row else None
             if state is None or reservation is None:
+                self._crowded = state is not None
                 return
             self._queue.remove(state)
             state.conversation = reservation.conversation
@@ -302,6 +306,27 @@ class StepScheduler:
                 insort(self._loading, state, key=lambda other: other.key)
             else:
                 self._start(batch, state, reservation)
+
+    def _make_way(self) -> None:
+        """Who waits for its first row is given that of an owner with twice its share or more, the latest it has.
+
+        One suspension at a time, and none while a row or memory is about to come back. No batch is being made.
+        """
+        self._crowded = False
+        owner, count = max(self._shares.items(), key=lambda share: share[1], default=("", 0))
+        if count < 2 or count * (len(self._shares) + 1) < 2 * self._running or self._is_memory_coming():
+            return
+        state = self._queue.first(without=self._shares)
+        if state is None:
+            return
+        rows = self._rows.owned(Phase.RUNNING)
+        theirs = np.array([row for row in rows.tolist() if self._rows.state(row).owner == owner], np.intp)
+        victim = int(self._rows.in_order(theirs)[-1])
+        loser = self._rows.state(victim)
+        if loser.key[0] >= state.key[0]:  # else it has a better priority
+            self._suspend(victim)
+            loser.key = loser.key[0], self._queue.turn()
+            self._favoured = state
 
     def _start_loaded(self, batch: StepBatch) -> None:
         """Requests whose chunks have come."""
@@ -337,6 +362,7 @@ class StepScheduler:
         state.todo = deque(reservation.compute)
         self._closes.discard(row)  # the open clears the row as well
         self._running += 1
+        self._shares[state.owner] += 1
         if state.num_cached < 0:
             state.num_cached = reservation.num_cached_tokens
             state.queue_seconds = self._now - state.arrived
@@ -431,6 +457,9 @@ class StepScheduler:
         row = state.row
         self._rows.decodes[row] = False
         self._running -= 1
+        self._shares[state.owner] -= 1
+        if not self._shares[state.owner]:
+            del self._shares[state.owner]
         if state.todo:
             self._prompts = [other for other in self._prompts if other is not state]
         if self._rows.in_flight[row]:
@@ -508,3 +537,6 @@ class StepScheduler:
         suspending, running = owned.count(Phase.SUSPENDING), owned.count(Phase.RUNNING)
         if (running, suspending, len(owned) - running) != (self._running, self._suspending, self._releasing):
             raise IntegrityError("the counts of running, suspending and ended rows are not true")
+        owners = Counter(s.owner for s in self._rows.states if s is not None and s.phase is Phase.RUNNING)
+        if owners != self._shares:
+            raise IntegrityError("the counts of rows by owner are not true")

@@ -16,9 +16,10 @@ from cellar.server.keys import owner_of
 from cellar.server.messages.answer import Answer
 from cellar.server.messages.body import MessagesBody, PromptBody
 from cellar.server.messages.prompt import chat_request
+from cellar.server.pieces import answered
 from cellar.server.prepare import Preparer
 from cellar.server.request_id import name_of, new_id
-from cellar.server.stream import EventStream, answered
+from cellar.server.stream import EventStream
 
 _NAMES = {"prompt": "messages", "stop": "stop_sequences", "tools": "tools", "request_id": "X-Request-Id"}
 

@@ -266,6 +266,26 @@ def reserve_is_demanded_of_an_empty_batch(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepScheduler, "_reserve", reserve)
 
 
+@bug(owners=3)
+def rows_that_were_given_up_still_count(patch: pytest.MonkeyPatch) -> None:
+    suspend = StepScheduler._suspend
+
+    def counted(scheduler: StepScheduler, row: int) -> None:
+        owner = scheduler._rows.state(row).owner
+        suspend(scheduler, row)
+        scheduler._shares[owner] += 1
+
+    patch.setattr(StepScheduler, "_suspend", counted)
+
+
+@bug(owners=3)
+def owner_loses_who_stands_behind(patch: pytest.MonkeyPatch) -> None:
+    def advance(queue: WaitingQueue, name: tuple[int, str], line: object) -> None:
+        del queue._lines[name]
+
+    patch.setattr(WaitingQueue, "_advance", advance)
+
+
 # -- admission and budget ------------------------------------------------------------------------------
 
 

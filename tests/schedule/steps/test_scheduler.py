@@ -113,6 +113,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int, int, Source, Emit]]:
         max_delay=st.sampled_from((0, 2)),
         error_every=st.sampled_from((0, 0, 9)),
         pressure=st.booleans(),
+        owners=st.sampled_from((0, 0, 3)),
     ),
     st.lists(st.tuples(st.sampled_from(KINDS), byte, byte), max_size=40),
 )
@@ -296,6 +297,43 @@ def test_latest_arrival_is_suspended_and_returns_to_its_place() -> None:
     assert list(bench.reasons) == ["a", "b", "c", "d"]
     for r in requests:
         assert bench.tokens[r.id] == by_hand(r, 64)[0]
+
+
+def crowd(bench: Bench, count: int) -> list[Request]:
+    """Many long sequences of one owner: they have all rows, and more wait."""
+    many = [request(f"m{k}", [k + 1] * 4, 24, owner="greedy") for k in range(count)]
+    bench.add(*many)
+    bench.step()
+    return many
+
+
+def test_one_owner_makes_way_for_the_first_of_another() -> None:
+    """Of four rows the greedy one gives its latest, at once; who gave it goes on where it was."""
+    bench = Bench(rows=4, run_ahead=1)
+    many = crowd(bench, 9)
+    bench.add(request("first", [50] * 4, 8, owner="modest"), request("second", [51] * 4, 8, owner="modest"))
+    names = []
+    for _ in range(4):
+        _, output = bench.step()
+        names += [name for name in output.ids if name == "first"]
+    assert names, "it waits, though another has all the rows"
+    assert bench.scheduler.stats().preemptions == 1, "the second has no claim on another row"
+    assert {state.request.id for state in bench.scheduler._rows.states if state} == {"m0", "m1", "m2", "first"}
+    bench.run()
+    for r in many:
+        assert bench.tokens[r.id] == by_hand(r, 64)[0]
+    assert list(bench.reasons).index("second") < list(bench.reasons).index("m4"), "its turn came before the rest"
+
+
+def test_nobody_makes_way_for_requests_of_their_own() -> None:
+    bench = Bench(rows=4, run_ahead=1)
+    bench.add(*(request(f"r{k}", [k + 1] * 4, 24) for k in range(4)))
+    bench.step()
+    bench.add(request("late", [50] * 4, 2))
+    for _ in range(8):
+        bench.step()
+    assert bench.scheduler.stats().preemptions == 0
+    assert "late" not in bench.tokens
 
 
 def test_return_finds_what_is_left_of_its_chunks_and_computes_the_holes() -> None:

@@ -1,0 +1,237 @@
+"""One client's requests against another's: `python -m tests.hostile.crowding [CASE ...] [--tree FOLDER]`.
+
+A client asks for 8 tokens every 0.2 s, first alone, then while an attack of one case runs; what it felt, and what the
+server's processes took, is one line per case. `--tree` serves from another checkout, for a figure from before.
+The clients share the machine with the server: on a busy one compare ratios within a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.server.load import quantile, resident
+
+ROOT = Path(__file__).parents[2]
+
+PERIOD = 0.2
+DEADLINE = 120.0
+
+AMBIGUOUS = "start: s\ns: s s s | s s | T |\nT: /[a-z .]/\n"
+
+Attack = tuple[str, dict[str, Any], int]
+"""Path, body, and how many clients send it at once."""
+
+
+def biases(count: int) -> dict[str, float]:
+    return {str(token): 0.25 for token in range(1, count + 1)}
+
+
+def stops(count: int, length: int) -> list[str]:
+    draw = random.Random(0)
+    return ["".join(draw.choices("abcdefgh", k=length)) for _ in range(count)]
+
+
+def deep(depth: int) -> Any:
+    found: Any = "x"
+    for _ in range(depth):
+        found = {"a": found}
+    return found
+
+
+def ids(count: int) -> list[int]:
+    return [5 + k % 4000 for k in range(count)]
+
+
+C, H = "/v1/completions", "/v1/chat/completions"
+SAY = [{"role": "user", "content": "tell me a story"}]
+
+CASES: dict[str, Callable[[], Attack]] = {
+    "biases": lambda: (C, {"prompt": [[5]] * 1000, "n": 128, "max_tokens": 4, "logit_bias": biases(4000)}, 1),
+    "biases-256": lambda: (C, {"prompt": [[5]] * 8, "n": 32, "max_tokens": 64, "logit_bias": biases(1000)}, 4),
+    "stop-ids": lambda: (C, {"prompt": [5], "n": 128, "max_tokens": 4, "stop_token_ids": ids(10**6)}, 1),
+    "sequences": lambda: (C, {"prompt": [[5]] * 1000, "n": 128, "max_tokens": 16}, 1),
+    "sequences-many": lambda: (C, {"prompt": [[5]] * 128, "n": 1, "max_tokens": 200, "ignore_eos": True}, 8),
+    "rows": lambda: (C, {"prompt": [5], "n": 128, "max_tokens": 1900, "ignore_eos": True}, 4),
+    "stops": lambda: (C, {"prompt": [[5]] * 1024, "max_tokens": 4, "stop": stops(16, 512)}, 1),
+    "logprobs": lambda: (H, {"messages": SAY, "n": 128, "max_tokens": 64, "logprobs": True, "top_logprobs": 20}, 1),
+    "logprobs-stream": lambda: (
+        H,
+        {"messages": SAY, "n": 128, "max_tokens": 64, "logprobs": True, "top_logprobs": 20, "stream": True},
+        1,
+    ),
+    "scores": lambda: (C, {"prompt": [ids(2000)] * 32, "max_tokens": 1, "prompt_logprobs": 20}, 1),
+    "echo": lambda: (C, {"prompt": [ids(2000)] * 32, "max_tokens": 0, "echo": True, "logprobs": 20}, 1),
+    "messages": lambda: (H, {"messages": [{"role": "user", "content": "a"}] * 25000, "max_tokens": 1}, 1),
+    "tools": lambda: (
+        H,
+        {
+            "messages": SAY,
+            "max_tokens": 1,
+            "tools": [{"type": "function", "function": {"name": f"f{k}"}} for k in range(10000)],
+        },
+        1,
+    ),
+    "metadata": lambda: (C, {"prompt": "a", "max_tokens": 1, "metadata": {str(k): "x" for k in range(70000)}}, 1),
+    "deep": lambda: (C, {"prompt": "a", "max_tokens": 1, "metadata": deep(900)}, 4),
+    "long-prompts": lambda: (C, {"prompt": [ids(1900)] * 100, "max_tokens": 1}, 1),
+    "tokenize": lambda: ("/tokenize", {"prompt": "once upon a time " * 490000}, 1),
+    "detokenize": lambda: ("/detokenize", {"tokens": ids(1500000)}, 1),
+    "wrong-ids": lambda: (C, {"prompt": [*ids(200000), "x"], "max_tokens": 1}, 1),
+    "mask": lambda: (
+        C,
+        {"prompt": "a", "max_tokens": 400, "min_tokens": 399, "structured_outputs": {"grammar": AMBIGUOUS}},
+        1,
+    ),
+    "masks": lambda: (
+        C,
+        {"prompt": "a", "n": 32, "max_tokens": 400, "structured_outputs": {"grammar": AMBIGUOUS}},
+        4,
+    ),
+}
+
+
+@contextmanager
+def served(tree: Path, *options: str) -> Iterator[tuple[int, int]]:
+    """`cellar serve` with the demo model from a checkout; process and port."""
+    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "error", *options]
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline().split("/v1")[0].rpartition(":")[2])
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def post(port: int, path: str, body: bytes, timeout: float) -> Iterator[bytes]:
+    """The answer's pieces as they come."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout) as connection:
+        connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        while piece := connection.recv(2**20):
+            yield piece
+
+
+def attack(port: int, case: str, seconds: float) -> str:
+    """Send it until the time is over -> how the last answer began."""
+    path, body, _ = CASES[case]()
+    sent, end, said = json.dumps(body).encode(), time.monotonic() + seconds, ""
+    while (left := end - time.monotonic()) > 0:
+        begun, status, size = time.monotonic(), b"", 0
+        try:
+            for piece in post(port, path, sent, left):
+                status, size = (status + piece)[:12], size + len(piece)
+        except OSError:
+            status = status or b"no answer in time"
+        said = f"{status.decode(errors='replace')[-3:]} {size / 1e6:.1f} MB {time.monotonic() - begun:.1f} s"
+        time.sleep(0.05)
+    return said
+
+
+def attacking(port: int, case: str, seconds: float, pipe: Any) -> None:
+    pipe.send(attack(port, case, seconds))
+
+
+def honest(port: int, seconds: float) -> dict[str, Any]:
+    """8 tokens every 0.2 s -> seconds of whole answers and of the longest wait for a piece of each, and failures."""
+    wholes, gaps, failures, end = [], [], 0, time.monotonic() + seconds
+    sent = json.dumps({"prompt": "One day", "max_tokens": 8, "ignore_eos": True, "stream": True}).encode()
+    while time.monotonic() < end:
+        begun = last = time.monotonic()
+        gap, tail = 0.0, b""
+        try:
+            for piece in post(port, C, sent, DEADLINE):
+                now = time.monotonic()
+                gap, last, tail = max(gap, now - last), now, (tail + piece)[-400:]
+        except OSError:
+            tail = b""
+        if b"[DONE]" in tail and b'"error":' not in tail:
+            wholes.append(last - begun)
+            gaps.append(gap)
+        else:
+            failures += 1
+        time.sleep(max(0.0, begun + PERIOD - time.monotonic()))
+    wholes, gaps = wholes or [float("inf")], gaps or [float("inf")]
+    return {
+        "count": len(wholes),
+        "p50": quantile(wholes, 0.5),
+        "p99": quantile(wholes, 0.99),
+        "gap": max(gaps),
+        "gap_p99": quantile(gaps, 0.99),
+        "failures": failures,
+    }
+
+
+def one(tree: Path, case: str, seconds: float, after: float, options: list[str]) -> dict[str, Any]:
+    context = multiprocessing.get_context("spawn")
+    with served(tree, *options) as (pid, port):
+        honest(port, 2.0)
+        start = sum(resident(pid).values())
+        quiet = honest(port, 6.0)
+        ends = []
+        for _ in range(CASES[case]()[2]):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=attacking, args=(port, case, seconds, theirs), daemon=True)
+            process.start()
+            ends.append((ours, process))
+        watcher_end, theirs = context.Pipe()
+        watcher = context.Process(target=watch, args=(pid, seconds, theirs), daemon=True)
+        watcher.start()
+        under = honest(port, seconds)
+        said = ends[0][0].recv()
+        peak = watcher_end.recv()
+        for process in (watcher, *(process for _, process in ends)):
+            process.join(10)
+        time.sleep(after)
+        back = sum(resident(pid).values())
+    return {
+        "case": case,
+        "answer": said,
+        "quiet_p99": quiet["p99"],
+        "quiet_gap": quiet["gap"],
+        **{name: under[name] for name in ("count", "p50", "p99", "gap", "gap_p99", "failures")},
+        "peak_MB": (peak - start) / 1e6,
+        "back": back / start,
+    }
+
+
+def watch(pid: int, seconds: float, pipe: Any) -> None:
+    end, peak = time.monotonic() + seconds, 0.0
+    while time.monotonic() < end:
+        peak = max(peak, sum(resident(pid).values()))
+        time.sleep(0.1)
+    pipe.send(peak)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--tree", type=Path, default=ROOT)
+    parser.add_argument("--seconds", type=float, default=12.0, help="how long each attack lasts")
+    parser.add_argument("--after", type=float, default=5.0, help="seconds until memory is looked at again")
+    parser.add_argument("--option", action="append", default=[], help="of cellar serve, as --option=--name=value")
+    options = parser.parse_args()
+    for case in options.cases or CASES:
+        found = one(options.tree.resolve(), case, options.seconds, options.after, options.option)
+        print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
