@@ -15,6 +15,7 @@ from cellar.conversations.store import AsyncStore
 from cellar.core.errors import RequestError
 from cellar.server.errors import ApiError, refused
 from cellar.server.keys import owner_of
+from cellar.server.pieces import answered
 from cellar.server.prepare import Preparer
 from cellar.server.request_id import name_of, take_id
 from cellar.server.requests import conversation_name
@@ -25,7 +26,7 @@ from cellar.server.responses.paging import After, Include, Limit, Order, part_of
 from cellar.server.responses.records import shown_response
 from cellar.server.responses.requests import CountRequest, ResponseRequest, check_include
 from cellar.server.responses.turns import Turn, TurnReader, renamed
-from cellar.server.stream import RESPONSES, EventStream, answered, named_event
+from cellar.server.stream import RESPONSES, EventStream, named_event
 
 Id = str
 
