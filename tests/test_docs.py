@@ -1,4 +1,4 @@
-"""What the docs name exists: every link, path, module, verb and option of README, CONTRIBUTING and docs/."""
+"""What the docs name exists: every link, path, module, verb and option of README, CONTRIBUTING, SECURITY and docs/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 SOURCES = [path for folder in ("cellar", "benchmarks", "tests") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # Where a path in backticks may begin; decisions and logs write `kv/store.py` for what lies in the package.

@@ -102,20 +102,13 @@ class Tokenizer:
 
         Raises RequestError if the tokenizer fails on it.
         """
-        try:
-            with _panics_told(ValueError):
-                # As a batch of one: `encode` would keep the interpreter from all other threads until it is done.
-                (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:  # tokenizers raises bare Exception
-            raise RequestError(
-                f"the model's tokenizer cannot read this text ({error}); change the text.", "prompt"
-            ) from error
-        ids: list[int] = encoding.ids
+        # As a batch of one: `encode` would keep the interpreter from all other threads until it is done.
+        (ids,) = self._encoded([text], add_special_tokens)
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, without special tokens around them."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        """Ids of texts, without special tokens around them. Raises as `encode` does."""
+        return self._encoded(texts, False)
 
     def encode_inside(self, text: str) -> list[int]:
         """Ids of a text that follows another: what a tokenizer does at the beginning of a text is not done."""
@@ -163,6 +156,16 @@ class Tokenizer:
         if text is None:
             text = self._texts[token] = self.id_to_bytes(token).decode(errors="replace")
         return text
+
+    def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        try:
+            with _panics_told(ValueError):
+                found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise RequestError(
+                f"the model's tokenizer cannot read this text ({error}); change the text.", "prompt"
+            ) from error
+        return [encoding.ids for encoding in found]
 
     def _text_after_itself(self, token: int) -> str:
         # As the first token of a text it might lose its space, so it is decoded as the second.
