@@ -105,7 +105,9 @@ def read_config(path: Path) -> dict[str, Any]:
         # Instruct checkpoints name the end of a turn there only; an answer would run on past it.
         ends = _listed(config.get("eos_token_id")) + _listed(_read_json(generation).get("eos_token_id"))
         if ends:
-            config["eos_token_id"] = list(dict.fromkeys(ends))
+            # What is no id is refused where it is read.
+            plain = all(isinstance(end, int) for end in ends)
+            config["eos_token_id"] = list(dict.fromkeys(ends)) if plain else ends
     return config
 
 

@@ -58,6 +58,14 @@ def test_an_end_symbol_that_only_the_tokenizer_knows_ends_nothing(tmp_path: Path
         LLM(str(tmp_path))
 
 
+@pytest.mark.parametrize("ends", [[[2]], [{}], ["2", None], [[[[]]]]])
+def test_end_symbols_that_are_no_ids(tmp_path: Path, ends: list[Any]) -> None:
+    write_checkpoint(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with pytest.raises(CheckpointError, match="must be a token id or a list of them"):
+        open_model(read_config(tmp_path), "float32")
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_deep_nesting(tmp_path: Path, file: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
