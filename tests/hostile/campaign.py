@@ -40,7 +40,6 @@ SERVER: dict[str, Any] = {
     "latency": 0.002,
     "num_rows": 32,
     "num_slots": 1024,
-    "server": {"api_key": "honest-key,hostile-key"},
     "limits": {"prepare_timeout": 1.0, "upload_timeout": 5.0, "max_body_bytes": 2**20},
 }
 PAUSE = 0.2
@@ -103,7 +102,8 @@ def honest(url: str, seed: int, go_on: Callable[[int], bool], figures: Figures, 
 @contextlib.contextmanager
 def attacked(log: Path, **options: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server as a program whose words go to a file; its process and address. It must end in order."""
-    command = [sys.executable, "-m", "tests.server.fake_process", json.dumps({**SERVER, **options})]
+    server = {"api_key": "honest-key,hostile-key", "data_dir": str(log.with_suffix(".data"))}
+    command = [sys.executable, "-m", "tests.server.fake_process", json.dumps({**SERVER, "server": server, **options})]
     with log.open("w") as words:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=words, text=True, cwd=ROOT)
     try:

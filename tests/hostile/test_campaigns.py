@@ -21,14 +21,15 @@ SEEDS = (1, 2, 3)
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     limits = {"upload_timeout": 1.0, "prepare_timeout": 1.0, "max_body_bytes": 2**20}
-    with serve(limits=limits, num_rows=16, num_slots=256) as served:
+    kept = {"data_dir": str(tmp_path_factory.mktemp("data"))}
+    with serve(kept, limits, num_rows=16, num_slots=256) as served:
         yield served
 
 
 def test_the_same_seed_spoils_in_the_same_way() -> None:
-    once, again = ([dumped(spoilt(random.Random(k), BODIES[k % 10][1])) for k in range(100)] for _ in range(2))
+    once, again = ([dumped(spoilt(random.Random(k), BODIES[k % len(BODIES)][1])) for k in range(100)] for _ in range(2))
     assert once == again
     assert len(set(once)) > 80
 
@@ -36,7 +37,7 @@ def test_the_same_seed_spoils_in_the_same_way() -> None:
 def test_mutated_bodies(served: Served) -> None:
     found = send_spoilt(served.url, SEEDS[0], lambda count: count < 150, {})
     assert not found.keys() - FINE, found
-    assert found[200] > 10
+    assert found[200] >= 5
     assert found[400] > 50
     served.settle()
 
