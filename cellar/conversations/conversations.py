@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, insert, select, tuple_
+from sqlalchemy import Float, Row, String, bindparam, delete, insert, select, tuple_
 
 from cellar.conversations.errors import NotFound
 from cellar.conversations.items import conversation_row, item_of, page_of, put, refuse_known
@@ -14,6 +15,7 @@ from cellar.conversations.schema import items, threads
 from cellar.conversations.session import Session, of_text, to_text
 from cellar.conversations.tokens import context
 
+_INSERT = insert(threads)
 _GET = select(threads).where(
     threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
 )
@@ -21,6 +23,13 @@ _ITEMS = (
     select(items.c.id, items.c.body, items.c.position)
     .where(items.c.thread == bindparam("id"), items.c.position.is_not(None))
     .order_by(items.c.position)
+)
+_KEY = tuple_(threads.c.active_at, threads.c.id)
+_AT = tuple_(bindparam("active_at", type_=Float), bindparam("after", type_=String))
+_LISTED = select(threads).where(threads.c.owner == bindparam("owner"), threads.c.is_conversation)
+_ASCENDING = _LISTED.where(_KEY > _AT).order_by(threads.c.active_at, threads.c.id).limit(bindparam("limit"))
+_DESCENDING = (
+    _LISTED.where(_KEY < _AT).order_by(threads.c.active_at.desc(), threads.c.id.desc()).limit(bindparam("limit"))
 )
 ROW_BYTES = 256
 """What a row is counted with beside its texts and ids."""
@@ -31,7 +40,7 @@ def create(session: Session, owner: str, id: str, metadata: dict[str, Any], new:
     text = to_text(metadata)
     size = ROW_BYTES + len(text.encode()) + sum(len(to_text(item.body).encode()) for item in new)
     session.do(
-        insert(threads),
+        _INSERT,
         id=id,
         owner=owner,
         is_conversation=True,
@@ -62,15 +71,13 @@ def page(
     session: Session, owner: str, after: str | None = None, limit: int = 20, ascending: bool = False
 ) -> Page[Conversation]:
     """An owner's conversations, by default the last active first, those behind `after`. Raises NotFound."""
-    key = tuple_(threads.c.active_at, threads.c.id)
-    statement = select(threads).where(threads.c.owner == owner, threads.c.is_conversation)
+    at = (-math.inf, "") if ascending else (math.inf, "")
     if after is not None:
         begin = get(session, owner, after)
-        at = tuple_(bindparam("active_at", begin.updated_at), bindparam("after", begin.id))
-        statement = statement.where(key > at if ascending else key < at)
-    columns = (threads.c.active_at, threads.c.id)
-    order = [column.asc() if ascending else column.desc() for column in columns]
-    rows = session.rows(statement.order_by(*order).limit(limit + 1))
+        at = (begin.updated_at, begin.id)
+    rows = session.rows(
+        _ASCENDING if ascending else _DESCENDING, owner=owner, active_at=at[0], after=at[1], limit=limit + 1
+    )
     return page_of([conversation_of(row) for row in rows], limit)
 
 

@@ -15,6 +15,7 @@ from cellar.conversations.session import Session
 _OF_OWNER = select(responses.c.status, responses.c.worker, responses.c.thread).where(
     responses.c.id == bindparam("id"), responses.c.owner == bindparam("owner"), ~responses.c.is_deleted
 )
+_INSERT = insert(events)
 _AFTER = (
     select(events.c.number, events.c.data)
     .where(events.c.response == bindparam("id"), events.c.number > bindparam("number"))
@@ -54,5 +55,5 @@ def put(session: Session, response: str, new: Sequence[Event]) -> int:
     """Write events; -> their size in bytes."""
     if new:
         rows = [{"response": response, "number": event.number, "data": event.data} for event in new]
-        session.connection.execute(insert(events), rows)
+        session.connection.execute(_INSERT, rows)
     return sum(len(event.data) for event in new)

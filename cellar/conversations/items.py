@@ -22,6 +22,34 @@ _CONVERSATION = (
     .where(threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation)
     .with_for_update()
 )
+_VISIBLE = select(threads.c.id).where(
+    threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
+)
+_LISTED = select(items.c.id, items.c.body).where(items.c.thread == bindparam("thread"))
+_ASCENDING = _LISTED.where(items.c.position > bindparam("at")).order_by(items.c.position).limit(bindparam("limit"))
+_DESCENDING = (
+    _LISTED.where(items.c.position < bindparam("at")).order_by(items.c.position.desc()).limit(bindparam("limit"))
+)
+NEVER = 2**31 - 1
+"""Beyond all positions."""
+
+_KNOWN = select(items.c.id).where(
+    items.c.thread == bindparam("thread"),
+    items.c.position.is_not(None),
+    items.c.id.in_(bindparam("ids", expanding=True)),
+)
+_earlier = items.alias()
+_PLACE = (
+    update(items)
+    .where(items.c.response == bindparam("of"))
+    .values(
+        position=bindparam("begin")
+        + select(func.count())
+        .select_from(_earlier)
+        .where(_earlier.c.response == bindparam("of"), _earlier.c.key < items.c.key)
+        .scalar_subquery()
+    )
+)
 _MAKER = select(responses.c.worker).where(responses.c.id == bindparam("id"))
 
 
@@ -71,14 +99,9 @@ def put(
 def refuse_known(session: Session, conversation: str, new: Sequence[Item]) -> None:
     """Raises Duplicate if the conversation has an item of the same id, or two of the new ones have the same."""
     ids = [item.id for item in new]
-    known = session.rows(
-        select(items.c.id).where(
-            items.c.thread == conversation,
-            items.c.position.is_not(None),
-            items.c.id.in_(bindparam("ids", expanding=True)),
-        ),
-        ids=ids,
-    )
+    if not ids:
+        return
+    known = session.rows(_KNOWN, thread=conversation, ids=ids)
     twice = {row.id for row in known} | {id for id in ids if ids.count(id) > 1}
     if twice:
         raise Duplicate("item", min(twice))
@@ -107,15 +130,14 @@ def page(
 ) -> Page[Item]:
     """Items of a conversation, by default the newest first, those behind the item `after`. Raises NotFound."""
     _visible(session, owner, conversation)
-    statement = select(items).where(items.c.thread == conversation, items.c.position.is_not(None))
+    at = -1 if ascending else NEVER
     if after is not None:
         begin = session.one(_BY_ID, thread=conversation, id=after)
         if begin is None:
             raise NotFound("item", after)
         at = begin.position
-        statement = statement.where(items.c.position > at if ascending else items.c.position < at)
-    order = items.c.position.asc() if ascending else items.c.position.desc()
-    return page_of([item_of(row) for row in session.rows(statement.order_by(order).limit(limit + 1))], limit)
+    rows = session.rows(_ASCENDING if ascending else _DESCENDING, thread=conversation, at=at, limit=limit + 1)
+    return page_of([item_of(row) for row in rows], limit)
 
 
 def remove(session: Session, owner: str, conversation: str, id: str) -> None:
@@ -144,18 +166,7 @@ def of_response(session: Session, id: str) -> tuple[tuple[Item, ...], tuple[Item
 
 def place(session: Session, response: str, position: int) -> int:
     """Put a response's items into its conversation, from `position` on; -> the position behind them."""
-    earlier = items.alias()
-    before = (
-        select(func.count())
-        .select_from(earlier)
-        .where(earlier.c.response == bindparam("of"), earlier.c.key < items.c.key)
-        .scalar_subquery()
-    )
-    count = session.do(
-        update(items).where(items.c.response == bindparam("of")).values(position=bindparam("begin") + before),
-        of=response,
-        begin=position,
-    )
+    count = session.do(_PLACE, of=response, begin=position)
     return position + count
 
 
@@ -170,12 +181,6 @@ def page_of(records: list[Any], limit: int) -> Page[Any]:
 
 
 def _visible(session: Session, owner: str, conversation: str) -> None:
-    found = session.one(
-        select(threads.c.id).where(
-            threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
-        ),
-        id=conversation,
-        owner=owner,
-    )
+    found = session.one(_VISIBLE, id=conversation, owner=owner)
     if found is None:
         raise NotFound("conversation", conversation)

@@ -14,7 +14,7 @@ from cellar.conversations.errors import Ended, NotFound
 from cellar.conversations.records import ANSWERED, RUNNING, Event, History, Item, Response, Status, Tokens
 from cellar.conversations.schema import items as item_table
 from cellar.conversations.schema import responses, threads
-from cellar.conversations.session import Session, bound, of_text, prefixed, to_text
+from cellar.conversations.session import Session, of_text, to_text
 from cellar.conversations.tokens import context, to_bytes
 
 _RUNNING = tuple(map(str, RUNNING))
@@ -23,6 +23,7 @@ _OF_OWNER = (
     .where(responses.c.id == bindparam("id"), responses.c.owner == bindparam("owner"), ~responses.c.is_deleted)
     .with_for_update()
 )
+_NEXT_POSITION = select(threads.c.next_position).where(threads.c.id == bindparam("id"))
 _INSERT_THREAD, _INSERT = insert(threads), insert(responses)
 
 _begin = (
@@ -116,7 +117,7 @@ def proceed(session: Session, owner: str, id: str, body: dict[str, Any]) -> None
     """A queued response is in progress from now on. Raises NotFound, Ended."""
     row = _mine(session, owner, id)
     text = to_text(body)
-    _change(session, id, status=str(Status.IN_PROGRESS), body=text)
+    session.change(id, status=str(Status.IN_PROGRESS), body=text)
     session.touch(row.thread, len(text.encode()) - len(row.body.encode()))
 
 
@@ -129,7 +130,7 @@ def finish(
     output: Sequence[Item] = (),
     tokens: Tokens | None = None,
     last_events: Sequence[Event] = (),
-) -> Response:
+) -> None:
     """End a response. If it answered, its items become part of its conversation, whose head it is if it has `tokens`.
 
     Raises NotFound, Ended (also for another process's response), Duplicate.
@@ -148,12 +149,12 @@ def finish(
     if row.in_conversation:
         changes["running"] = None
         if answered:
-            (position,) = session.rows(select(threads.c.next_position).where(threads.c.id == row.thread))[0]
-            until = items.place(session, id, position)
+            thread = session.one(_NEXT_POSITION, id=row.thread)
+            assert thread is not None  # its responses would be gone with it
+            until = items.place(session, id, thread.next_position)
             head = {"head": id, "head_until": until} if tokens is not None else {"head": None, "head_until": 0}
             changes |= {"next_position": until, **head}
-    _change(
-        session,
+    session.change(
         id,
         status=str(status),
         worker=None,
@@ -166,13 +167,12 @@ def finish(
         until=changes.get("next_position", 0),
     )
     session.touch(row.thread, size, **changes)
-    return get(session, owner, id)
 
 
-def add(session: Session, response: Response, tokens: Tokens | None = None) -> Response:
+def add(session: Session, response: Response, tokens: Tokens | None = None) -> None:
     """Store a response that has ended. Raises as `begin` and `finish`."""
     begin(session, replace(response, status=Status.IN_PROGRESS))
-    return finish(session, response.owner, response.id, response.status, response.body, response.output, tokens)
+    finish(session, response.owner, response.id, response.status, response.body, response.output, tokens)
 
 
 def get(session: Session, owner: str, id: str) -> Response:
@@ -220,7 +220,7 @@ def remove(session: Session, owner: str, id: str) -> None:
         of=id,
     )
     gone = {"is_deleted": True, "body": "{}"}
-    _change(session, id, **gone)
+    session.change(id, **gone)
     session.touch(row.thread, 2 - len(row.body.encode()))
     _prune(session, row.thread, id)
 
@@ -249,11 +249,6 @@ def _mine(session: Session, owner: str, id: str) -> Row[Any]:
     if row.worker != session.worker:
         raise Ended(id, row.status)
     return row
-
-
-def _change(session: Session, id: str, **changes: Any) -> None:
-    statement = update(responses).where(responses.c.id == bindparam("of")).values(bound(changes))
-    session.do(statement, of=id, **prefixed(changes))
 
 
 def _end(session: Session, ids: Sequence[str], status: Status) -> None:

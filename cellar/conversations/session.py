@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Executable, Row, bindparam, update
+from sqlalchemy import Connection, Executable, Row, Update, bindparam, update
 
-from cellar.conversations.schema import threads
+from cellar.conversations.schema import responses, threads
 
 Clock = Callable[[], float]
 
@@ -38,22 +39,29 @@ class Session:
 
     def touch(self, thread: str, size: int, **changes: Any) -> None:
         """A thread has been active and has become larger by `size` bytes; `changes` are columns of it."""
+        values = {f"to_{name}": value for name, value in changes.items()}
         self.connection.execute(
-            update(threads)
-            .where(threads.c.id == bindparam("thread"))
-            .values(active_at=bindparam("now"), size=threads.c.size + bindparam("more"), **bound(changes)),
-            {"thread": thread, "now": self.now, "more": size, **prefixed(changes)},
+            _touching(tuple(changes)), {"which": thread, "to_now": self.now, "more": size, **values}
         )
 
+    def change(self, response: str, **changes: Any) -> None:
+        """Change columns of a response."""
+        values = {f"to_{name}": value for name, value in changes.items()}
+        self.connection.execute(_changing(tuple(changes)), {"which": response, **values})
 
-def bound(changes: dict[str, Any]) -> dict[str, ColumnElement[Any]]:
-    """A bind parameter for each column, so that the statement's compiled form is found again."""
-    return {name: bindparam(f"to_{name}") for name in changes}
+
+@cache
+def _touching(columns: tuple[str, ...]) -> Update:
+    """Made once, as all statements are: to build one takes longer than to execute it."""
+    values: dict[str, Any] = {name: bindparam(f"to_{name}") for name in columns}
+    grown: dict[str, Any] = {"active_at": bindparam("to_now"), "size": threads.c.size + bindparam("more")}
+    return update(threads).where(threads.c.id == bindparam("which")).values(**grown, **values)
 
 
-def prefixed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The values for `bound`."""
-    return {f"to_{name}": value for name, value in changes.items()}
+@cache
+def _changing(columns: tuple[str, ...]) -> Update:
+    values: dict[str, Any] = {name: bindparam(f"to_{name}") for name in columns}
+    return update(responses).where(responses.c.id == bindparam("which")).values(**values)
 
 
 def to_text(value: Any) -> str:

@@ -68,7 +68,8 @@ def turn(store: Store, id: str, new: list[int] | None = None, base: str | None =
     begun = store.write(responses.begin, response(id, **values))
     kept = None if new is None else tokens(new, base)
     out = (message(f"{id}-out", "hi", "assistant"),)
-    return store.write(responses.finish, begun.owner, id, Status.COMPLETED, {"id": id, "ok": True}, out, kept)
+    store.write(responses.finish, begun.owner, id, Status.COMPLETED, {"id": id, "ok": True}, out, kept)
+    return store.read(responses.get, begun.owner, id)
 
 
 def names(found: tuple[Item, ...]) -> list[str]:
