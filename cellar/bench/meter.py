@@ -71,7 +71,7 @@ class MeteredRuntime:
     def wake(self) -> None:
         self._inner.wake()
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         self._inner.supply(step, masks)
 
     def close(self) -> None:

@@ -98,6 +98,7 @@ class ScheduleConfig:
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
     decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
+    mask_timeout: float = _option(5.0, "Seconds that late masks of a sequence's structured output may take in all.")
 
     def __post_init__(self) -> None:
         _check_types(self)
@@ -109,6 +110,8 @@ class ScheduleConfig:
             raise ConfigError(f"decode_reserve is {self.decode_reserve}; it must be in [0, 1).")
         if self.run_ahead < 1:
             raise ConfigError(f"run_ahead is {self.run_ahead}; it must be at least 1.")
+        if not 0 < self.mask_timeout < float("inf"):
+            raise ConfigError(f"mask_timeout is {self.mask_timeout}; it must be a positive number of seconds.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -192,6 +192,11 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
         if output is not None:
             self._outputs.append(output)
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with an error; unknown ids are ignored."""
+        self.abort(request_id)
+        self._refuse(request_id, error)
+
     def refused(self) -> Mapping[str, str]:
         """Requests that could never run and of which no turn has told yet, and why."""
         return self._refused

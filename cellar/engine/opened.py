@@ -81,7 +81,13 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
     masker = None
     if tokenizer is not None:
         masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
-    engine = step_engine(scheduler, wrap(opened.runtime), run_ahead=config.schedule.run_ahead, masker=masker)
+    engine = step_engine(
+        scheduler,
+        wrap(opened.runtime),
+        run_ahead=config.schedule.run_ahead,
+        masker=masker,
+        mask_timeout=config.schedule.mask_timeout,
+    )
     return Opened(
         Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan, opened.memory
     )

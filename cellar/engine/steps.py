@@ -27,6 +27,9 @@ class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, Schedu
     def memory(self, question: MemoryQuestion) -> MemoryAnswer:
         """Where tokens of conversations lie; what is to be forgotten is forgotten when this returns."""
 
+    def resume(self, request_id: str) -> None:
+        """A request whose mask was late (`Flag.LATE`) may be planned again."""
+
 
 class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStats]):
     """Implements `StepClient` over a scheduler in this process; made by `step_engine`."""
@@ -38,6 +41,11 @@ class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStat
         self.mark_dirty()
         then(self.scheduler.memory(question))
 
+    def resume(self, request_id: str) -> None:
+        """A request whose mask was late may be planned again."""
+        self.mark_dirty()
+        self.scheduler.resume(request_id)
+
 
 def step_engine(
     scheduler: StepsScheduler,
@@ -47,14 +55,21 @@ def step_engine(
     clock: Callable[[], float] = time.monotonic,
     check_seconds: float = 60.0,
     masker: Masking | None = None,
+    mask_timeout: float = 5.0,
 ) -> StepEngine:
-    """An engine with structured output beside it, which without a `masker` refuses requests for it."""
-    return StepEngine(
+    """An engine with structured output beside it, which without a `masker` refuses requests for it.
+
+    A sequence whose masks were late for `mask_timeout` seconds in all ends with an error.
+    """
+    structured = StructuredOutput(masker, runtime.supply)
+    engine = StepEngine(
         scheduler,
         runtime,
         StepOutput.refusal,
         run_ahead=run_ahead,
         clock=clock,
         check_seconds=check_seconds,
-        companion=StructuredOutput(masker, runtime.supply),
+        companion=structured,
     )
+    structured.attach(engine, mask_timeout)
+    return engine

@@ -1,8 +1,8 @@
-"""StructuredOutput: goes with an engine of transformers; grammars are compiled beside its loop, masks in it."""
+"""StructuredOutput: goes with an engine of transformers; grammars are compiled, and masks made, beside its loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 from cellar.core.errors import RequestError
 from cellar.core.messages import Request, StepPlan, StepResult
 from cellar.core.sampling import StructuredOutputsParams
-from cellar.text.masker import StepMasks
+from cellar.engine.client import Message
+from cellar.engine.masks import MaskDesk
+from cellar.text.masker import MaskRow, Wanted
 
 Resume = Callable[[Exception | None], None]
-Supply = Callable[[int, Mapping[int, NDArray[np.int32]]], None]
+Supply = Callable[[int, Mapping[int, NDArray[np.int32] | None]], None]
 
 
 class Masking(Protocol):
@@ -27,11 +29,30 @@ class Masking(Protocol):
     def prepare(self, constraint: StructuredOutputsParams) -> None:
         """Make it ready; may take long, and may be called in another thread. Raises RequestError."""
 
-    def submitted(self, plan: StepPlan) -> StepMasks | None:
-        """A plan was handed over; -> masks that are known now."""
+    def submitted(self, plan: StepPlan) -> list[Wanted]:
+        """A plan was handed over; -> its masks that can be known now."""
 
-    def committed(self, result: StepResult) -> StepMasks | None:
-        """A result came; -> masks that it made known."""
+    def committed(self, result: StepResult) -> list[Wanted]:
+        """A result came; -> masks that can be known now."""
+
+    def newly_parked(self) -> list[MaskRow]:
+        """Rows whose masks were late in the last result."""
+
+    def forget(self, name: str) -> None:
+        """A request is dropped."""
+
+
+class Owner(Protocol):
+    """The part of an engine that hears of late masks."""
+
+    def post(self, message: Message) -> None:
+        """Have something done by the engine's thread."""
+
+    def resume(self, request_id: str) -> None:
+        """A request whose mask was late may be planned again."""
+
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End a request with an error."""
 
 
 class StructuredOutput:
@@ -45,6 +66,8 @@ class StructuredOutput:
         self._supply = supply
         self._held: dict[str, Request] = {}
         self._masked: set[int] = set()  # steps on their way that have masks
+        self._owner: Owner | None = None
+        self._desk: MaskDesk | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
 
     def holds(self, request: Request, resume: Resume) -> bool:
@@ -74,27 +97,54 @@ class StructuredOutput:
     def drop(self, request_id: str) -> None:
         """A request is dropped."""
         self._held.pop(request_id, None)
+        if self.masker is not None:
+            self.masker.forget(request_id)
 
     def submitted(self, plan: StepPlan) -> None:
-        """Hand in the masks that are known by now."""
+        """Have the masks handed in that can be known by now."""
         if self.masker is not None and (plan.opens or plan.masked_rows):
             if plan.masked_rows:
                 self._masked.add(plan.step)
-            self._hand_in(self.masker.submitted(plan))
+            self._ask(self.masker.submitted(plan))
 
     def committed(self, result: StepResult) -> None:
-        """Hand in the masks that the result made known."""
+        """Have the masks handed in that can be known now."""
         if self.masker is not None and result.step in self._masked:
             self._masked.remove(result.step)
-            self._hand_in(self.masker.committed(result))
+            self._ask(self.masker.committed(result))
+            for state in self.masker.newly_parked():
+                self._go_on(state)
 
     def close(self) -> None:
-        """Compile no more."""
+        """Compile and compute no more."""
         self._compiler.shutdown(wait=False, cancel_futures=True)
+        if self._desk is not None:
+            self._desk.close()
 
-    def _hand_in(self, masks: StepMasks | None) -> None:
-        if masks is not None:
-            self._supply(masks.step, masks.masks)
+    def attach(self, owner: Owner, budget: float) -> None:
+        """Whom to tell of late masks; one sequence's may take `budget` seconds."""
+        self._owner = owner
+        self._desk = MaskDesk(self._supply, self._told, budget)
+
+    def _ask(self, wanted: Sequence[Wanted]) -> None:
+        if wanted:
+            assert self._desk is not None
+            self._desk.ask(wanted)
+
+    def _told(self, state: MaskRow, refusal: str | None) -> None:
+        """In any thread: a late mask is there, or will not be waited for."""
+        assert self._owner is not None
+        owner = self._owner
+        if refusal is not None:
+            owner.post(lambda: owner.fail(state.name, RequestError(refusal, "structured_outputs")))
+        else:
+            owner.post(lambda: self._go_on(state))
+
+    def _go_on(self, state: MaskRow) -> None:
+        """A request that waits for its mask may be planned again, if that is there."""
+        assert self._owner is not None
+        if state.parked and not state.computing:
+            self._owner.resume(state.name)
 
 
 def _compile(masker: Masking, constraint: StructuredOutputsParams, resume: Resume) -> None:

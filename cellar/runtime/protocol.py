@@ -80,5 +80,8 @@ class Runtime(Workers[PlanT_contra, StepResult], Protocol[PlanT_contra]):
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
         """Results so far."""
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
-        """Token bit masks for the masked rows of a submitted step."""
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
+        """Token bit masks for masked rows of a submitted step, in any thread; rows may come one by one.
+
+        None: the row's mask is late. Nothing is chosen for it, and its result says so (`Flag.LATE`).
+        """

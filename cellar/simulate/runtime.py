@@ -185,7 +185,7 @@ class SimulatedRuntime:
     def wake(self) -> None:
         """Nobody waits: the clock stands still between calls."""
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Raises IntegrityError: simulated requests are not structured."""
         raise IntegrityError(f"step {step} has no masks.")
 

@@ -1,9 +1,11 @@
 """Masker: which mask each masked row of each step needs, and when it can be known.
 
-Steps run ahead of their results, but the mask of a row's next token depends on its last. So a step's masks are
-computed once no earlier step with masked rows is on its way, which is while its own forward pass runs:
+Steps run ahead of their results, but the mask of a row's next token depends on its last. So a row's mask for a step is
+computed once no earlier step that samples the row is on its way, which is while the step's own forward pass runs:
 
-    submit t | submit t+1 | commit t -> masks of t+1 -> supply | deliver t
+    submit t | submit t+1 | commit t -> the row's mask of t+1, beside the loop -> supply
+
+Nothing is computed here: a `MaskRow` is what somebody may compute, in whatever thread.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,22 +24,63 @@ from cellar.text.grammar import GrammarCompiler, Mask, Matcher
 
 logger = logging.getLogger(__name__)
 
+_CHOSEN = (Flag.OK, Flag.FELL_BACK)
+
+
+@dataclass(slots=True, eq=False)
+class MaskRow:
+    """A masked row of one request, and where its output stands in its grammar.
+
+    `grammar` tells which rows have the same one. `tokens` are those that the matcher has not seen. While `computing`,
+    all but `parked` and `steps` belongs to who computes; `mask` is the next one, once it is known. `seconds` were spent
+    on masks that were late.
+    """
+
+    name: str
+    grammar: tuple[object, ...]
+    make: Callable[[], Matcher]
+    nothing: Mask
+    tokens: list[int] = field(default_factory=list)
+    matcher: Matcher | None = None
+    mask: Mask | None = None
+    computing: bool = False
+    parked: bool = False
+    failed: bool = False
+    seconds: float = 0.0
+    steps: deque[int] = field(default_factory=deque)
+
+    def compute(self) -> Mask:
+        """The next mask. One that forbids everything ends the request with an error, and that alone."""
+        try:
+            if not self.failed:
+                matcher = self.matcher = self.matcher or self.make()
+                for token in self.tokens:
+                    matcher.consume(token)
+                self.tokens.clear()
+                return matcher.mask()
+        except Exception:
+            logger.exception("a grammar cannot be followed; its request ends")
+            self.failed, self.matcher = True, None
+        return self.nothing
+
 
 @dataclass(frozen=True, slots=True)
-class StepMasks:
-    """The masks of all masked rows of one step."""
+class Wanted:
+    """A step's row whose mask can be computed now, if it is not there: `late` says that it cannot any more."""
 
     step: int
-    masks: Mapping[int, Mask]
+    row: int
+    state: MaskRow
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A step on its way: `sampled` are the rows of its results, in order."""
+    """A step on its way: rows of its results in order, those that are masked with their state."""
 
     step: int
-    masked: tuple[int, ...]
     sampled: tuple[int, ...]
+    masked: dict[int, MaskRow]
 
 
 class Masker:
@@ -48,8 +91,10 @@ class Masker:
         self._max_grammars = max_grammars
         self._lock = threading.Lock()
         self._grammars: OrderedDict[tuple[object, ...], Matcher] = OrderedDict()
-        self._matchers: dict[int, Matcher | None] = {}  # None: it has failed
+        self._rows: dict[int, MaskRow] = {}
+        self._parked: dict[str, MaskRow] = {}  # by request: late, and to be opened again
         self._pending: deque[_Pending] = deque()
+        self._newly_parked: list[MaskRow] = []
 
     def ready(self, constraint: StructuredOutputsParams) -> bool:
         """True if the grammar has been compiled."""
@@ -60,67 +105,65 @@ class Masker:
         """Compile a grammar, however long that takes. Raises RequestError."""
         self._start(constraint)
 
-    def submitted(self, plan: StepPlan) -> StepMasks | None:
-        """A plan was handed over; -> its masks, if they can be known now."""
+    def submitted(self, plan: StepPlan) -> list[Wanted]:
+        """A plan was handed over; -> its rows whose masks can be computed now."""
         for opened in plan.opens:
             if not opened.params.masked:
-                self._matchers.pop(opened.row, None)
+                self._rows.pop(opened.row, None)
                 continue
-            output = () if opened.output is None else opened.output.tolist()
-            self._matchers[opened.row] = self._opened(opened.params, output)
+            output = [] if opened.output is None else opened.output.tolist()
+            state = self._parked.pop(opened.name, None) or self._opened(opened.name, opened.params, output)
+            state.parked = False
+            self._rows[opened.row] = state
         if not plan.masked_rows:
-            return None
-        self._pending.append(_Pending(plan.step, plan.masked_rows, sampled_rows(plan)))
-        return self._masks() if len(self._pending) == 1 else None
+            return []
+        masked = {row: self._rows[row] for row in plan.masked_rows}
+        self._pending.append(_Pending(plan.step, sampled_rows(plan), masked))
+        for state in masked.values():
+            state.steps.append(plan.step)
+        return [Wanted(plan.step, row, state) for row, state in masked.items() if len(state.steps) == 1]
 
-    def committed(self, result: StepResult) -> StepMasks | None:
-        """A result came; -> the masks of the next step that waits for some."""
+    def committed(self, result: StepResult) -> list[Wanted]:
+        """A result came; -> rows of later steps whose masks can be computed now, or never."""
         if not self._pending or self._pending[0].step != result.step:
-            return None
+            return []
         step = self._pending.popleft()
+        for state in step.masked.values():
+            state.steps.popleft()
         if result.error is None:
-            masked = set(step.masked)
             for k, row in enumerate(step.sampled):
-                if row in masked and result.num_tokens[k] and result.flags[k] in (Flag.OK, Flag.FELL_BACK):
-                    self._consume(row, int(result.tokens[k, 0]))
-        return self._masks() if self._pending else None
+                if (found := step.masked.get(row)) is None or found.parked:
+                    continue
+                if result.flags[k] == Flag.LATE:
+                    found.parked = True
+                    self._newly_parked.append(found)
+                    self._parked[found.name] = found
+                elif result.num_tokens[k] and result.flags[k] in _CHOSEN:
+                    found.tokens.append(int(result.tokens[k, 0]))
+                    found.mask = None
+        return [
+            Wanted(state.steps[0], row, state, late=state.parked) for row, state in step.masked.items() if state.steps
+        ]
 
-    def _masks(self) -> StepMasks:
-        step = self._pending[0]
-        return StepMasks(step.step, {row: self._mask(row) for row in step.masked})
+    def newly_parked(self) -> list[MaskRow]:
+        """Rows whose masks were late in results since the last call."""
+        parked, self._newly_parked = self._newly_parked, []
+        return parked
 
-    def _opened(self, params: SamplingParams, output: Sequence[int]) -> Matcher | None:
-        """A matcher that has seen some output; None if it fails."""
-        try:
+    def forget(self, name: str) -> None:
+        """A request is dropped."""
+        self._parked.pop(name, None)
+
+    def _opened(self, name: str, params: SamplingParams, output: list[int]) -> MaskRow:
+        """A row whose matcher will have seen some output."""
+
+        def make() -> Matcher:
             constraint = params.structured_outputs
             matcher = None if constraint is None else self._start(constraint).copy()
-            matcher = self._compiler.with_reasoning(matcher, params.thinking)
-            for token in output:
-                matcher.consume(token)
-        except Exception:
-            logger.exception("a grammar cannot be followed; its request ends")
-            return None
-        return matcher
+            return self._compiler.with_reasoning(matcher, params.thinking)
 
-    def _consume(self, row: int, token: int) -> None:
-        matcher = self._matchers[row]
-        try:
-            if matcher is not None:
-                matcher.consume(token)
-        except Exception:
-            logger.exception("a grammar cannot be followed; its request ends")
-            self._matchers[row] = None
-
-    def _mask(self, row: int) -> Mask:
-        """A mask that forbids everything ends its request with an error, and that alone."""
-        matcher = self._matchers[row]
-        try:
-            if matcher is not None:
-                return matcher.mask()
-        except Exception:
-            logger.exception("a grammar cannot be followed; its request ends")
-            self._matchers[row] = None
-        return self._compiler.nothing()
+        key = () if params.structured_outputs is None else params.structured_outputs.key
+        return MaskRow(name, key, make, self._compiler.nothing(), output)
 
     def _start(self, constraint: StructuredOutputsParams) -> Matcher:
         """The grammar's matcher at its start, compiled once; to be copied."""

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import ConfigError, DeviceError, IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, StepPlan, StepResult
+from cellar.core.messages import CopyBatch, CopyResult, Flag, StepPlan, StepResult
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks.rank import Died, Masks, News, Opener, Rank, ThreadRank
 
@@ -74,7 +74,7 @@ class RankGroup:
         for rank in self._ranks:
             rank.send(batch)
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Masks go to the rank that samples."""
         self._ranks[0].send(Masks(step, masks))
 
@@ -212,9 +212,10 @@ def joined(results: Sequence[StepResult]) -> StepResult:
         alike = len(errors) == len(results) and len(set(errors.values())) == 1
         none = np.empty(0, np.int32)
         return StepResult(first.step, none.reshape(0, 1), none, none, error=errors[0] if alike else said)
+    counts = first.flags != Flag.LATE  # masks come to rank 0 alone
     for k, result in enumerate(results[1:], 1):
         for name in ("tokens", "num_tokens", "flags"):
-            if not np.array_equal(getattr(first, name), getattr(result, name)):
+            if not np.array_equal(getattr(first, name)[counts], getattr(result, name)[counts]):
                 raise IntegrityError(f"rank {k} has other {name} of step {first.step} than rank 0; please report this.")
     return first
 

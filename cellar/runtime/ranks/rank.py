@@ -38,7 +38,7 @@ class Masks:
     """Token bit masks for the masked rows of a submitted step."""
 
     step: int
-    masks: Mapping[int, NDArray[np.int32]]
+    masks: Mapping[int, NDArray[np.int32] | None]
 
 
 Order = StepPlan | CopyBatch | Masks

@@ -179,7 +179,7 @@ class StepExecutor:
         logits = graphs.logits(inputs)
         if plain:
             chosen = graphs.best(inputs.num_tokens)
-            outcome = _Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None)
+            outcome = _Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None, np.empty(0, np.int64))
         else:
             outcome = self._sample(step, logits, group, tensors[len(delta) :], masks)
         return _Finish(step, [outcome], {}, {}, clock())
@@ -228,16 +228,19 @@ class StepExecutor:
         if index is not None:
             logits, tensors = logits.index_select(0, tensors[-1]), tensors[:-1]
         how = self.rows.bind(drawing, tensors)
+        late: LongArray = np.empty(0, np.int64)
         if group.masked is not None and len(group.masked):
-            how = replace(how, masks=self._masks(step, drawing.rows, group.masked, masks))
+            given = masks.wait(step, drawing.rows[group.masked].tolist())
+            how = replace(how, masks=self._masks(step, group.masked, given))
+            late = group.masked[[mask is None for mask in given]]
         chosen = sample(logits, how)
         self.rows.sampled(rows_there, chosen.tokens, how)
-        return _Outcome(group, *_downloaded(chosen, how))
+        return _Outcome(group, *_downloaded(chosen, how), late if index is None else index[late])
 
-    def _masks(self, step: int, rows: LongArray, places: LongArray, masks: MaskBox) -> Masks:
-        """The masks of the rows at `places`, once they have come."""
+    def _masks(self, step: int, places: LongArray, masks: Sequence[NDArray[np.int32] | None]) -> Masks:
+        """The masks of the rows at `places`; what is chosen without one is void."""
         words = -(-self._vocab_size // 32)
-        given = [mask[:words] for mask in masks.wait(step, rows[places].tolist())]
+        given = [np.full(words, -1, np.int32) if mask is None else mask[:words] for mask in masks]
         least = min(len(mask) for mask in given)
         if least != words:
             raise IntegrityError(f"the masks of step {step} have {least} words, but {words} are needed.")
@@ -285,6 +288,8 @@ class _Outcome:
     tokens: Tensor
     finite: Tensor
     logprobs: TokenLogprobs | None
+    late: LongArray
+    """Places among the step's results of rows whose mask did not come in time."""
 
 
 class _Finish:
@@ -308,11 +313,14 @@ class _Finish:
         seconds = self._wait()
         tokens, finite, logprobs = _merged(self._outcomes)
         valid = finite.astype(np.int32)
+        flags = np.where(finite, np.int32(Flag.OK), np.int32(Flag.NAN))
+        for outcome in self._outcomes:
+            flags[outcome.late] = Flag.LATE
         return StepResult(
             step=self._step,
             tokens=tokens.reshape(-1, 1),
             num_tokens=valid,
-            flags=np.where(finite, np.int32(Flag.OK), np.int32(Flag.NAN)),
+            flags=flags,
             logprobs=logprobs,
             prompt_logprobs={row: _prompt(*found) for row, found in self._scores.items()},
             hidden={row: _states(*found) for row, found in self._hidden.items()},

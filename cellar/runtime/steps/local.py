@@ -138,7 +138,7 @@ class LocalRuntime:
         """End a waiting `poll` from another thread; if none waits, the next one returns at once."""
         self._results.put(None)
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Token bit masks for the masked rows of a submitted step; see `masks.py`. Rows may come one by one."""
         self._masks.supply(step, masks)
 

@@ -18,12 +18,12 @@ class Closed(Exception):
 class MaskBox:
     """Joins the thread that computes masks with the one that samples.
 
-    mask: int32 [ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set.
+    mask: int32 [ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set. None: it is late.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._steps: dict[int, dict[int, Mask]] = {}
+        self._steps: dict[int, dict[int, Mask | None]] = {}
         self._closed = False
 
     def expect(self, step: int) -> None:
@@ -31,7 +31,7 @@ class MaskBox:
         with self._changed:
             self._steps[step] = {}
 
-    def supply(self, step: int, masks: Mapping[int, Mask]) -> None:
+    def supply(self, step: int, masks: Mapping[int, Mask | None]) -> None:
         """Masks of some rows. Those for a step that expects none, because it failed or is over, are dropped."""
         with self._changed:
             if step in self._steps:
@@ -44,7 +44,7 @@ class MaskBox:
             there = self._steps[step]
             return all(row in there for row in rows)
 
-    def wait(self, step: int, rows: Sequence[int]) -> list[Mask]:
+    def wait(self, step: int, rows: Sequence[int]) -> list[Mask | None]:
         """The masks of `rows`, once all are there. Raises Closed if the runtime is closed before."""
         with self._changed:
             there = self._steps[step]

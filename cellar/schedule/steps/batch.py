@@ -71,6 +71,7 @@ class StepBatch:
                 prompt=request.prompt if penalized else None,
                 output=state.known[state.num_prompt :] if penalized or masked else None,
                 seed=request.seed,
+                name=request.id,
             )
         )
         slots = self._rows.slots(row).copy()

@@ -28,7 +28,7 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     """Fill `output`, append the tokens to their rows, and say which requests end.
 
     Results of rows whose request has ended meanwhile are void. A row without finite logits, or without a
-    token, ends with an error. Nothing of a request is delivered after its end.
+    token, ends with an error; one whose mask was late gets no token. Nothing of a request is delivered after its end.
     """
     rows_, tokens, flags = record.sampled, result.tokens, result.flags
     if len(tokens) != len(rows_):
@@ -36,6 +36,7 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     endings: list[Ending] = []
     accepted = rows.accepts[rows_]
     if np.count_nonzero(flags) or np.count_nonzero(result.num_tokens) < len(rows_):
+        accepted = accepted & (flags != Flag.LATE)
         bad = (flags == Flag.NAN) | (flags == Flag.VOID) | (result.num_tokens == 0)
         bad &= accepted
         for row, flag in zip(rows_[bad].tolist(), flags[bad].tolist(), strict=True):

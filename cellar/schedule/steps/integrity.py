@@ -38,16 +38,21 @@ def check_rows(rows: Rows, in_flight: Iterable[InFlight], num_slots: int) -> NDA
 
 
 def check_requests(
-    rows: Rows, queue: WaitingQueue, loading: Sequence[RequestState], requests: Mapping[str, RequestState]
+    rows: Rows,
+    queue: WaitingQueue,
+    loading: Sequence[RequestState],
+    num_parked: int,
+    requests: Mapping[str, RequestState],
 ) -> None:
-    """Raise IntegrityError unless every request either waits in the queue, or loads, or owns a row."""
+    """Raise IntegrityError unless every request either waits in the queue, or loads, or is parked, or owns a row."""
     owners = [state for state in rows.states if state is not None]
     if len(owners) + rows.num_free != rows.num_rows:
         raise IntegrityError(f"{len(owners)} owned and {rows.num_free} free rows are not {rows.num_rows}")
     ended = sum(state.phase is Phase.ENDED for state in owners)
-    if len(owners) - ended + len(queue) + len(loading) != len(requests):
+    if len(owners) - ended + len(queue) + len(loading) + num_parked != len(requests):
         raise IntegrityError(
-            f"{len(requests)} requests, but {len(queue)} wait, {len(loading)} load and {len(owners) - ended} own a row"
+            f"{len(requests)} requests, but {len(queue)} wait, {len(loading)} load, {num_parked} are parked and "
+            f"{len(owners) - ended} own a row"
         )
     if any(state.phase is not Phase.LOADING or state.reservation is None for state in loading):
         raise IntegrityError("a request without memory loads")

@@ -4,10 +4,11 @@
        ^                  |             |                          ^
        +--a load failed---+          suspend                       |
        +--in_flight == 0----------------+ suspending --------------+
+       +--resume-- parked <--in_flight == 0-- parking: its mask is late
 
 A request whose chunks are on their way from another tier owns their slots and no row until they have come. A suspending
-request is in no later plan, but what its plans in flight bring still counts. Abort and finish
-lead to `ended` from anywhere. Memory and row are given back when no plan in flight names the row.
+request is in no later plan, but what its plans in flight bring still counts; of a parking one it does not. Abort and
+finish lead to `ended` from anywhere. Memory and row are given back when no plan in flight names the row.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Phase(Enum):
     LOADING = "loading"
     RUNNING = "running"
     SUSPENDING = "suspending"
+    PARKING = "parking"
+    PARKED = "parked"
     ENDED = "ended"
 
 
@@ -41,8 +44,8 @@ class RequestState:
     not planned yet, ascending. `num_cached` counts the prompt tokens found at the first admission, -1
     before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
     the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
-    for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. What is
-    `forgotten` leaves nothing that others could find.
+    for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. `resumed` says of
+    a parking one that it may go on. What is `forgotten` leaves nothing that others could find.
     """
 
     request: Request
@@ -59,6 +62,7 @@ class RequestState:
     num_scored: int = 1
     conversation: int = -1
     reservation: Reservation | None = None
+    resumed: bool = False
     awaits: set[int] = field(default_factory=set)
     forgotten: bool = False
 

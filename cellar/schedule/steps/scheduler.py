@@ -26,6 +26,7 @@ from cellar.core.messages import (
     Event,
     EventKind,
     FinishReason,
+    Flag,
     MemoryAnswer,
     MemoryQuestion,
     Request,
@@ -93,6 +94,7 @@ class StepScheduler:
         self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._releasing = 0  # rows that ended or are suspending, kept by plans in flight
         self._suspending = 0  # those of them that are suspending
+        self._num_parked = 0  # requests that wait for a mask, and for nothing else
         self._steps = 0
         self._now = 0.0  # of the plan being made
         self._prefix_queries = 0
@@ -178,8 +180,10 @@ class StepScheduler:
                 self._queue.push(state)
 
     def next_event(self, now: float) -> Event | None:
-        """A copy while any is under way: it brings chunks that are waited for, or gives back memory."""
-        return Event(EventKind.COPY) if self._store.num_moving else None
+        """A copy while any is under way: it brings chunks that are waited for, or gives back memory. Else a mask."""
+        if self._store.num_moving:
+            return Event(EventKind.COPY)
+        return Event(EventKind.GRAMMAR) if self._num_parked else None
 
     def finish(self, request_id: str, num_tokens: int, reason: FinishReason) -> None:
         """End a request after `num_tokens` output tokens; later ones are void. Unknown ids are ignored.
@@ -221,6 +225,16 @@ class StepScheduler:
             self._store.forget_conversations(sorted(gone))
         return answer
 
+    def resume(self, request_id: str) -> None:
+        """What a parked request waited for has come; it goes back to its place. Others are left as they are."""
+        state = self._requests.get(request_id)
+        if state is not None and state.phase is Phase.PARKED:
+            self._num_parked -= 1
+            state.phase = Phase.WAITING
+            self._queue.push(state)
+        elif state is not None and state.phase is Phase.PARKING:
+            state.resumed = True
+
     def has_work(self) -> bool:
         """True while any request waits, runs, or has a plan in flight."""
         return bool(self._requests or self._in_flight)
@@ -230,7 +244,7 @@ class StepScheduler:
         kv = self._store.stats()
         return SchedulerStats(
             running=self._running,
-            waiting=len(self._queue) + len(self._loading),
+            waiting=len(self._queue) + len(self._loading) + self._num_parked,
             total_chunks=kv.total,
             free_chunks=kv.free,
             cached_chunks=kv.cached,
@@ -399,12 +413,23 @@ class StepScheduler:
         self._suspending += 1
         self._retire(state)
 
+    def _park(self, row: int) -> None:
+        """A row's mask is late: what its plans in flight bring is void, and it waits for `resume` without a row."""
+        state = self._rows.state(row)
+        self._rows.accepts[row] = False
+        if state.phase is Phase.RUNNING:
+            state.phase, state.resumed = Phase.PARKING, False
+            self._retire(state)
+
     # -- results ----------------------------------------------------------------------------------
 
     def _take_in(self, record: InFlight, result: StepResult, output: StepOutput) -> None:
         rows = self._rows
         rows.computed[record.rows] = record.stops
+        late = record.sampled[(result.flags == Flag.LATE) & rows.accepts[record.sampled]]
         endings = deliver(rows, record, result, output)
+        for row in late.tolist():
+            self._park(row)
         self._generation_tokens += len(output.ids)
         for ending in endings:
             if ending.reason is FinishReason.ERROR:  # its KV may be wrong: nobody is to find it again
@@ -446,10 +471,13 @@ class StepScheduler:
         if before is Phase.LOADING:
             self._unload(state)
             return
+        if before is Phase.PARKED:
+            self._num_parked -= 1
+            return
         self._rows.accepts[state.row] = False
         if before is Phase.RUNNING:
             self._retire(state)
-        else:
+        elif before is Phase.SUSPENDING:
             self._suspending -= 1
 
     def _retire(self, state: RequestState) -> None:
@@ -489,12 +517,16 @@ class StepScheduler:
                 self._store.keep_tail(int(slots[whole]), state.chain, rows.tokens[row, :count], state.conversation)
         self._store.release(slots, state.conversation, self._now)
         state.conversation = -1
-        if state.phase is Phase.SUSPENDING:
+        if state.phase in (Phase.SUSPENDING, Phase.PARKING):
             self._store.save(slots, self._now)
             state.known = rows.tokens[row, : rows.length[row]].copy()
-            state.phase = Phase.WAITING
-            self._suspending -= 1
-            self._queue.push(state)
+            if state.phase is Phase.PARKING and not state.resumed:
+                state.phase = Phase.PARKED
+                self._num_parked += 1
+            else:
+                self._suspending -= state.phase is Phase.SUSPENDING
+                state.phase = Phase.WAITING
+                self._queue.push(state)
         state.row = -1
         state.todo = deque()
         self._closes.add(row)
@@ -532,7 +564,7 @@ class StepScheduler:
             if state.reservation is not None:
                 np.add.at(references, state.reservation.slots, 1)
         self._store.check_integrity(references)
-        check_requests(self._rows, self._queue, self._loading, self._requests)
+        check_requests(self._rows, self._queue, self._loading, self._num_parked, self._requests)
         owned = [state.phase for state in self._rows.states if state is not None]
         suspending, running = owned.count(Phase.SUSPENDING), owned.count(Phase.RUNNING)
         if (running, suspending, len(owned) - running) != (self._running, self._suspending, self._releasing):

@@ -14,7 +14,8 @@ from cellar.core.sampling import SamplingParams
 from cellar.runtime.ranks.star import HostComm
 from cellar.runtime.steps.fake.memory import FakeMemory
 
-Masks = Mapping[int, NDArray[np.int32]]
+Masks = Mapping[int, NDArray[np.int32] | None]
+_FREE: NDArray[np.int32] = np.empty(0, np.int32)
 """By row, the bits of the tokens that it may take."""
 
 
@@ -154,6 +155,12 @@ class FakeModel:
                 last = bool(span_targets[-1] == -1)
                 scores[row] = _joined(scores.get(row), self._scores(start, span_targets))
             if not last:
+                continue
+            if masks.get(row, _FREE) is None:
+                self._choose(state, context, None)  # other ranks do not know that it is void
+                state.broken = True
+                tokens.append(0)
+                flags.append(Flag.LATE)
                 continue
             mask = masks.get(row)
             bad = context is None or (mask is not None and not mask.any()) or self._behavior.nan(plan.step, row)

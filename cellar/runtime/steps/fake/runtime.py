@@ -166,13 +166,17 @@ class FakeRuntime:
             self._woken = True
             self._signal.notify_all()
 
-    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32]]) -> None:
+    def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Token bit masks for the masked rows of a submitted step."""
         with self._signal:
             entry = next((p for p in self._under_way.pending if p.plan.step == step), None)
-            if entry is None or set(masks) != set(entry.plan.masked_rows):
+            if self._closed:
+                return
+            if entry is None or not set(masks) <= set(entry.plan.masked_rows):
                 raise IntegrityError(f"masks of step {step} are for rows that it does not mask")
-            entry.masks = dict(masks)
+            if entry.masks.keys() & masks.keys():
+                raise IntegrityError(f"masks of step {step} came twice")
+            entry.masks |= masks
             self._advance()
             self._signal.notify_all()
 
@@ -217,7 +221,7 @@ class FakeRuntime:
             self._signal.notify_all()
             return
         while (entry := self._under_way.runnable(self._model.samples)) is not None:
-            entry.result = self._model.run(entry.plan, entry.masks or {})
+            entry.result = self._model.run(entry.plan, entry.masks)
 
     def _run_all(self) -> None:
         """The thread of a rank."""
@@ -229,7 +233,7 @@ class FakeRuntime:
                     continue
                 self._signal.release()
                 try:
-                    result = self._model.run(entry.plan, entry.masks or {})
+                    result = self._model.run(entry.plan, entry.masks)
                 except BaseException as error:  # `poll` raises it
                     self._broken, result = error, None
                 finally:

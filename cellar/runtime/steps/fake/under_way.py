@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ class Pending:
     polls: int
     ready: float
     result: StepResult | None = None
-    masks: dict[int, NDArray[np.int32]] | None = None
+    masks: dict[int, NDArray[np.int32] | None] = field(default_factory=dict)
     writes: frozenset[int] = frozenset()
 
 
@@ -54,7 +54,7 @@ class UnderWay:
     def runnable(self, samples: bool) -> Pending | None:
         """The first step that has not run, if it can. samples: masks are waited for here."""
         entry = next((entry for entry in self.pending if entry.result is None), None)
-        if entry is None or (entry.plan.masked_rows and entry.masks is None and samples):
+        if entry is None or (len(entry.masks) < len(entry.plan.masked_rows) and samples):
             return None
         if any(0 <= c.batch.before_step <= entry.plan.step for c in self.copying):
             return None
