@@ -43,6 +43,7 @@ def open_fake(
     caching: bool = True,
     policy: str = "fcfs",
     masker: Masking | None = None,
+    mask_timeout: float = 5.0,
     template: str = TEMPLATE,
     wrap: Callable[[FakeRuntime], Runtime[StepPlan]] = lambda runtime: runtime,
     **fake: Any,
@@ -55,7 +56,7 @@ def open_fake(
     scheduler = StepScheduler(num_slots, num_rows, CHUNK, max_model_len, config.schedule, caching)
     reader = PromptReader(vocab_size=vocab, max_model_len=max_model_len, eos_token_ids=(2,), tokenizer=text, seed=seed)
     front = Front(
-        step_engine(scheduler, wrap(runtime), masker=masker),
+        step_engine(scheduler, wrap(runtime), masker=masker, mask_timeout=mask_timeout),
         reader,
         text,
         ChatTemplate(template, text.special_tokens) if text else None,

@@ -52,7 +52,7 @@ class FinishReason(StrEnum):
 class Flag(IntEnum):
     """State of one result. NAN: the logits were not finite. FELL_BACK: a safe but slower kernel was used.
 
-    LATE: the mask of the row did not come in time. Nothing was chosen, and what steps under way make of the row is void.
+    LATE: the mask of the row did not come in time. Nothing was chosen; what steps under way make of the row is void.
     """
 
     OK = 0
@@ -116,10 +116,10 @@ class Spans:
 class RowOpen:
     """A row is given to a request: how it samples, and how many output tokens it already has.
 
-    `name` is the request's, for who keeps something by request. `seed` is the request's own; without it that of `params`
-    counts. `prompt` and `output` are sent only if penalties need them, `output` also for structured output. `stop_ids`
-    are forbidden until `params.min_tokens` output tokens exist. The row's slot table is all -1 after this, whatever the
-    row held before: an open may come without a close.
+    `name` is the request's, for who keeps something by request. `seed` is the request's own; without it that of
+    `params` counts. `prompt` and `output` are sent only if penalties need them, `output` also for structured output.
+    `stop_ids` are forbidden until `params.min_tokens` output tokens exist. The row's slot table is all -1 after this,
+    whatever the row held before: an open may come without a close.
     """
 
     row: int

@@ -33,6 +33,7 @@ from cellar.engine.structured import StructuredOutput
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
+from cellar.text.masker import MaskRow, Wanted
 from tests.fake_front import engine_of, open_fake
 from tests.limits import SECONDS, join_all
 
@@ -247,11 +248,16 @@ class SlowGrammars:
             raise RequestError(self.error)
         self.done.add(wanted.text)
 
-    def submitted(self, plan: StepPlan) -> None:
-        return None
+    def submitted(self, plan: StepPlan) -> list[Wanted]:
+        return []
 
-    def committed(self, result: StepResult) -> None:
-        return None
+    def committed(self, result: StepResult) -> list[Wanted]:
+        return []
+
+    def newly_parked(self) -> list[MaskRow]:
+        return []
+
+    def forget(self, name: str) -> None: ...
 
 
 def structured(id: str, prompt: list[int], grammar: str) -> Request:
