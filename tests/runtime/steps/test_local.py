@@ -480,6 +480,20 @@ def test_masked_rows_wait_for_their_masks_and_others_do_not(runtime: LocalRuntim
     assert tokens_of(found) == [*greedy(MODEL, WEIGHTS, [*prompts[0], 31], 1), free[1]]
 
 
+def test_a_late_mask_voids_its_row_and_no_other(runtime: LocalRuntime) -> None:
+    prompts = [prompt_of(5, k) for k in range(3)]
+    step = Step(0)
+    for row, prompt in enumerate(prompts):
+        step.open(row).place(row, [row]).prompt(row, prompt)
+    step.masked = (0, 2)
+    runtime.workers[0].submit(step.plan())
+    runtime.supply(0, {0: None})
+    runtime.supply(0, {2: bits(64)})
+    result = results(runtime, 1)[0]
+    assert result.flags.tolist() == [Flag.LATE, Flag.OK, Flag.OK]
+    assert tokens_of(result)[1:] == [greedy(MODEL, WEIGHTS, prompts[1], 1)[0], 64]
+
+
 def test_masks_may_come_while_the_step_before_runs(runtime: LocalRuntime) -> None:
     first = Step(0).open(0).place(0, [0]).prompt(0, prompt_of(5))
     first.masked = (0,)
