@@ -207,7 +207,14 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
     pairs = extra.items() if isinstance(extra, dict) else ((f"extra_{i}", token) for i, token in enumerate(extra))
     found.update({name: _content(token) for name, token in pairs})
+    for content in (content for content in found.values() if content and not _is_text(content)):
+        raise CheckpointError(f"a special token is {content!a}, which is no valid Unicode; fetch the files again.")
     return {role: content for role, content in found.items() if content}
+
+
+def _is_text(content: str) -> bool:
+    """False for half a surrogate pair, which JSON can spell."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in content)
 
 
 def _content(token: Any) -> str | None:
@@ -279,9 +286,14 @@ def _is_id(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 9
 
 
+def _is_entry(key: str, token: Any) -> bool:
+    content = _content(token)
+    return _is_id(key) and bool(content) and _is_text(content or "")
+
+
 def _add_listed(backend: tokenizers.Tokenizer, listed: Any, path: Path) -> None:
     """Add tokenizer_config.json's `added_tokens_decoder` (id -> token) where the other files lack them."""
-    if not isinstance(listed, dict) or not all(_is_id(key) and _content(token) for key, token in listed.items()):
+    if not isinstance(listed, dict) or not all(_is_entry(key, token) for key, token in listed.items()):
         raise CheckpointError(
             f"added_tokens_decoder in {str(path)!r} must map ids to tokens with their content; fetch the files again."
         )

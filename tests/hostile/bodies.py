@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -95,6 +96,7 @@ def send_spoilt(url: str, seed: int, go_on: Callable[[int], bool], headers: dict
                 answer = http.post(path, content=data, headers={"content-type": kind, **headers})
             except httpx.TransportError:
                 found["lost"] += 1
+                time.sleep(0.1)
                 continue
             failed = answer.status_code == 200 and '"type":"server_error"' in answer.text
             found[500 if failed else answer.status_code] += 1

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -125,13 +126,12 @@ def family(pid: int) -> dict[int, str]:
             for child in map(int, (task / "children").read_text().split()):
                 with contextlib.suppress(OSError):
                     line = Path(f"/proc/{child}/cmdline").read_bytes()
-                    threads = {t.read_text().strip() for t in Path(f"/proc/{child}/task").glob("*/comm")}
+                    stat = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                     if b"expendable" in line:
                         found[child] = "helper"
                     elif b"spawn_main" in line:
-                        is_front = any("orders" in name for name in threads)
                         found |= {k: v for k, v in family(child).items() if k != child}
-                        found[child] = "front" if is_front else "engine"
+                        found[child] = "engine" if int(stat[16]) == 0 else "front"  # fronts step back (niceness)
     return found
 
 
@@ -248,7 +248,7 @@ def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: boo
         "5xx but 503 and 504": unwelcome,
         "killed": dict(killed),
         "server lives": process_alive,
-        "defects in its log": said.count("by a defect") + said.count("IntegrityError"),
+        "defects in its log": defects(said),
         "engine driver": {
             "whole": sum(one.whole for one in driven),
             "dropped": sum(one.dropped for one in driven),
@@ -269,6 +269,18 @@ def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: boo
         },
         "errors of the campaign": [repr(error) for error in errors],
     }
+
+
+def defects(log: str) -> dict[str, int]:
+    """What the server itself calls a defect, each with the last line of its traceback."""
+    found = Counter[str]()
+    for part in log.split("by a defect")[1:]:
+        lines = [line for line in part.splitlines()[1:] if line[:1] not in ("", " ")]
+        places = [line.strip() for line in part.splitlines() if line.lstrip().startswith("File ")]
+        ends = [k for k, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception|Group)\b", line)]
+        found[f"{lines[ends[0]] if ends else lines[:2]} ({places[-1] if places else 'nowhere'})"[:400]] += 1
+    found.update({"IntegrityError": log.count("IntegrityError")} if "IntegrityError" in log else {})
+    return dict(found)
 
 
 def is_clean(report: dict[str, Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,7 @@ def grow(url: str, seed: int, go_on: Callable[[int], bool], headers: dict[str, s
                 status = http.post("/v1/completions", json=body, headers=headers).status_code
             except httpx.TransportError:
                 found["lost"] += 1
+                time.sleep(0.1)
                 continue
             found[status] += 1
             sizes[name] = min(4 * sizes[name], 60_000) if sizes[name] < 60_000 else 8

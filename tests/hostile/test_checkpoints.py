@@ -93,6 +93,17 @@ def test_ids_of_added_tokens_that_are_none(tmp_path: Path, key: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "change", [{"bos_token": "\ud800"}, {"added_tokens_decoder": {"9": {"content": "\ud800"}}}], ids=["role", "listed"]
+)
+def test_special_tokens_that_are_no_text(tmp_path: Path, change: dict[str, Any]) -> None:
+    shutil.copytree(TOKENIZER, tmp_path / "t")
+    config = json.loads((tmp_path / "t" / "tokenizer_config.json").read_text())
+    (tmp_path / "t" / "tokenizer_config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(CheckpointError, match=r"valid Unicode|added_tokens_decoder"):
+        Tokenizer.load(tmp_path / "t")
+
+
+@pytest.mark.parametrize(
     "name", ["../model.safetensors", "/etc/passwd", "a/../../b", "x" * 300 + ".safetensors", "a\0b", ""]
 )
 def test_an_index_that_points_elsewhere(tmp_path: Path, name: str) -> None:
