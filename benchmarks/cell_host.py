@@ -40,7 +40,7 @@ from benchmarks.cells.models import cell_model, sentence_fields
 from benchmarks.cells.setup import Setup
 from cellar.cells import CellModel
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch
+from cellar.core.messages import TierOrder
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskPlan, TaskResult, Values
 from cellar.engine.cells import CellEngine
 
@@ -99,7 +99,7 @@ class NullRuntime:
         self._per_task = per_task
         self._zeros: dict[tuple[int, ...], Values] = {}
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Raises IntegrityError: rows of cells stay where they are."""
         raise IntegrityError(f"copies {batch.number} are between tiers, and cells have one.")
 

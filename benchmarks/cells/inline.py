@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.cells.clock import Clock
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch
+from cellar.core.messages import TierOrder
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskPlan, TaskResult
 from cellar.runtime.cells.banks import Banks, bank_rows
 from cellar.runtime.cells.executor import Answer, CellExecutor
@@ -65,7 +65,7 @@ class InlineRuntime:
         return self._capacity
 
     @torch.inference_mode()
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Raises IntegrityError: rows of cells stay where they are."""
         raise IntegrityError(f"copies {batch.number} are between tiers, and cells have one.")
 

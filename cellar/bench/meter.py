@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.messages import CopyBatch, CopyResult, Emit, Source, StepPlan, StepResult
+from cellar.core.messages import CopyResult, Emit, Source, StepPlan, StepResult, TierOrder
 from cellar.core.specs import ModelSpec
 from cellar.runtime.protocol import Capacity, Runtime, Worker
 
@@ -58,7 +58,7 @@ class MeteredRuntime:
     def capacity(self) -> Capacity:
         return self._inner.capacity
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         self._inner.copy(batch)
 
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:

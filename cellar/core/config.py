@@ -68,23 +68,33 @@ class CacheConfig:
         "value with tiers, else lru.",
     )
 
+    kv_disk_path: str | None = _option(None, "Directory for KV that survives a restart; one engine uses it at a time.")
+    kv_disk_size: float | None = _option(None, "GiB of disk that it may take, KV of other models included.")
+
     def __post_init__(self) -> None:
+        for name in ("kv_disk_path",):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         _check_types(self)
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
         if self.block_size not in CHUNK_SIZES:
             raise ConfigError(f"block_size is {self.block_size}; it must be one of 16, 32, 64.")
-        if self.kv_offloading_size is not None and not 0 < self.kv_offloading_size < float("inf"):
-            raise ConfigError(f"kv_offloading_size is {self.kv_offloading_size}; it must be positive, in GiB.")
-        if self.kv_offloading_size is not None and not self.enable_prefix_caching:
-            raise ConfigError(
-                "kv_offloading_size keeps KV for later requests, but enable_prefix_caching is off; drop one of them."
-            )
         if self.kv_eviction_policy is not None and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_eviction_policy chooses what is kept for later requests, but enable_prefix_caching is off; drop "
                 "one of them."
             )
+        for name in ("kv_offloading_size", "kv_disk_size"):
+            size = getattr(self, name)
+            if size is not None and not 0 < size < float("inf"):
+                raise ConfigError(f"{name} is {size}; it must be positive, in GiB.")
+            if size is not None and not self.enable_prefix_caching:
+                raise ConfigError(
+                    f"{name} keeps KV for later requests, but enable_prefix_caching is off; drop one of them."
+                )
+        if (self.kv_disk_path is None) != (self.kv_disk_size is None):
+            raise ConfigError("kv_disk_path and kv_disk_size go together: give both, or neither.")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -149,6 +149,36 @@ class Tier(IntEnum):
     DISK = 2
     REMOTE = 3
 
+    @property
+    def persistent(self) -> bool:
+        """Whether what lies there outlives the process. Such a tier is not memory: copies to and from it are staged."""
+        return self >= Tier.DISK
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkLabel:
+    """What a chunk is, said to tiers that outlive the process, so that the next one finds it.
+
+    `end` is the context length at its end in tokens, `parent` the identity of the chunk before it (or of the root), and
+    `owner` that of the named conversation that it belongs to, or empty. `tokens`, int32 bytes, fill a partly filled
+    tail and are empty for a whole chunk.
+    """
+
+    identity: bytes
+    parent: bytes
+    end: int
+    owner: bytes = b""
+    tokens: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptChunk:
+    """A chunk that a persistent tier has from before this process, written `age` seconds ago."""
+
+    slot: int
+    label: ChunkLabel
+    age: float
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryQuestion:
@@ -170,7 +200,8 @@ class CopyBatch:
 
     The copies begin when step `after_step` has been computed (-1: at once) and have ended when step `before_step`
     begins (-1: no step waits for them); `layerwise` lets that step begin, and each of its layers wait for its own part.
-    Slots that a batch reads are not written, and those that it writes are not used, before its result.
+    Slots that a batch reads are not written, and those that it writes are not used, before its result. `labels` say
+    what the chunks are, if source or target is persistent.
     """
 
     number: int
@@ -181,9 +212,25 @@ class CopyBatch:
     after_step: int = -1
     before_step: int = -1
     layerwise: bool = False
+    labels: tuple[ChunkLabel, ...] = ()
 
     def __len__(self) -> int:
         return len(self.source_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class EraseBatch:
+    """Chunks of a persistent tier that must never be found again: slots, int32 [n]. Answered by a CopyResult, too."""
+
+    number: int
+    tier: Tier
+    slots: IntArray
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+TierOrder: TypeAlias = CopyBatch | EraseBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +288,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """Outcome of the CopyBatch of that number: ok[k] says that chunk k has arrived, bool [n].
+    """Outcome of the CopyBatch (or EraseBatch) of that number: ok[k] says that chunk k has arrived (is gone), bool [n].
 
     A load that failed is a hole, to be computed again; a store that failed has not happened. `error` says why the first
     of them failed. The result of a batch comes before that of the step that waits for it.

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from cellar.core.errors import CellarError, IntegrityError
-from cellar.core.messages import CopyResult, FinishReason
+from cellar.core.messages import CopyResult, EventKind, FinishReason
 from cellar.engine.client import Message
 from cellar.runtime.protocol import Workers
 from cellar.schedule.protocol import Scheduler
@@ -97,7 +97,8 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
     One thread owns it; only `post`, `wake` and `stats` are for others. `run_ahead` plans are on their way to each
     worker at any time, so that the device never waits for Python. `refusal` makes an output of requests that could
     not run, and why. `clock` gives seconds; with a clock of the caller's, every decision can be repeated. When work
-    ends the books are checked, but not more often than every `check_seconds`.
+    ends the books are checked, but not more often than every `check_seconds`. Closing may take `persist_seconds` to
+    bring what would be lost to tiers that outlive the process.
 
     Whatever a request causes when it is added, finished or dropped ends that request alone. What `turn` raises has
     broken the engine.
@@ -112,6 +113,7 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
         run_ahead: int = 2,
         clock: Clock = time.monotonic,
         check_seconds: float = 60.0,
+        persist_seconds: float = 30.0,
         companion: Companion[RequestT, PlanT, ResultT] | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -126,6 +128,7 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
         self._outputs: list[OutputT] = []  # what came to light between turns
         self._check_seconds = check_seconds
         self._checked = -math.inf
+        self._persist_seconds = persist_seconds
         self._dirty = False
 
     # -- for any thread ---------------------------------------------------------------------------
@@ -245,10 +248,37 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
         """Something has come in: the books are to be checked when work ends."""
         self._dirty = True
 
+    def persist(self, timeout: float) -> None:
+        """Copy what would be lost with this process to tiers that outlive it, for `timeout` seconds at most.
+
+        Requests must have ended; what still comes of them is not delivered.
+        """
+        scheduler, runtime = self.scheduler, self.runtime
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            now = self.clock()
+            for batch in scheduler.persist(now):
+                runtime.copy(batch)
+            event = scheduler.next_event(now)
+            if event is None or event.kind is not EventKind.COPY:
+                return
+            for result in runtime.poll(left):
+                if isinstance(result, CopyResult):
+                    scheduler.commit_copy(result, self.clock())
+                else:
+                    scheduler.commit(result, self.clock())
+        logger.warning("not all KV has reached the disk within %.0f s; the rest will be computed again", timeout)
+
     def close(self) -> None:
-        """Stop the workers and free the device's memory."""
+        """Stop the workers and free the device's memory, after `persist`."""
         if self.companion is not None:
             self.companion.close()
+        try:
+            if self._persist_seconds > 0:
+                self.persist(self._persist_seconds)
+        except Exception as error:  # after a defect, say; what is lost can be computed again
+            logger.error("KV could not be kept for the next start", exc_info=error)
+        self._persist_seconds = 0.0
         self.runtime.close()
 
     # -- how --------------------------------------------------------------------------------------

@@ -42,10 +42,11 @@ class Opened:
     memory: MemoryUse | None = None
 
 
-def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Opened:
+def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persist_seconds: float = 30.0) -> Opened:
     """Load a model and its tokenizer, and put an engine over them.
 
-    `wrap` may put something between engine and runtime, e.g. a meter. Raises CheckpointError, ConfigError,
+    `wrap` may put something between engine and runtime, e.g. a meter. Closing takes `persist_seconds` at most to bring
+    KV to tiers that outlive the process. Raises CheckpointError, ConfigError,
     CapacityError or DeviceError.
     """
     from cellar.runtime.steps.local import open_local
@@ -59,7 +60,7 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
     try:
-        opened = open_local(config, checkpoint, None if plan is None else plan.placement)
+        opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
         scheduler = StepScheduler(
             capacity.num_slots,
@@ -85,9 +86,11 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime) -> Op
         scheduler,
         wrap(opened.runtime),
         run_ahead=config.schedule.run_ahead,
+        persist_seconds=persist_seconds,
         masker=masker,
         mask_timeout=config.schedule.mask_timeout,
     )
+    scheduler.restore(capacity.kept, engine.clock())
     return Opened(
         Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan, opened.memory
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from cellar.core.messages import (
     MemoryAnswer,
@@ -25,7 +25,11 @@ class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, Schedu
     """A scheduler of transformer steps, which knows what it remembers of whom."""
 
     def memory(self, question: MemoryQuestion) -> MemoryAnswer:
-        """Where tokens of conversations lie; what is to be forgotten is forgotten when this returns."""
+        """Where tokens of conversations lie; what is to be forgotten is found no more when this returns."""
+
+    @property
+    def num_erasing(self) -> int:
+        """Chunks of which something is left, though they were forgotten: tiers that outlive the process erase them."""
 
     def resume(self, request_id: str) -> None:
         """A request whose mask was late (`Flag.LATE`) may be planned again."""
@@ -36,10 +40,27 @@ class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStat
 
     scheduler: StepsScheduler
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._forgetting: list[Callable[[], None]] = []
+
     def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
-        """Ask, and be told at once."""
+        """Ask, and be told at once, or when what was forgotten has left tiers that outlive the process."""
         self.mark_dirty()
-        then(self.scheduler.memory(question))
+        answer = self.scheduler.memory(question)
+        if question.forget and self.scheduler.num_erasing:
+            self._forgetting.append(lambda: then(answer))
+        else:
+            then(answer)
+
+    def turn(self, timeout: float | None = None) -> list[StepOutput]:
+        """One turn of the loop; see `Engine`."""
+        outputs = super().turn(timeout)
+        if self._forgetting and not self.scheduler.num_erasing:
+            told, self._forgetting = self._forgetting, []
+            for tell in told:
+                tell()
+        return outputs
 
     def resume(self, request_id: str) -> None:
         """A request whose mask was late may be planned again."""
@@ -54,6 +75,7 @@ def step_engine(
     run_ahead: int = 2,
     clock: Callable[[], float] = time.monotonic,
     check_seconds: float = 60.0,
+    persist_seconds: float = 30.0,
     masker: Masking | None = None,
     mask_timeout: float = 5.0,
 ) -> StepEngine:
@@ -69,6 +91,7 @@ def step_engine(
         run_ahead=run_ahead,
         clock=clock,
         check_seconds=check_seconds,
+        persist_seconds=persist_seconds,
         companion=structured,
     )
     structured.attach(engine, mask_timeout)

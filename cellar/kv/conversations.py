@@ -7,10 +7,13 @@ that are all as active as the last of them: a system prompt that everybody share
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
+from cellar.kv.identity import name_identity
 from cellar.kv.policy import Floats
 from cellar.kv.turns import NextTurns
 
@@ -33,8 +36,8 @@ class Conversations:
         self._active = np.full(64, -np.inf)
         self._serial = np.zeros(64, np.int64)
         self._users: list[int] = []  # requests under way, and audiences
-        self._name: list[tuple[bytes, str] | None] = []
-        self._by_name: dict[tuple[bytes, str], int] = {}
+        self._name: list[bytes] = []  # of those that have one
+        self._by_name: dict[bytes, int] = {}
         self._free: list[int] = []
         self._serials = 0
         self._members = np.full((64, MAX_MEMBERS), -1, np.int32)
@@ -48,9 +51,11 @@ class Conversations:
 
     # -- conversations ----------------------------------------------------------------------------
 
-    def join(self, name: tuple[bytes, str] | None, inherited: int, now: float) -> int:
-        """A request begins: it belongs to the conversation of that name, else `inherited`, else (-1) a new one."""
-        number = inherited if name is None else self._by_name.get(name, -1)
+    def join(self, name: bytes, inherited: int, now: float) -> int:
+        """A request begins: it belongs to the conversation of that name (empty: none), else `inherited`, else (-1) to a
+        new one. Names are owner identities; see `identity.py`.
+        """
+        number = self._by_name.get(name, -1) if name else inherited
         if number < 0:
             number = self._new(name)
         if self._next_turns is not None and not self._running[number]:
@@ -69,26 +74,39 @@ class Conversations:
             self._next_turns.ended(number, int(self._turns[number]), now)
         self._let_go(number)
 
+    def restored(self, name: bytes, now: float) -> int:
+        """A conversation of an earlier process, which was active last at `now`; one call more recent than the other."""
+        number = self._by_name.get(name, -1) if name else -1
+        if number < 0:
+            number = self._new(name)
+        self.touch(number, now)
+        return number
+
+    def owner(self, audience: int) -> bytes:
+        """The name of the conversation of an audience that was active last; empty if it has none."""
+        number = self.latest(audience)
+        return self._name[number] if number >= 0 else b""
+
     def touch(self, number: int, now: float) -> None:
         """The conversation is active."""
         self._active[number] = now
         self._serials += 1
         self._serial[number] = self._serials
 
-    def _new(self, name: tuple[bytes, str] | None) -> int:
+    def _new(self, name: bytes) -> int:
         if self._free:
             number = self._free.pop()
         else:
             number = len(self._users)
             self._users.append(0)
             self._running.append(0)
-            self._name.append(None)
+            self._name.append(b"")
             if number == len(self._active):
                 self._active = np.concatenate((self._active, np.full(number, -np.inf)))
                 self._serial = np.concatenate((self._serial, np.zeros(number, np.int64)))
                 self._turns = np.concatenate((self._turns, np.zeros(number, np.int32)))
         self._name[number] = name
-        if name is not None:
+        if name:
             self._by_name[name] = number
         return number
 
@@ -96,9 +114,9 @@ class Conversations:
         self._users[number] -= 1
         if self._users[number] == 0:
             name = self._name[number]
-            if name is not None:
+            if name:
                 del self._by_name[name]
-                self._name[number] = None
+                self._name[number] = b""
             if self._next_turns is not None:
                 self._next_turns.forgotten(number)
             self._active[number] = -np.inf
@@ -107,13 +125,24 @@ class Conversations:
 
     def named(self, name: str) -> list[int]:
         """Conversations that their clients call so, each with a salt of its own."""
-        return [number for (_, known), number in self._by_name.items() if known == name]
+        ending = name_identity(name)
+        return [number for known, number in self._by_name.items() if known.endswith(ending)]
 
     # -- audiences --------------------------------------------------------------------------------
 
     def audience(self, number: int) -> int:
         """The audience of one conversation alone."""
         return self._audience((number,))
+
+    def shared(self, numbers: Sequence[int], now: float) -> int:
+        """A new audience of several conversations, or that of one; more than MAX_MEMBERS are a crowd, active `now`."""
+        if len(numbers) <= MAX_MEMBERS:
+            return self._audience(tuple(sorted(numbers)))
+        crowd = self._new(b"")
+        self.touch(crowd, now)
+        audience = self._audience((crowd,))
+        self._scale[audience] = MAX_MEMBERS
+        return audience
 
     def widened(self, audience: int, number: int, now: float) -> int:
         """The audience that `number` belongs to as well; the same one if it does already."""
@@ -126,7 +155,7 @@ class Conversations:
         if len(key) < MAX_MEMBERS:
             return self._audience(tuple(sorted((*key, number))))
         if audience not in self._crowd:
-            crowd = self._new(None)
+            crowd = self._new(b"")
             self._crowd[audience] = self._audience((crowd,))
             self._scale[self._crowd[audience]] = MAX_MEMBERS
         self.touch(self._key[self._crowd[audience]][0], now)

@@ -29,6 +29,7 @@ class Directory:
         self.audience = np.full(capacity, -1, np.int32)
         self.grown = np.zeros(capacity, np.bool_)
         self._identity: list[bytes | None] = [None] * capacity
+        self._parent: list[bytes] = [b""] * capacity
         self._number: dict[bytes, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._tails: dict[bytes, dict[bytes, int]] = {}  # parent -> tokens -> number
@@ -52,12 +53,21 @@ class Directory:
         assert identity is not None
         return identity
 
-    def add(self, identity: bytes, end: int, audience: int) -> int:
+    def parent(self, chunk: int) -> bytes:
+        """Identity of what comes before a chunk that is there."""
+        return self._parent[chunk]
+
+    def tail_tokens(self, chunk: int) -> bytes:
+        """The int32 bytes of what fills a tail; empty for a whole chunk."""
+        return self._tail[chunk][1] if chunk in self._tail else b""
+
+    def add(self, identity: bytes, parent: bytes, end: int, audience: int) -> int:
         """A chunk that is not there yet; -> its number. It must be given a slot."""
         if not self._free:
             raise IntegrityError("there are more chunks than slots")
         chunk = self._free.pop()
         self._identity[chunk] = identity
+        self._parent[chunk] = parent
         self._number[identity] = chunk
         self.end[chunk] = end
         self.audience[chunk] = audience
@@ -66,7 +76,7 @@ class Directory:
 
     def add_tail(self, identity: bytes, parent: bytes, tokens: bytes, end: int, audience: int) -> int:
         """`add` for a partly filled chunk; `tokens` are the int32 bytes of what fills it."""
-        chunk = self.add(identity, end, audience)
+        chunk = self.add(identity, parent, end, audience)
         self._tails.setdefault(parent, {})[tokens] = chunk
         self._tail[chunk] = parent, tokens
         return chunk

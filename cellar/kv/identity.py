@@ -58,6 +58,17 @@ def salted_identity(root: bytes, salt: bytes) -> bytes:
     return blake2b(len(root).to_bytes(8, "little") + root + salt, digest_size=IDENTITY_BYTES).digest()
 
 
+def owner_identity(salt: bytes, name: str) -> bytes:
+    """Of the conversation that a user calls `name`: equal in every process, and telling nobody the name."""
+    return blake2b(salt, digest_size=IDENTITY_BYTES // 2, person=b"cellar salt").digest() + name_identity(name)
+
+
+def name_identity(name: str) -> bytes:
+    """What the owner identities of all users' conversations of that name end with."""
+    data = name.encode("utf-8", "surrogatepass")
+    return blake2b(data, digest_size=IDENTITY_BYTES // 2, person=b"cellar name").digest()
+
+
 def chunk_identity(parent: bytes, tokens: bytes) -> bytes:
     """`tokens` are the int32 bytes of one chunk, or of a part of it: a tail is found by its exact tokens."""
     return blake2b(parent + tokens, digest_size=IDENTITY_BYTES).digest()

@@ -1,26 +1,34 @@
 """Movement: which chunks are copied between tiers, and what has come of it. Orders leave as CopyBatches.
 
 Outwards, chunks of least value are copied ahead of time while fewer than a quarter of a tier's slots could be reclaimed
-without loss (Pensieve §3.4.3.2); their slots are reclaimed lazily. Inwards, a request's chunks are loaded into slots
-that are its own already. A slot that a copy reads or writes is pinned until its result comes, whoever ends meanwhile.
+without loss (Pensieve §3.4.3.2); their slots are reclaimed lazily. To a tier that outlives the process go, besides, all
+chunks that have come to rest. Inwards, a request's chunks are loaded into slots that are its own already. A slot that a
+copy reads or writes is pinned until its result comes, whoever ends meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult
+from cellar.core.messages import ChunkLabel, CopyBatch, CopyResult, EraseBatch, TierOrder
+from cellar.kv.behind import WriteBehind, sources
 from cellar.kv.pool import Chunks, Slots
-from cellar.kv.shelves import Shelves
-from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING
+from cellar.kv.shelves import NO_SLOTS, Shelves
+from cellar.kv.states import ERASING, LOADING, PRIVATE, RESIDENT, SAVING
 
 RECLAIMABLE_SHARE = 0.25
 """Of a tier's slots: below it, chunks are copied to the next tier (Pensieve §3.4.3.2)."""
+
+_STAGED_SHARE = 8
+"""One in so many slots of the device may wait for a tier that is not memory: it may be slow."""
+
+_PAUSE_SECONDS = (1.0, 60.0)
+"""A tier that could keep nothing of a batch is given no other for so long, at first and at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +58,31 @@ class Movement:
     def __init__(self, shelves: Shelves, max_batch: int = 64) -> None:
         self._shelves = shelves
         self._max_batch = max_batch
-        self._orders: list[CopyBatch] = []
+        self.behind = WriteBehind(shelves)
+        self._orders: list[TierOrder] = []
         self._moving: dict[int, Moving] = {}
         self._loading: dict[int, int] = {}  # slot of the device -> batch that fills it
+        self._erasing: dict[int, EraseBatch] = {}
+        self._behind: set[int] = set()  # batches of chunks that have come to rest
         self._numbers = 0
+        self._now = 0.0  # of the last decision
+        self._closed_until = [0.0 for _ in shelves.tiers]
+        self._pause = [0.0 for _ in shelves.tiers]
         self.moved = [Moved() for _ in shelves.tiers]
 
     @property
     def num_moving(self) -> int:
         """Batches whose result has not come."""
-        return len(self._moving)
+        return len(self._moving) + len(self._erasing)
+
+    @property
+    def num_erasing(self) -> int:
+        """Slots of tiers that outlive the process with something left of a chunk that was forgotten."""
+        return sum(
+            int(np.count_nonzero((p.state == ERASING) | (p.state == PRIVATE) | ((p.state == LOADING) & (p.chunk < 0))))
+            for p in self._shelves.pools
+            if p.tier.persistent
+        )
 
     @property
     def num_returning(self) -> int:
@@ -72,8 +95,15 @@ class Movement:
             if tier == 0
         )
 
-    def orders(self) -> Sequence[CopyBatch]:
-        """What was decided since the last call."""
+    def orders(self) -> Sequence[TierOrder]:
+        """What was decided since the last call, with what is to be erased."""
+        for tier, pool in enumerate(self._shelves.pools):
+            if pool.to_erase and self._now >= self._closed_until[tier]:
+                batch = EraseBatch(self._numbers, pool.tier, np.array(pool.to_erase, np.int32))
+                self._numbers += 1
+                pool.to_erase.clear()
+                self._erasing[batch.number] = batch
+                self._orders.append(batch)
         orders, self._orders = self._orders, []
         return orders
 
@@ -93,17 +123,70 @@ class Movement:
     # -- outwards ---------------------------------------------------------------------------------
 
     def balance(self, now: float) -> None:
-        """Copy ahead of time what will have to leave soon."""
+        """Copy ahead of time what will have to leave soon, and what has come to rest."""
+        self._now = now
         for tier in range(len(self._shelves.tiers) - 1):
             pool, only = self._shelves.pools[tier], self._shelves.only[tier]
             safe = pool.num_free + len(self._shelves.spare[tier])
             missing = int(RECLAIMABLE_SHARE * pool.num_slots) - safe
             if missing > 0:
                 missing -= self._num_leaving(tier)
-            if missing > 0 and len(only):
+            if missing > 0 and len(only) and now >= self._closed_until[tier + 1]:
                 # Some more than are missing, if the tier is large, so that not every step has to decide.
-                count = max(missing, min(self._max_batch, pool.num_slots // 64))
-                self._save(tier, only.lowest(min(count, len(only), self._max_batch), now), now)
+                wanted = max(missing, min(self._max_batch, pool.num_slots // 64))
+                leaving = only.lowest(min(wanted, len(only), self._room(tier, tier + 1)), now)
+                only.add(np.array([chunk for _, chunk in leaving], np.int32))
+                self._save(tier, tier + 1, leaving, now)
+        if not self._behind & self._moving.keys():
+            self._behind.clear()
+            self._write(lambda room: self.behind.take(room, now), now)
+
+    def _write(self, take: Callable[[int], Chunks], now: float) -> None:
+        """Copy chunks to the first tier that outlives the process, the most valuable if there is not room for all."""
+        shelves, target = self._shelves, self._shelves.persistent
+        if target == len(shelves.tiers) or now < self._closed_until[target]:
+            return
+        chunks = take(self._room(0, target))
+        if not len(chunks):
+            return
+        values, source = shelves.values(chunks, now), sources(shelves, chunks)
+        order = np.argsort(values, kind="stable")
+        for tier in np.unique(source).tolist():
+            part = order[source[order] == tier]
+            leaving = list(zip(values[part].tolist(), chunks[part].tolist(), strict=True))
+            number = self._save(tier, target, leaving, now)
+            if number >= 0:
+                self._behind.add(number)
+
+    def persist(self, now: float) -> None:
+        """Copy what only this process has to a tier that outlives it, the most valuable first, a batch at a time."""
+        self._now = now
+        if not self._behind & self._moving.keys():
+            self._behind.clear()
+
+            def most_valuable(room: int) -> Chunks:
+                chunks = self.behind.all()
+                return chunks[np.argsort(-self._shelves.values(chunks, now), kind="stable")[:room]]
+
+            self._write(most_valuable, now)
+
+    def next_moment(self) -> float | None:
+        """When something is to be decided, though nothing else happens; None: never."""
+        moments = []
+        due, target = self.behind.due_at(), self._shelves.persistent
+        if due is not None:
+            moments.append(max(due, self._closed_until[target]))
+        moments += [self._closed_until[k] for k, pool in enumerate(self._shelves.pools) if pool.to_erase]
+        return min(moments) if moments else None
+
+    def _room(self, tier: int, target: int) -> int:
+        """Most chunks that may leave a tier with one order: those of the device wait for no slow tier in numbers."""
+        shelves = self._shelves
+        if tier > 0 or not shelves.tiers[target].persistent:
+            return self._max_batch
+        most = max(1, shelves.pools[tier].num_slots // _STAGED_SHARE)
+        staged = sum(len(m.batch) for m in self._moving.values() if m.source == 0 and m.batch.target.persistent)
+        return max(0, min(self._max_batch, most - staged))
 
     def _num_leaving(self, tier: int) -> int:
         """Chunks on their way out whose slots could be reclaimed then."""
@@ -111,26 +194,28 @@ class Movement:
         return sum(
             int(np.count_nonzero(pool.references[moving.batch.source_slots] == 0))
             for moving in self._moving.values()
-            if moving.source == tier < moving.target
+            if moving.source == tier and moving.target == tier + 1
         )
 
     def save(self, slots: Slots, now: float) -> None:
-        """Copy chunks of the device that nothing else holds to the next tier at once, as far as there is room."""
+        """Copy chunks of the device that nothing else holds to the next tier at once, as far as there is room.
+
+        Only to memory: to compute a chunk again is better than to wait for the device's slot until a disk has it.
+        """
         shelves = self._shelves
         chunks = shelves.device.chunk[slots]
         chunks = chunks[chunks >= 0]
         chunks = chunks[shelves.only[0].has(chunks)]
-        if len(shelves.tiers) > 1 and len(chunks):
-            shelves.only[0].discard(chunks)
-            self._save(0, [(np.inf, chunk) for chunk in chunks.tolist()], now)
+        if len(shelves.tiers) > 1 and not shelves.tiers[1].persistent and len(chunks):
+            self._save(0, 1, [(np.inf, chunk) for chunk in chunks.tolist()], now)
 
-    def _save(self, tier: int, leaving: list[tuple[float, int]], now: float) -> None:
-        """Copy chunks, least value first, that were just taken from those which may leave.
+    def _save(self, tier: int, below: int, leaving: list[tuple[float, int]], now: float) -> int:
+        """Copy chunks, least value first, to a slower tier; -> the batch, or -1.
 
         The most valuable get a slot first. A chunk that is worth less than all that it could displace is not copied:
         it stays where it is until its slot is needed.
         """
-        shelves, below = self._shelves, tier + 1
+        shelves = self._shelves
         pool = shelves.pools[below]
         easy = min(len(leaving), pool.num_free + len(shelves.spare[below]))
         rest = leaving[: len(leaving) - easy]
@@ -142,23 +227,26 @@ class Movement:
         shelves.only[below].add(lost)
         shelves.clear(below, lost[:won])
         saved = np.array([chunk for _, chunk in leaving[len(rest) - won :]], np.int32)
-        shelves.only[tier].add(np.array([chunk for _, chunk in leaving], np.int32))
         if not len(saved):
-            return
+            return -1
         targets = shelves.take(below, len(saved), LOADING, now)
         if targets is None:
             raise IntegrityError(f"{len(saved)} slots of tier {pool.tier.name} were counted, but could not be taken")
-        sources = shelves.directory.slot[tier, saved]
+        slots = shelves.directory.slot[tier, saved]
         shelves.pools[below].chunk[targets] = saved
         shelves.directory.slot[below, saved] = targets
-        shelves.pools[tier].move(sources, SAVING)
-        self._order(tier, sources, below, targets, saved)
+        shelves.pools[tier].move(slots, SAVING)
+        number = self._order(tier, slots, below, targets, saved)
         shelves.classify(saved)
+        return number
 
     # -- results ----------------------------------------------------------------------------------
 
     def commit(self, result: CopyResult) -> Slots:
         """Take in a result; -> slots of the device that sequences wait for and that hold nothing."""
+        if (erased := self._erasing.pop(result.number, None)) is not None:
+            self._erased(erased, result)
+            return NO_SLOTS
         moving = self._moving.pop(result.number, None)
         if moving is None or len(result.ok) != len(moving.batch):
             raise IntegrityError(f"the result of batch {result.number} came, which is not under way")
@@ -178,7 +266,7 @@ class Movement:
         if moving.target == 0 and moving.source > 0:
             # What could not be read is not there.
             lost = source.chunk[batch.source_slots[~ok]]
-            shelves.clear(moving.source, lost[lost >= 0])
+            shelves.clear(moving.source, lost[lost >= 0], erase=True)
         shelves.let_go(moving.source, batch.source_slots)
         shelves.let_go(moving.target, batch.target_slots)
         left = chunks[chunks >= 0]
@@ -195,7 +283,22 @@ class Movement:
             moved = self.moved[moving.target]
             moved.saved += arrived
             moved.save_seconds += result.seconds
+            self._close_or_open(moving.target, arrived > 0)
         moved.failed += len(result.ok) - arrived
+
+    def _close_or_open(self, tier: int, works: bool) -> None:
+        """A tier that has kept something, or nothing of a whole batch: a full disk is not asked again at once."""
+        first, most = _PAUSE_SECONDS
+        self._pause[tier] = 0.0 if works else min(max(2 * self._pause[tier], first), most)
+        self._closed_until[tier] = self._now + self._pause[tier] if not works else 0.0
+
+    def _erased(self, batch: EraseBatch, result: CopyResult) -> None:
+        """Slots whose tier has nothing left of them are free; the others are tried again later."""
+        tier = self._shelves.tiers.index(batch.tier)
+        pool, ok = self._shelves.pools[tier], np.asarray(result.ok, np.bool_)
+        pool.give_back(batch.slots[ok])
+        pool.to_erase += batch.slots[~ok].tolist()
+        self._close_or_open(tier, bool(ok.any()))
 
     def _arrive(self, moving: Moving, ok: NDArray[np.bool_]) -> Slots:
         """Settle the slots that a batch has written; -> those that somebody waits for in vain."""
@@ -207,7 +310,7 @@ class Movement:
         private = slots[~mine]
         private = private[pool.state[private] == LOADING]
         pool.move(private[pool.references[private] > 0], PRIVATE)
-        pool.give_back(private[pool.references[private] == 0])
+        pool.vacate(private[pool.references[private] == 0])
         # Nothing was written to a slot that was forgotten while somebody waited for it: it has no chunk, but its bytes.
         failed = slots[~ok & (pool.references[slots] > 0)]
         shelves.classify(moving.chunks[mine & ok])
@@ -217,9 +320,13 @@ class Movement:
         shelves = self._shelves
         number = self._numbers
         self._numbers += 1
+        labels: tuple[ChunkLabel, ...] = ()
+        if shelves.tiers[max(source, target)].persistent:
+            labels = shelves.labels(shelves.pools[source].chunk[source_slots])
         shelves.pools[source].pins[source_slots] += 1
         shelves.pools[target].pins[target_slots] += 1
-        batch = CopyBatch(number, shelves.tiers[source], source_slots, shelves.tiers[target], target_slots)
+        tiers = shelves.tiers
+        batch = CopyBatch(number, tiers[source], source_slots, tiers[target], target_slots, labels=labels)
         self._orders.append(batch)
         self._moving[number] = Moving(batch, source, target, chunks)
         return number

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import Tier
-from cellar.kv.states import FREE, LEGAL, LOADING, PRIVATE, RESIDENT, SAVING, State
+from cellar.kv.states import ERASING, FREE, LEGAL, LOADING, PRIVATE, RESIDENT, SAVING, State
 
 Slots = NDArray[np.int32]
 Chunks = NDArray[np.int32]
@@ -31,6 +31,7 @@ class SlotPool:
         self.pins = np.zeros(num_slots, np.int32)
         self.chunk = np.full(num_slots, -1, np.int32)
         self.num_referenced = 0  # slots that sequences use
+        self.to_erase: list[int] = []  # ERASING, and nobody has been told
         self._free = list(range(num_slots - 1, -1, -1))
 
     @property
@@ -60,11 +61,29 @@ class SlotPool:
         self.move(slots, state)
         return slots
 
+    def occupy(self, slots: Slots, chunks: Chunks) -> None:
+        """Free slots hold these chunks from before this process. Raises IntegrityError for a slot that is not free."""
+        self.move(slots, LOADING)
+        self.move(slots, RESIDENT)
+        self.chunk[slots] = chunks
+        self._free = np.flatnonzero(self.state == FREE)[::-1].tolist()
+
     def give_back(self, slots: Slots) -> None:
         """Slots that nobody uses and that hold nothing are free again."""
         self.move(slots, FREE)
         self.chunk[slots] = -1
         self._free += slots.tolist()
+
+    def vacate(self, slots: Slots) -> None:
+        """Slots whose chunk was forgotten and that nobody uses: free, once a tier that outlives the process has erased
+        them.
+        """
+        if self.tier.persistent and len(slots):
+            self.move(slots, ERASING)
+            self.chunk[slots] = -1
+            self.to_erase += slots.tolist()
+        else:
+            self.give_back(slots)
 
     def hold(self, slots: Slots) -> None:
         """One reference more for each of `slots` (distinct)."""
@@ -109,5 +128,8 @@ class SlotPool:
         named = (self.state == RESIDENT) | (self.state == SAVING)
         if (named & (self.chunk < 0)).any() or ((self.state == PRIVATE) & (self.chunk >= 0)).any():
             raise IntegrityError(f"identities and states of tier {name} differ")
+        erasing = self.state == ERASING
+        if (erasing & (used | (self.chunk >= 0))).any() or not erasing[self.to_erase].all():
+            raise IntegrityError(f"a slot of tier {name} is being erased, but is used")
         if ((self.state == PRIVATE) & ~used).any() or ((self.state == LOADING) & (self.pins == 0)).any():
             raise IntegrityError(f"a slot of tier {name} is kept, but nobody uses it")

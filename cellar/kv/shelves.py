@@ -2,8 +2,8 @@
 
 A slot of a tier that nobody uses is in one of three classes:
 
-    spare   it may go first: a slower tier has the chunk, or the device is using its own copy of it
-    only    it may go after those, and is lost by that
+    spare   it may go first: the next tier has the chunk, or the device is using its own copy of it
+    only    it may go after those; what is lost by that is the chunk, or the faster way to it
     kept    it stays, because a cached chunk of a faster tier relies on it
 """
 
@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import Tier
+from cellar.core.messages import ChunkLabel, Tier
 from cellar.kv.candidates import Candidates
 from cellar.kv.conversations import Conversations
 from cellar.kv.directory import Directory
-from cellar.kv.policy import Policy
+from cellar.kv.policy import Floats, Policy
 from cellar.kv.pool import Chunks, SlotPool, Slots
 from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
 
@@ -47,7 +47,10 @@ class Shelves:
 
         self.spare = [candidates() for _ in self.tiers]
         self.only = [candidates() for _ in self.tiers]
+        self._policy = policy
         self._class = np.zeros((len(self.tiers), capacity), np.int8)
+        # The first tier that outlives the process; past the last one if there is none.
+        self.persistent = next((k for k, tier in enumerate(self.tiers) if tier.persistent), len(self.tiers))
 
     def num_available(self, tier: int) -> int:
         """Slots that `take` could hand out."""
@@ -75,8 +78,12 @@ class Shelves:
         self._class[tier, chunks] = _KEPT
         self.clear(tier, chunks)
 
-    def clear(self, tier: int, chunks: Chunks) -> None:
-        """Chunks lose their slots in a tier; those without any other are gone. Slots that nobody uses are free."""
+    def clear(self, tier: int, chunks: Chunks, erase: bool = False) -> None:
+        """Chunks lose their slots in a tier; those without any other are gone. Slots that nobody uses are free.
+
+        With `erase` a tier that outlives the process must first say that it has nothing left of them; without it the
+        slots are about to be written anew.
+        """
         if not len(chunks):
             return
         pool, directory = self.pools[tier], self.directory
@@ -85,7 +92,10 @@ class Shelves:
         directory.slot[tier, chunks] = -1
         pool.chunk[slots] = -1
         unused = pool.unused(slots)
-        pool.give_back(slots[unused])
+        if erase:
+            pool.vacate(slots[unused])
+        else:
+            pool.give_back(slots[unused])
         # A slot that a copy is writing stays LOADING until the copy ends, unless a sequence waits for it.
         kept = slots[~unused]
         loading = (pool.state[kept] == LOADING) & (pool.references[kept] == 0)
@@ -130,12 +140,12 @@ class Shelves:
     def remove(self, chunks: Chunks) -> None:
         """Chunks are gone from every tier."""
         for tier in range(len(self.tiers)):
-            self.clear(tier, chunks[self.directory.slot[tier, chunks] >= 0])
+            self.clear(tier, chunks[self.directory.slot[tier, chunks] >= 0], erase=True)
 
     def let_go(self, tier: int, slots: Slots) -> None:
         """A use of `slots` has ended: those that hold no chunk and have no other user are free."""
         pool = self.pools[tier]
-        pool.give_back(slots[pool.unused(slots) & (pool.state[slots] == PRIVATE)])
+        pool.vacate(slots[pool.unused(slots) & (pool.state[slots] == PRIVATE)])
         chunks = pool.chunk[slots]
         self.classify(chunks[chunks >= 0])
 
@@ -147,6 +157,29 @@ class Shelves:
         state = self.pools[tier].state[slots]
         found: NDArray[np.bool_] = (slots >= 0) & ((state == RESIDENT) | (state == SAVING))
         return found
+
+    def values(self, chunks: Chunks, now: float) -> Floats:
+        """What it is worth to keep each chunk, by the policy."""
+        audiences = self.directory.audience[chunks].astype(np.intp)
+        talks = self.conversations
+        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences)
+        found: Floats = self._policy.cost(self.directory.end[chunks]) * weights
+        return found
+
+    def labels(self, chunks: Chunks) -> tuple[ChunkLabel, ...]:
+        """What chunks are, for those who come after this process."""
+        directory, conversations = self.directory, self.conversations
+        owners = {a: conversations.owner(a) for a in np.unique(directory.audience[chunks]).tolist()}
+        return tuple(
+            ChunkLabel(
+                identity=directory.identity(chunk),
+                parent=directory.parent(chunk),
+                end=int(directory.end[chunk]),
+                owner=owners[int(directory.audience[chunk])],
+                tokens=directory.tail_tokens(chunk),
+            )
+            for chunk in chunks.tolist()
+        )
 
     def share(self, chunks: Chunks, conversation: int, now: float) -> None:
         """Chunks belong to a conversation as well."""
@@ -201,15 +234,16 @@ class Shelves:
 
     def _classes(self, tier: int, chunks: Chunks) -> NDArray[np.int8]:
         """Of chunks that a tier holds and nobody uses there."""
-        slower = np.zeros(len(chunks), np.bool_)
-        for other in range(tier + 1, len(self.tiers)):
-            slower |= self.resident(other, chunks)
+        below = tier + 1
+        slower = self.resident(below, chunks) if below < len(self.tiers) else np.zeros(len(chunks), np.bool_)
         if tier == 0:
             return np.where(slower, np.int8(_SPARE), np.int8(_ONLY))
         above = self.directory.slot[0, chunks]
         in_use = (above >= 0) & (self.device.references[above] > 0)
         relied_on = (self.directory.slot[:tier, chunks] >= 0).any(0)
-        return np.where(slower | in_use, np.int8(_SPARE), np.where(relied_on, np.int8(_KEPT), np.int8(_ONLY)))
+        # What a faster tier relies on stays, though a slower one has it: else it would be copied here again at once.
+        rest = np.where(relied_on, np.int8(_KEPT), np.where(slower, np.int8(_SPARE), np.int8(_ONLY)))
+        return np.where(in_use, np.int8(_SPARE), rest)
 
     def _declassify(self, tier: int, chunks: Chunks) -> None:
         kind = self._class[tier, chunks]

@@ -7,7 +7,8 @@
     target of a copy     holds the chunk of its identity      resident, and copied to a slower tier
 
 A failed or forgotten load that a sequence waits for becomes private: a hole. A forgotten chunk that a sequence or a
-copy still uses becomes private, too, and its slot is free when the last of them lets go.
+copy still uses becomes private, too, and its slot is free when the last of them lets go. In a tier that outlives the
+process a forgotten chunk is erased first: until the tier has said so its slot is erasing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ class State(IntEnum):
     LOADING = 2
     RESIDENT = 3
     SAVING = 4
+    ERASING = 5
 
 
 # As plain numbers, for arrays: a member of an enum costs more to look up than all else that is done for one chunk.
-FREE, PRIVATE, LOADING, RESIDENT, SAVING = (int(state) for state in State)
+FREE, PRIVATE, LOADING, RESIDENT, SAVING, ERASING = (int(state) for state in State)
 
 LEGAL_CHANGES: frozenset[tuple[State, State]] = frozenset(
     {
@@ -45,6 +47,10 @@ LEGAL_CHANGES: frozenset[tuple[State, State]] = frozenset(
         (State.RESIDENT, State.FREE),  # evicted or forgotten
         (State.RESIDENT, State.PRIVATE),  # forgotten by all but its users
         (State.SAVING, State.PRIVATE),
+        (State.RESIDENT, State.ERASING),  # forgotten, in a tier that outlives the process
+        (State.PRIVATE, State.ERASING),
+        (State.LOADING, State.ERASING),
+        (State.ERASING, State.FREE),
     }
 )
 

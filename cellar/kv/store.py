@@ -13,11 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, Tier, TierStats
-from cellar.kv.identity import Chain, chunk_identity, salted_identity
+from cellar.core.messages import CopyResult, KeptChunk, Tier, TierOrder, TierStats
+from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_identity
 from cellar.kv.movement import Movement
 from cellar.kv.policy import LeastRecentlyUsed, Policy
 from cellar.kv.pool import Chunks, Slots
+from cellar.kv.restored import restore
 from cellar.kv.shelves import NO_SLOTS, Shelves
 from cellar.kv.states import LOADING, PRIVATE, RESIDENT
 
@@ -131,8 +132,12 @@ class KVStore:
         for number in reversed(range(len(shelves.tiers))):
             slots = shelves.directory.slot[number, chunks]
             here = there & (slots >= 0)
+            if number:  # only the device's slots can be waited for
+                here &= shelves.resident(number, chunks)
             tier[here], slot[here] = number, slots[here]
             state[here] = shelves.pools[number].state[slots[here]]
+        coming = there & (tier < 0)  # its source was lost while it was copied outwards
+        chunks[coming], filled[coming] = -1, 0
         return Residency(chunks, filled, tier, slot, state)
 
     # -- memory for sequences ---------------------------------------------------------------------
@@ -169,7 +174,8 @@ class KVStore:
         if left - int(new.sum()) - int(load.sum()) < keep_free:
             return None
         inherited = self._inherited(found) if found is not None and name is None else -1
-        conversation = shelves.conversations.join(name, inherited, now)
+        owner = owner_identity(*name) if name is not None else b""
+        conversation = shelves.conversations.join(owner, inherited, now)
         shelves.hold(hits)  # before taking, or a hit could be reclaimed
         awaits = {self._movement.fills(slot) for slot in hits.tolist()} if self._has_tiers else set()
         slots[new] = self._take(int(new.sum()), PRIVATE, now)
@@ -195,7 +201,8 @@ class KVStore:
         directory = self._shelves.directory
         before = directory.get(chain.parent(first))
         for column, slot in enumerate(slots, first):
-            chunk = self._name(slot, chain.identities[column], (column + 1) * self.chunk_size, conversation)
+            parent, end = chain.parent(column), (column + 1) * self.chunk_size
+            chunk = self._name(slot, chain.identities[column], parent, end, conversation)
             if before >= 0:
                 directory.grown[before] = True
             before = chunk
@@ -213,12 +220,15 @@ class KVStore:
         if held_by >= 0 and not self._shelves.directory.is_tail(held_by):
             return  # others use it as the whole chunk that it was before its sequence was cut
         parent = chain.parent(column)
-        self._name(slot, chunk_identity(parent, held), len(tokens), conversation, (parent, held))
+        self._name(slot, chunk_identity(parent, held), parent, len(tokens), conversation, held)
 
     def release(self, slots: Slots, conversation: int, now: float = 0.0) -> None:
         """A sequence ends: one reference less on each of its chunks; those with an identity stay cached."""
-        self._shelves.conversations.leave(conversation, now)
-        self._shelves.drop(slots)
+        shelves = self._shelves
+        shelves.conversations.leave(conversation, now)
+        chunks = shelves.device.chunk[slots]
+        shelves.drop(slots)
+        self._movement.behind.add(chunks[chunks >= 0], now)
 
     def forget(self, slots: Slots) -> None:
         """Chunks that turned out not to count, or to be wrong, lose their identity in every tier and in copies under
@@ -251,9 +261,33 @@ class KVStore:
         return found
 
     def forget_conversations(self, conversations: Sequence[int]) -> None:
-        """Their chunks are found no more, in any tier or copy under way, unless other conversations share them."""
+        """Their chunks are found no more, in any tier or copy under way, unless other conversations share them.
+
+        Nothing of them is left in a tier that outlives the process when `num_erasing` has come to 0.
+        """
         for number in conversations:
             self._shelves.withdraw(number)
+
+    # -- what outlives a request, and a process ---------------------------------------------------
+
+    def restore(self, kept: Mapping[Tier, Sequence[KeptChunk]], now: float) -> None:
+        """Chunks that tiers have from before this process are found from now on; to be called first of all."""
+        restore(self._shelves, kept, now)
+
+    def flush(self, tier: Tier) -> int:
+        """Drop all that a tier holds and nobody uses; -> how many chunks. What other tiers hold of them stays."""
+        shelves = self._shelves
+        number = shelves.tiers.index(tier)
+        pool = shelves.pools[number]
+        slots = np.flatnonzero(pool.state == RESIDENT).astype(np.int32)
+        chunks = pool.chunk[slots[pool.unused(slots)]]
+        shelves.clear(number, chunks, erase=True)
+        return len(chunks)
+
+    @property
+    def num_erasing(self) -> int:
+        """Slots of tiers that outlive the process with something left of a chunk that was forgotten."""
+        return self._movement.num_erasing
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -261,12 +295,23 @@ class KVStore:
         """Copy what is on the device alone to the next tier, as far as there is room: its sequence was suspended."""
         self._movement.save(slots, now)
 
-    def copies(self, now: float) -> Sequence[CopyBatch]:
-        """Copies decided since the last call, with those that memory pressure asks for."""
+    def copies(self, now: float) -> Sequence[TierOrder]:
+        """Copies decided since the last call, with those that memory pressure and rest ask for."""
         if not self._has_tiers:
             return ()
         self._movement.balance(now)
         return self._movement.orders()
+
+    def persist(self, now: float) -> Sequence[TierOrder]:
+        """Copies of what this process alone has to a tier that outlives it; none when all is safe, or moving."""
+        if not self._has_tiers:
+            return ()
+        self._movement.persist(now)
+        return self._movement.orders()
+
+    def next_moment(self) -> float | None:
+        """When `copies` will have something to decide, though nothing else happens; None: never."""
+        return self._movement.next_moment()
 
     def commit_copy(self, result: CopyResult) -> Slots:
         """Take in a result; -> slots that sequences wait for and that hold nothing: the load of their chunk failed."""
@@ -342,10 +387,11 @@ class KVStore:
             return -1
         return self._shelves.conversations.latest(int(self._shelves.directory.audience[deepest]))
 
-    def _name(
-        self, slot: int, identity: bytes, end: int, conversation: int, tail: tuple[bytes, bytes] | None = None
-    ) -> int:
-        """Give a referenced slot its identity, unless it has one or another slot has it; -> the chunk."""
+    def _name(self, slot: int, identity: bytes, parent: bytes, end: int, conversation: int, tail: bytes = b"") -> int:
+        """Give a referenced slot its identity, unless it has one or another slot has it; -> the chunk.
+
+        `tail`: the int32 bytes of what fills it, if that is only a part.
+        """
         shelves, directory = self._shelves, self._shelves.directory
         held = int(shelves.device.chunk[slot])
         chunk = directory.get(identity)
@@ -361,10 +407,10 @@ class KVStore:
             shelves.classify(np.array([chunk], np.int32))
             return chunk
         audience = shelves.conversations.audience(conversation)
-        if tail is None:
-            chunk = directory.add(identity, end, audience)
+        if tail:
+            chunk = directory.add_tail(identity, parent, tail, end, audience)
         else:
-            chunk = directory.add_tail(identity, *tail, end, audience)
+            chunk = directory.add(identity, parent, end, audience)
         shelves.conversations.count(audience, 1)
         shelves.settle(slot, chunk)
         return chunk

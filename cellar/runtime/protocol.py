@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.messages import CopyBatch, CopyResult, StepResult, Tier
+from cellar.core.messages import CopyResult, KeptChunk, StepResult, Tier, TierOrder
 
 PlanT_contra = TypeVar("PlanT_contra", contravariant=True)
 ResultT_co = TypeVar("ResultT_co", covariant=True)
@@ -20,13 +20,17 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What a runtime has room for: chunks of KV cache on the device and (`tiers`) below it, and rows."""
+    """What a runtime has room for: chunks of KV cache on the device and (`tiers`) below it, and rows.
+
+    `kept` are the chunks that tiers have from before this process.
+    """
 
     num_slots: int
     num_rows: int
     chunk_size: int
     max_model_len: int
     tiers: Mapping[Tier, int] = field(default_factory=dict)
+    kept: Mapping[Tier, Sequence[KeptChunk]] = field(default_factory=dict)
 
 
 class Worker(Protocol[PlanT_contra]):
@@ -51,8 +55,8 @@ class Workers(Protocol[PlanT_contra, ResultT_co]):
     def workers(self) -> Sequence[Worker[PlanT_contra]]:
         """Worker k has id k. One for a transformer."""
 
-    def copy(self, batch: CopyBatch) -> None:
-        """Hand over copies between tiers; never blocks, and needs no plan to run.
+    def copy(self, batch: TierOrder) -> None:
+        """Hand over copies between tiers, or slots to be erased; never blocks, and needs no plan to run.
 
         A batch that a step waits for comes before that step's plan; its result comes out of `poll`.
         """

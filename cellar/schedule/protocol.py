@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from cellar.core.messages import CopyBatch, CopyResult, Event, FinishReason
+from cellar.core.messages import CopyResult, Event, FinishReason, TierOrder
 
 RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
 PlanT_co = TypeVar("PlanT_co", covariant=True)
@@ -29,8 +29,11 @@ class Scheduler(Protocol[RequestT_contra, PlanT_co, ResultT_contra, OutputT_co, 
     def commit(self, result: ResultT_contra, now: float) -> OutputT_co:
         """Take in a result; results of one worker arrive in the order of their plans."""
 
-    def copies(self, now: float) -> Sequence[CopyBatch]:
+    def copies(self, now: float) -> Sequence[TierOrder]:
         """Copies decided since the last call; they are handed over before the plan that was made last."""
+
+    def persist(self, now: float) -> Sequence[TierOrder]:
+        """Copies of what would be lost with this process, a batch at a time; none when all is safe, or moving."""
 
     def commit_copy(self, result: CopyResult, now: float) -> None:
         """Take in the result of a CopyBatch, before those of the steps that wait for it."""

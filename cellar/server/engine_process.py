@@ -56,9 +56,13 @@ SWITCH_SECONDS = 0.001
 
 
 class EngineProcess:
-    """Starts an engine; it listens at `address` from then on. Raises CellarError if it cannot be opened."""
+    """Starts an engine; it listens at `address` from then on. Raises CellarError if it cannot be opened.
 
-    def __init__(self, opener: Opener, address: str, log_level: str = "warning") -> None:
+    At its end it may take `persist_seconds` to bring KV to tiers that outlive it.
+    """
+
+    def __init__(self, opener: Opener, address: str, log_level: str = "warning", persist_seconds: float = 0.0) -> None:
+        self._patience = CLOSE_SECONDS + persist_seconds
         # Spawned, not forked: a fork would copy this process's threads in the middle of what they do.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
@@ -97,7 +101,7 @@ class EngineProcess:
         atexit.unregister(self._pipe.close)
         self._pipe.close()
         with self._lock:
-            self.process.join(CLOSE_SECONDS)
+            self.process.join(self._patience)
             if self.process.is_alive():
                 self.process.kill()
                 self.process.join()

@@ -34,16 +34,17 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     server = with_keys(server)
     names = model_names(engine, server)
     if server.api_server_count > 1:
-        serve_by_several(partial(open_config, engine), names, server, limits, say)
+        serve_by_several(partial(open_config, engine, limits.shutdown_timeout), names, server, limits, say)
         return
     listener = listen(server.host, server.port)  # before the model is read: a port in use is found at once
     host: EngineHost
     if server.disable_frontend_multiprocessing:
-        opened = open_front(engine)
+        opened = open_front(engine, persist_seconds=limits.shutdown_timeout)
         host = SameProcess(AsyncLLM.over(opened))
         app = build_app(host, ServedModel.of(opened, names), server, limits)
     else:
-        host = Supervisor(partial(open_config, engine), log_level=server.log_level)
+        opener = partial(open_config, engine, limits.shutdown_timeout)
+        host = Supervisor(opener, log_level=server.log_level, persist_seconds=limits.shutdown_timeout)
         app = build_app(host, ServedModel.of(host.opened, names), server, limits)
         host.on_restart(app.state.api.metrics.restarted)
         yield_to_engine()
@@ -66,7 +67,7 @@ def serve_by_several(
         tally = shared.tally()
         tally.places((ENGINE_RESTARTS, FRONT_RESTARTS))  # now: two threads add to them
         restarted = partial(tally.add, ENGINE_RESTARTS)
-        keeper = EngineKeeper(opener, shared.address, server.log_level, first_pause, restarted)
+        keeper = EngineKeeper(opener, shared.address, server.log_level, first_pause, restarted, limits.shutdown_timeout)
         try:
             port = place.getsockname()[1]
             fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach), tally)

@@ -68,8 +68,9 @@ class EngineKeeper:
         log_level: str = "warning",
         first_pause: float = 0.5,
         on_restart: Callable[[], None] = nothing,
+        persist_seconds: float = 0.0,
     ) -> None:
-        self._start = partial(EngineProcess, opener, address, log_level)
+        self._start = partial(EngineProcess, opener, address, log_level, persist_seconds)
         self._first_pause = first_pause
         self._on_restart = on_restart
         self._closing = threading.Event()
@@ -200,12 +201,17 @@ class Supervisor(Link):
     """
 
     def __init__(
-        self, opener: Opener, attach: Attach | None = None, log_level: str = "warning", first_pause: float = 0.5
+        self,
+        opener: Opener,
+        attach: Attach | None = None,
+        log_level: str = "warning",
+        first_pause: float = 0.5,
+        persist_seconds: float = 0.0,
     ) -> None:
         self._directory = PrivateDirectory()
         try:
             address = Shared(self._directory.path, 0, 1).address
-            self._keeper = EngineKeeper(opener, address, log_level, first_pause)
+            self._keeper = EngineKeeper(opener, address, log_level, first_pause, persist_seconds=persist_seconds)
             try:
                 super().__init__(address, attach, lambda: self._keeper.process.how_it_ended(), yield_to_engine)
             except BaseException:
@@ -231,8 +237,8 @@ class Supervisor(Link):
         self._directory.cleanup()
 
 
-def open_config(config: EngineConfig) -> Opened:
+def open_config(config: EngineConfig, persist_seconds: float) -> Opened:
     """What the engine process runs; a name that can be sent to it."""
     from cellar.engine.opened import open_front
 
-    return open_front(config)
+    return open_front(config, persist_seconds=persist_seconds)

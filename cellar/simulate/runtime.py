@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, Emit, IntArray, StepPlan, StepResult, Tier
+from cellar.core.messages import CopyResult, Emit, EraseBatch, IntArray, StepPlan, StepResult, Tier, TierOrder
 from cellar.planner.steps import StepPrices
 from cellar.runtime.protocol import Capacity
 from cellar.simulate.link import Link
@@ -132,11 +132,14 @@ class SimulatedRuntime:
                     end = max(end, arrival[0] + seconds, arrival[1] + seconds / layers)
         return end
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Copy chunks over the link of the slower of both tiers.
 
         Raises IntegrityError for a tier without one, or a copy that a step waits for: who waits is the scheduler.
         """
+        if isinstance(batch, EraseBatch):  # a note to a tier: no bytes move
+            self._copied.append(CopyResult(batch.number, np.ones(len(batch), np.bool_)))
+            return
         tier = max(batch.source, batch.target)
         if batch.before_step >= 0 or batch.after_step >= 0 or (tier is not Tier.DEVICE and tier not in self._links):
             raise IntegrityError(f"batch {batch.number} has no link here, or is tied to a step.")

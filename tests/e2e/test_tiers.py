@@ -31,7 +31,7 @@ def talk(folder: Path, chunks: int, **options: object) -> tuple[list[Tokens], tu
     said = [[rng.integers(3, 101, 9).tolist() for _ in range(TURNS)] for _ in range(TALKS)]
     histories = [common[: len(common) * (k % 2)] for k in range(TALKS)]
     answers = []
-    with LLM(str(folder), **_options(folder, chunks), **options) as llm:  # type: ignore[arg-type]
+    with LLM(str(folder), **small_options(folder, chunks), **options) as llm:  # type: ignore[arg-type]
         for turn in range(TURNS):
             for history, words in zip(histories, said, strict=True):
                 history += words[turn]
@@ -47,7 +47,7 @@ def talk(folder: Path, chunks: int, **options: object) -> tuple[list[Tokens], tu
         return answers, stats.tiers, stats.prefix_hits
 
 
-def _options(folder: Path, chunks: int) -> dict[str, object]:
+def small_options(folder: Path, chunks: int) -> dict[str, object]:
     from cellar.models.registry import open_model, read_config
 
     nbytes = chunks * open_model(read_config(folder), "float32", CHUNK, CONTEXT).spec.kv.chunk_nbytes()
@@ -83,7 +83,7 @@ def test_a_host_without_room_changes_no_token(policy: str, tmp_path: Path) -> No
     """Three chunks of host memory: most is dropped, holes are computed again, anywhere."""
     case = FAMILIES[0]
     saved_model(case, tmp_path)
-    options = _options(tmp_path, 3)
+    options = small_options(tmp_path, 3)
     size = int(str(options["kv_cache_memory_bytes"])) / 2**30
     scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=size, kv_eviction_policy=policy)
     assert tiers[1].total == 3
@@ -97,7 +97,7 @@ def test_suspended_requests_come_back_from_the_host(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
     def run(chunks: int, **options: object) -> tuple[Tokens, SchedulerStats]:
-        with LLM(str(tmp_path), decode_reserve=0.0, **_options(tmp_path, chunks), **options) as llm:  # type: ignore[arg-type]
+        with LLM(str(tmp_path), decode_reserve=0.0, **small_options(tmp_path, chunks), **options) as llm:  # type: ignore[arg-type]
             found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
             return found, llm.stats()
 

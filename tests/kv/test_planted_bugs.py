@@ -146,8 +146,8 @@ def holes_are_not_computed(patch: pytest.MonkeyPatch) -> None:
 def trailing_chunks_are_lost_first(patch: pytest.MonkeyPatch) -> None:
     add = Directory.add
 
-    def turned(directory: Directory, identity: bytes, end: int, audience: int) -> int:
-        return add(directory, identity, 1000 - end, audience)
+    def turned(directory: Directory, identity: bytes, parent: bytes, end: int, audience: int) -> int:
+        return add(directory, identity, parent, 1000 - end, audience)
 
     patch.setattr(Directory, "add", turned)
 

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from cellar.core.messages import CopyBatch, CopyResult, Tier, TierStats
+from cellar.core.messages import (
+    ChunkLabel,
+    CopyBatch,
+    CopyResult,
+    EraseBatch,
+    KeptChunk,
+    Tier,
+    TierOrder,
+    TierStats,
+)
+from cellar.kv.behind import LINGER_SECONDS
 from cellar.kv.conversations import MAX_MEMBERS
 from cellar.kv.policy import LeastRecentlyUsed, Policy, RetentionValue
 from cellar.kv.states import LOADING, RESIDENT, SAVING
@@ -146,7 +156,8 @@ def test_failed_store_has_not_happened() -> None:
     (batch,) = bench.answer(ok=False)
     assert bench.where(talk(0, 16)) == [(0, 4, RESIDENT)] * 4
     assert bench.stats(Tier.HOST).free == 16
-    assert bench.store.copies(0.0)[0].number > batch.number, "it is tried again"
+    assert not bench.store.copies(0.0), "a tier that kept nothing is left alone for a moment"
+    assert bench.store.copies(1.0)[0].number > batch.number, "it is tried again"
 
 
 def test_loading_slot_outlives_the_request_that_wanted_it() -> None:
@@ -311,3 +322,172 @@ def test_named_turns_are_one_conversation_and_names_of_others_are_not() -> None:
     first = bench.open(talk(0, 8), name="a")
     assert bench.open(talk(1, 8), name="a").conversation == first.conversation
     assert bench.open(talk(2, 8), name="b").conversation != first.conversation
+
+
+# -- what outlives the process -------------------------------------------------------------------------
+
+
+class Disk(Bench):
+    """A store with a disk, and what the disk would say after a restart."""
+
+    def __init__(self, device: int = 16, host: int = 0, disk: int = 64) -> None:
+        super().__init__(device, host, disk)
+        self.labels: dict[int, ChunkLabel] = {}
+
+    def rest(self, seconds: float = LINGER_SECONDS) -> list[TierOrder]:
+        """Time goes by, and all copies end well."""
+        self.now += seconds
+        done: list[TierOrder] = []
+        while orders := self.store.copies(self.now):
+            for order in orders:
+                if isinstance(order, EraseBatch):
+                    for slot in order.slots.tolist():
+                        self.labels.pop(slot)
+                elif order.target is Tier.DISK:
+                    self.labels |= dict(zip(order.target_slots.tolist(), order.labels, strict=True))
+                self.store.commit_copy(CopyResult(order.number, np.ones(len(order), np.bool_)))
+                self.store.check_integrity()
+            done += orders
+        return done
+
+    def again(self) -> Disk:
+        """Another process on the same disk."""
+        other = Disk(self.store.stats().total, 0, self.stats(Tier.DISK).total)
+        other.labels = dict(self.labels)
+        kept = [KeptChunk(slot, label, 10.0) for slot, label in self.labels.items()]
+        other.store.restore({Tier.DISK: kept}, 0.0)
+        other.store.check_integrity()
+        return other
+
+
+def test_chunks_at_rest_reach_the_disk_and_later_ones_wait_for_their_moment() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 10))
+    assert not bench.store.copies(1.9), "the next turn may come at once"
+    assert bench.store.next_moment() == LINGER_SECONDS
+    orders = bench.rest()
+    assert sum(len(order) for order in orders) == 3, "two chunks and the tail"
+    assert bench.where(talk(0, 10))[0] == (0, 4, RESIDENT), "and stay where they were"
+    assert bench.store.next_moment() is None
+
+
+def test_little_of_the_device_waits_for_a_slow_disk() -> None:
+    bench = Disk(device=16)
+    bench.serve(talk(0, 48))
+    assert sum(len(order) for order in bench.store.copies(LINGER_SECONDS)) == 2
+    assert not bench.store.copies(100.0), "one after the other"
+
+
+def test_next_process_finds_chunks_tails_and_conversations() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 10), name="mine")
+    bench.serve([*talk(0, 4), *talk(1, 7)])
+    bench.rest()
+    after = bench.again()
+    assert [tokens for _, tokens, _ in after.where(talk(0, 10))] == [4, 4, 2]
+    back = after.open([*talk(0, 10), 7])
+    assert back.compute == ((10, 11),)
+    other = after.open([*talk(0, 4), *talk(1, 7), 7])
+    assert other.compute == ((11, 12),)
+    assert other.conversation != back.conversation
+    assert after.open(talk(5, 4), name="mine").conversation == back.conversation, "it still has its name"
+
+
+def test_forgotten_conversation_is_erased_and_what_others_share_stays() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 10), name="mine")
+    bench.serve([*talk(0, 4), *talk(1, 7)], name="yours")
+    bench.rest()
+    assert not bench.store.named("nobody's")
+    bench.store.forget_conversations(bench.store.named("mine"))
+    assert bench.store.num_erasing == 2
+    bench.rest(0.0)
+    assert bench.store.num_erasing == 0
+    for there in (bench, bench.again()):
+        assert [tokens for _, tokens, _ in there.where(talk(0, 10))] == [4, 0, 0]
+        assert [tokens for _, tokens, _ in there.where([*talk(0, 4), *talk(1, 7)])] == [4, 4, 3]
+
+
+def test_conversation_is_forgotten_by_the_next_process_as_well() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 10), name="mine")
+    bench.rest()
+    after = bench.again()
+    after.store.forget_conversations(after.store.named("mine"))
+    after.rest()
+    assert not after.labels
+
+
+def test_what_cannot_be_erased_is_tried_again() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 4), name="mine")
+    bench.rest()
+    bench.store.forget_conversations(bench.store.named("mine"))
+    (order,) = bench.store.copies(bench.now)
+    bench.store.commit_copy(CopyResult(order.number, np.zeros(1, np.bool_), error="made to fail"))
+    assert not bench.store.copies(bench.now)
+    assert bench.store.num_erasing == 1, "nobody is told that it is gone"
+    moment = bench.store.next_moment()
+    assert moment is not None
+    bench.rest(moment - bench.now)
+    assert bench.store.num_erasing == 0
+    assert not bench.labels
+
+
+def test_flushed_tier_is_empty_and_the_others_are_not() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 10))
+    bench.rest()
+    assert bench.store.flush(Tier.DISK) == 3
+    bench.rest()
+    assert not bench.labels
+    assert [tier for tier, _, _ in bench.where(talk(0, 10))] == [0, 0, 0]
+
+
+def test_prompt_that_many_share_is_a_crowd_again() -> None:
+    bench = Disk(device=128, disk=256)
+    for number in range(1, 2 * MAX_MEMBERS):
+        bench.serve([*talk(0, 8), *talk(number, 4)])
+    for _ in range(20):
+        bench.rest()
+    after = bench.again()
+    directory, talks = after.store._shelves.directory, after.store._shelves.conversations
+    chunk = directory.find(after.store.chain(b"").grow(np.array(talk(0, 8), np.int32), 2))
+    assert talks.scale(directory.audience[chunk]).tolist() == [MAX_MEMBERS] * 2
+
+
+def test_chunk_that_lies_on_the_disk_twice_is_erased_once() -> None:
+    bench = Disk()
+    bench.serve(talk(0, 4))
+    bench.rest()
+    bench.labels[40] = bench.labels[0]
+    after = bench.again()
+    assert after.stats(Tier.DISK).free == 62
+    after.rest()
+    assert after.stats(Tier.DISK).free == 63
+    assert set(after.labels) == {0}
+
+
+def test_chunk_whose_source_is_lost_while_it_is_written_is_not_loaded_from_there() -> None:
+    """The host's copy is loaded and written to the disk at a time; the load fails, and only a promise is left."""
+    bench = Disk(device=4, host=8)
+    held = bench.open(talk(0, 4))
+    bench.close(talk(0, 4), held)
+    bench.store.save(held.slots, bench.now)
+    (out,) = bench.store.copies(bench.now)
+    bench.store.commit_copy(CopyResult(out.number, np.ones(1, np.bool_)))
+    other = bench.open(talk(99, 16))  # takes its slot on the device
+    bench.store.release(other.slots, other.conversation, bench.now)
+    back = bench.open([*talk(0, 4), 7])
+    load, save = sorted(bench.store.copies(LINGER_SECONDS), key=lambda order: order.number)
+    assert isinstance(load, CopyBatch)
+    assert isinstance(save, CopyBatch)
+    assert (load.source, save.source, save.target) == (Tier.HOST, Tier.HOST, Tier.DISK)
+    bench.store.release(back.slots, back.conversation, bench.now)
+    bench.store.commit_copy(CopyResult(load.number, np.zeros(1, np.bool_), error="made to fail"))
+    bench.store.check_integrity()
+    assert bench.where(talk(0, 4)) == [(-1, 0, 0)]
+    assert bench.open([*talk(0, 4), 7]).compute == ((0, 5),)
+    bench.store.commit_copy(CopyResult(save.number, np.ones(1, np.bool_)))
+    bench.store.check_integrity()
+    assert bench.where(talk(0, 4)) == [(2, 4, RESIDENT)], "it has come after all"

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch
+from cellar.core.messages import TierOrder
 from cellar.core.tasks import ZERO_ROW, CellCapacity, CellModelSpec, CellSpec, NodeFlag, TaskPlan, TaskResult, Values
 from cellar.runtime.cells.results import merged
 
@@ -122,7 +122,7 @@ class FakeCellRuntime:
             worker.pending.append(_Pending(plan))
             self._arrived.notify_all()
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Raises IntegrityError: rows of cells stay where they are."""
         raise IntegrityError(f"copies {batch.number} are between tiers, and cells have one.")
 

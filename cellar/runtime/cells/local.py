@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from cellar.core.errors import ConfigError, IntegrityError
-from cellar.core.messages import CopyBatch
+from cellar.core.messages import TierOrder
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult
 from cellar.ops.recurrent.rows import RowsFunction
 from cellar.runtime.cells.banks import Banks, bank_rows
@@ -117,7 +117,7 @@ class LocalCellRuntime:
         """Rows of every bank, fixed at start."""
         return self._capacity
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Raises IntegrityError: rows of cells stay where they are."""
         raise IntegrityError(f"copies {batch.number} are between tiers, and cells have one.")
 

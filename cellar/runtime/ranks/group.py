@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import ConfigError, DeviceError, IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, Flag, StepPlan, StepResult
+from cellar.core.messages import CopyResult, Flag, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks.rank import Died, Masks, News, Opener, Rank, ThreadRank
 
@@ -67,7 +67,7 @@ class RankGroup:
         for rank in self._ranks:
             rank.send(plan)
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Each rank copies its shard of the chunks."""
         self._check()
         self._copies[batch.number] = _Awaited(batch.number)

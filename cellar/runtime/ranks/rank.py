@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import DeviceError
-from cellar.core.messages import CopyBatch, CopyResult, StepPlan, StepResult
+from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity, Runtime
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Masks:
     masks: Mapping[int, NDArray[np.int32] | None]
 
 
-Order = StepPlan | CopyBatch | Masks
+Order = StepPlan | TierOrder | Masks
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +238,7 @@ def obey(
         while (order := receive()) is not None and not ended.is_set():
             if isinstance(order, StepPlan):
                 runtime.workers[0].submit(order)
-            elif isinstance(order, CopyBatch):
+            elif isinstance(order, CopyBatch | EraseBatch):
                 runtime.copy(order)
             else:
                 runtime.supply(order.step, order.masks)

@@ -9,14 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cellar.core.config import CacheConfig, EngineConfig
+from cellar.core.config import EngineConfig
 from cellar.core.errors import CapacityError, ConfigError
-from cellar.core.messages import CopyBatch, CopyResult, Placement, StepResult, Tier
+from cellar.core.messages import CopyResult, Placement, StepResult, Tier, TierOrder
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models import fingerprint, hub, loader, registry
 from cellar.models.loader import LoadedWeights
@@ -29,7 +30,7 @@ from cellar.ops.linear.device import prepare
 from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.device import resolve_device
-from cellar.runtime.memory import GIB, device_free, human
+from cellar.runtime.memory import device_free, human
 from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.probes.scores import wide_layers
@@ -43,7 +44,8 @@ from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.copier import Copier
-from cellar.runtime.tiers.host import HostTier
+from cellar.runtime.tiers.opened import close_tiers, open_tiers
+from cellar.runtime.tiers.storage import Storage
 
 _LOG = logging.getLogger(__name__)
 
@@ -55,8 +57,8 @@ class LocalRuntime:
     `num_threads` is the worker's number of CPU threads; None: chosen while it runs, at most torch's (`threads.py`).
     `enforce_eager`: capture no graphs.
     `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
-    softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `host_slots`:
-    chunks that the host's memory keeps. `warmup`: compilers at work for it, which stop with it.
+    softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
+    keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
     """
 
     def __init__(
@@ -72,12 +74,10 @@ class LocalRuntime:
         most_tokens: int = 0,
         wide_layers: Collection[int] = (),
         softmax: Softmax = "auto",
-        host_slots: int = 0,
+        tiers: Mapping[Tier, Storage] = MappingProxyType({}),
         warmup: Warmup | None = None,
     ) -> None:
         spec = model.spec
-        tiers = {Tier.HOST: host_slots} if host_slots else {}
-        self._capacity = Capacity(num_slots, num_rows, spec.kv.chunk_size, spec.max_position, tiers)
         self._results: Results = SimpleQueue()
         self._masks = MaskBox()
         self._closed = False
@@ -95,9 +95,15 @@ class LocalRuntime:
             torch.cuda.synchronize(device)
         self._copier: Copier | None = None
         if tiers:
-            chunks = ArenaChunks(self.executor.arena, device)
-            storage = {Tier.HOST: HostTier(host_slots, chunks.chunk_nbytes, device)}
-            self._copier = Copier(chunks, storage, self._results.put)
+            self._copier = Copier(ArenaChunks(self.executor.arena, device), tiers, self._results.put)
+        self._capacity = Capacity(
+            num_slots,
+            num_rows,
+            spec.kv.chunk_size,
+            spec.max_position,
+            {tier: storage.num_slots for tier, storage in tiers.items()},
+            self._copier.kept if self._copier is not None else {},
+        )
         self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads)
 
     @property
@@ -110,7 +116,7 @@ class LocalRuntime:
         """Slots, rows, tokens of a chunk, longest sequence."""
         return self._capacity
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Hand over copies; never blocks. Raises ConfigError for a tier that is not there, or a step to wait."""
         if self._copier is None:
             raise ConfigError("this runtime has no tiers to copy chunks between; plan without copies.")
@@ -179,7 +185,16 @@ class OpenedModel:
     start_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-def open_local(config: EngineConfig, directory: Path | None = None, placement: Placement | None = None) -> OpenedModel:
+Identify = Callable[[ModelSpec, bytes], bytes]
+"""From a model and the fingerprint of its weights to that of its KV, as `kv/identity.py` has it."""
+
+
+def open_local(
+    config: EngineConfig,
+    directory: Path | None = None,
+    placement: Placement | None = None,
+    identify: Identify | None = None,
+) -> OpenedModel:
     """`_open` in a thread of its own, which takes its OpenMP team with it when it ends.
 
     OpenMP counts the teams of all threads: with a second one idle beside the worker's it finds the cores
@@ -187,15 +202,18 @@ def open_local(config: EngineConfig, directory: Path | None = None, placement: P
     one token).
     """
     with ThreadPoolExecutor(1, "cellar-open") as thread:
-        return thread.submit(_open, config, directory, placement).result()
+        return thread.submit(_open, config, directory, placement, identify).result()
 
 
-def _open(config: EngineConfig, directory: Path | None, placement: Placement | None) -> OpenedModel:
+def _open(
+    config: EngineConfig, directory: Path | None, placement: Placement | None, identify: Identify | None
+) -> OpenedModel:
     """Load a model and make a runtime for it.
 
     `directory` is that of the checkpoint; without it `config.model.model` is looked for: a directory, the name of a
     config that ships with the package (dummy weights only), or a repository of the hub.
-    With a `placement` there are as many slots as it has chunks, and what lies in memory is compared with it.
+    With a `placement` there are as many slots as it has chunks, and what lies in memory is compared with it. Tiers that
+    outlive the process need `identify`.
     Raises DeviceError, CheckpointError, ConfigError, or CapacityError if weights or one request do not fit.
     """
     device = resolve_device(config.device.device)
@@ -248,27 +266,33 @@ def _open(config: EngineConfig, directory: Path | None, placement: Placement | N
     if warmup is not None:
         warmup.wait()
     compiled = time.perf_counter()
-    runtime = LocalRuntime(
+    num_slots = plan_slots(
         model,
         weights,
-        num_slots=plan_slots(
+        config.cache,
+        config.schedule,
+        device,
+        enforce_eager=config.device.enforce_eager,
+        planned=placement.num_chunks if placement is not None else None,
+    )
+    tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
+    try:
+        runtime = LocalRuntime(
             model,
             weights,
-            config.cache,
-            config.schedule,
-            device,
+            num_slots=num_slots,
+            num_rows=config.schedule.max_num_seqs,
+            device=device,
+            num_threads=config.device.num_threads,
             enforce_eager=config.device.enforce_eager,
-            planned=placement.num_chunks if placement is not None else None,
-        ),
-        num_rows=config.schedule.max_num_seqs,
-        device=device,
-        num_threads=config.device.num_threads,
-        enforce_eager=config.device.enforce_eager,
-        most_tokens=config.schedule.max_num_batched_tokens or 0,
-        wide_layers=wide,
-        host_slots=_host_slots(config.cache, spec),
-        warmup=warmup,
-    )
+            most_tokens=config.schedule.max_num_batched_tokens or 0,
+            wide_layers=wide,
+            tiers=tiers,
+            warmup=warmup,
+        )
+    except BaseException:
+        close_tiers(tiers)
+        raise
     assert runtime.executor is not None
     arena = runtime.executor.arena
     placed = None if placement is None else read_back(placement, spec, weights, arena)
@@ -309,19 +333,6 @@ def _preparing(choice_of: Callable[[Shape], LinearChoice | None]) -> loader.Tran
         return prepare(tensor, choice_of(Shape(*tensor.shape)))
 
     return change
-
-
-def _host_slots(cache: CacheConfig, spec: ModelSpec) -> int:
-    """Chunks that the host's share holds. Raises CapacityError if it is not even one."""
-    if cache.kv_offloading_size is None:
-        return 0
-    nbytes, chunk = int(cache.kv_offloading_size * GIB), spec.kv.chunk_nbytes()
-    if nbytes < chunk:
-        raise CapacityError(
-            f"kv_offloading_size asks for {human(nbytes)} of host memory, but one chunk takes {human(chunk)}; "
-            "ask for more, or leave it out."
-        )
-    return nbytes // chunk
 
 
 def _check_fits(spec: ModelSpec, device: torch.device) -> None:

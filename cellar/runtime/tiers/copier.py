@@ -1,9 +1,9 @@
-"""Copier: carries out CopyBatches in a thread of its own, beside the steps.
+"""Copier: carries out CopyBatches beside the steps, each tier's in threads of its own.
 
-    copy -> [loads before stores] -> copies -> CopyResult -> the runtime's results
+    copy -> lane of the slower tier -> [loads before stores] -> a thread copies a piece -> CopyResult after the last
 
-Loads go first: somebody waits for them (Pensieve §3.5.1). The scheduler orders no copy whose slots a step or another
-copy uses, so copies need no order among themselves, and none against steps.
+A slow disk holds up no copy from the host. Loads go first: somebody waits for them (Pensieve §3.5.1). The scheduler
+orders no copy whose slots a step or another copy uses, so copies need no order among themselves, nor against steps.
 """
 
 from __future__ import annotations
@@ -12,123 +12,219 @@ import heapq
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import ConfigError, DeviceError
-from cellar.core.messages import CopyBatch, CopyResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, KeptChunk, Tier, TierOrder
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.host import HostTier
 from cellar.runtime.tiers.storage import Storage
 
 logger = logging.getLogger(__name__)
 
+_PIECE_NBYTES = 4 * 2**20
+"""Of a batch, what one of several threads copies at a time; at least a chunk."""
+
+Publish = Callable[[CopyResult], None]
+
+
+@dataclass
+class _Job:
+    """A batch, and what has come of its pieces."""
+
+    batch: TierOrder
+    ok: NDArray[np.bool_]
+    left: int
+    begin: float = 0.0
+    said: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
 
 class Copier:
-    """Copies between the device's chunks and `tiers`; `publish` takes each result, from the copier's thread."""
+    """Copies between the device's chunks and `tiers`; `publish` takes each result, from threads of the copier."""
 
-    def __init__(
-        self, device: ArenaChunks, tiers: Mapping[Tier, Storage], publish: Callable[[CopyResult], None]
-    ) -> None:
-        self._device = device
+    def __init__(self, device: ArenaChunks, tiers: Mapping[Tier, Storage], publish: Publish) -> None:
         self._tiers = dict(tiers)
-        self._publish = publish
-        self._waiting: list[tuple[bool, int, CopyBatch]] = []
-        self._changed = threading.Condition()
         self._closed = False
-        # One chunk on its way to or from a tier that is not memory.
-        self._staging = np.empty(device.chunk_nbytes, np.uint8)
-        self._stage = torch.from_numpy(self._staging)
-        self._thread = threading.Thread(target=self._run, name="cellar-copier", daemon=True)
-        self._thread.start()
+        self._lanes = {
+            tier: _Lane(device, self._tiers, tier, storage.num_threads, publish) for tier, storage in tiers.items()
+        }
+        self._lanes.setdefault(Tier.DEVICE, _Lane(device, self._tiers, Tier.DEVICE, 1, publish))
 
-    def submit(self, batch: CopyBatch) -> None:
+    @property
+    def kept(self) -> Mapping[Tier, Sequence[KeptChunk]]:
+        """Chunks that tiers have from before this process."""
+        return {tier: storage.kept() for tier, storage in self._tiers.items() if tier.persistent}
+
+    def submit(self, batch: TierOrder) -> None:
         """Hand over a batch; never blocks. Raises ConfigError for what is not carried out here."""
-        for tier in (batch.source, batch.target):
+        slowest = batch.tier if isinstance(batch, EraseBatch) else max(batch.source, batch.target)
+        for tier in (slowest,) if isinstance(batch, EraseBatch) else (batch.source, batch.target):
             if tier is not Tier.DEVICE and tier not in self._tiers:
                 raise ConfigError(f"this runtime has no tier {tier.name.lower()}; plan without it.")
-        if batch.before_step >= 0 or batch.after_step >= 0:
+        if isinstance(batch, CopyBatch) and (batch.before_step >= 0 or batch.after_step >= 0):
             raise ConfigError("this runtime holds no step for a copy; wait for the copy's result before planning it.")
         if self._closed:
             raise DeviceError("the runtime is closed and takes no copies; open a new one.")
-        with self._changed:
-            heapq.heappush(self._waiting, (batch.target is not Tier.DEVICE, batch.number, batch))
-            self._changed.notify()
+        self._lanes[slowest].submit(batch)
 
     def close(self) -> None:
-        """Drop the batches that have not begun, and let go of the tiers."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify()
-        self._thread.join()
+        """Drop what has not begun, and let go of the tiers."""
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.end()
+        for lane in self._lanes.values():
+            lane.join()
         for storage in self._tiers.values():
             storage.close()
+
+
+class _Lane:
+    """The threads that copy to and from one tier (or within the device)."""
+
+    def __init__(
+        self, device: ArenaChunks, tiers: Mapping[Tier, Storage], tier: Tier, num_threads: int, publish: Publish
+    ) -> None:
+        self._device = device
+        self._tiers = tiers
+        self._publish = publish
+        self._several = num_threads > 1
+        self.waiting: list[tuple[int, int, int, _Job, range]] = []
+        self._changed = threading.Condition()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, name=f"cellar-{tier.name.lower()}-{k}", daemon=True)
+            for k in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, batch: TierOrder) -> None:
+        count = len(batch)
+        piece = max(1, _PIECE_NBYTES // self._device.chunk_nbytes) if self._several else max(1, count)
+        pieces = [range(at, min(at + piece, count)) for at in range(0, max(1, count), piece)]
+        # What must not be found again goes first, then what somebody waits for.
+        rank = 0 if isinstance(batch, EraseBatch) else 1 if batch.target is Tier.DEVICE else 2
+        job = _Job(batch, np.zeros(count, np.bool_), len(pieces))
+        with self._changed:
+            for part in pieces:
+                heapq.heappush(self.waiting, (rank, batch.number, part.start, job, part))
+            self._changed.notify(len(pieces))
+
+    def end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         cuda = self._device.device.type == "cuda"
         stream = torch.cuda.Stream(self._device.device) if cuda else None  # type: ignore[no-untyped-call]
+        hand = _Hand(self._device, self._tiers, stream)
         with torch.inference_mode(), torch.cuda.stream(stream):  # None: nothing changes
-            while (batch := self._next()) is not None:
-                self._publish(self._carry_out(batch, stream))
+            while (found := self._next()) is not None:
+                self._work(hand, *found)
 
-    def _next(self) -> CopyBatch | None:
+    def _next(self) -> tuple[_Job, range] | None:
         with self._changed:
-            while not self._waiting and not self._closed:
+            while not self.waiting and not self._closed:
                 self._changed.wait()
-            return None if self._closed else heapq.heappop(self._waiting)[2]
+            if self._closed:
+                return None
+            *_, job, part = heapq.heappop(self.waiting)
+            return job, part
 
-    def _carry_out(self, batch: CopyBatch, stream: torch.cuda.Stream | None) -> CopyResult:
-        begin = time.perf_counter()
-        ok = np.zeros(len(batch), np.bool_)
+    def _work(self, hand: _Hand, job: _Job, part: range) -> None:
+        """Copy a piece; who copies the last one says what has come of all."""
+        batch = job.batch
+        with job.lock:
+            job.begin = job.begin or time.perf_counter()
+        ok, said = hand.carry_out(batch, part)
+        with job.lock:
+            job.ok[part.start : part.stop] = ok
+            job.said = job.said or said
+            job.left -= 1
+            if job.left:
+                return
+        if job.said is not None:
+            logger.warning(
+                "%d of %d chunks were not copied from %s", len(batch) - int(job.ok.sum()), len(batch), job.said
+            )
+        nbytes = int(job.ok.sum()) * self._device.chunk_nbytes
+        self._publish(CopyResult(batch.number, job.ok, nbytes, time.perf_counter() - job.begin, job.said))
+
+
+class _Hand:
+    """What one thread copies with: a stream, and a chunk's room on the way to or from a tier that is not memory."""
+
+    def __init__(self, device: ArenaChunks, tiers: Mapping[Tier, Storage], stream: torch.cuda.Stream | None) -> None:
+        self._device = device
+        self._tiers = tiers
+        self._stream = stream
+        self._staging = np.empty(device.chunk_nbytes, np.uint8)
+        self._stage = torch.from_numpy(self._staging)
+
+    def carry_out(self, batch: TierOrder, part: range) -> tuple[NDArray[np.bool_], str | None]:
+        """-> which of a piece have arrived, and why the first of the others has not."""
+        ok = np.zeros(len(part), np.bool_)
         said: str | None = None
-        for k, (source, target) in enumerate(
-            zip(batch.source_slots.tolist(), batch.target_slots.tolist(), strict=True)
-        ):
+        for k, at in enumerate(part):
             try:
-                self._copy(batch, source, target, stream)
+                if isinstance(batch, EraseBatch):
+                    self._tiers[batch.tier].erase(int(batch.slots[at]))
+                else:
+                    self._copy(batch, at)
                 ok[k] = True
             except Exception as error:  # whatever it is, somebody waits for the result
-                said = said or f"{batch.source.name.lower()} to {batch.target.name.lower()}: {error}"
+                said = said or f"{_way(batch)}: {error}"
         try:
-            if stream is not None:
-                stream.synchronize()
+            self._wait()
         except Exception as error:
             ok[:] = False
             said = said or str(error)
-        if said is not None:
-            logger.warning("%d of %d chunks were not copied from %s", len(batch) - int(ok.sum()), len(batch), said)
-        nbytes = int(ok.sum()) * self._device.chunk_nbytes
-        return CopyResult(batch.number, ok, nbytes, time.perf_counter() - begin, said)
+        return ok, said
 
-    def _copy(self, batch: CopyBatch, source: int, target: int, stream: torch.cuda.Stream | None) -> None:
-        device = self._device
+    def _copy(self, batch: CopyBatch, at: int) -> None:
+        device, source, target = self._device, int(batch.source_slots[at]), int(batch.target_slots[at])
+        label = batch.labels[at] if batch.labels else None
         if batch.source is Tier.DEVICE and batch.target is Tier.DEVICE:
             device.copy(source, target)
         elif batch.source is Tier.DEVICE:
             held = self._memory(batch.target, target)
             device.read(source, held)
             if held is self._stage:
-                _wait(stream)
-                self._tiers[batch.target].write(target, self._staging)
+                self._wait()
+                self._tiers[batch.target].write(target, self._staging, label)
         elif batch.target is Tier.DEVICE:
             held = self._memory(batch.source, source)
             if held is self._stage:
-                _wait(stream)  # what was staged before may not have left yet
-                self._tiers[batch.source].read(source, self._staging)
+                self._wait()  # what was staged before may not have left yet
+                self._tiers[batch.source].read(source, self._staging, label)
             device.write(target, held)
         else:
-            self._tiers[batch.source].read(source, self._staging)
-            self._tiers[batch.target].write(target, self._staging)
+            self._tiers[batch.source].read(source, self._staging, label)
+            self._tiers[batch.target].write(target, self._staging, label)
 
     def _memory(self, tier: Tier, slot: int) -> Tensor:
         """The bytes of a chunk that lies in memory, or the staging buffer."""
         storage = self._tiers[tier]
         return torch.from_numpy(storage.chunks[slot]) if isinstance(storage, HostTier) else self._stage
 
+    def _wait(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
-def _wait(stream: torch.cuda.Stream | None) -> None:
-    if stream is not None:
-        stream.synchronize()
+
+def _way(batch: TierOrder) -> str:
+    if isinstance(batch, EraseBatch):
+        return f"{batch.tier.name.lower()} to nowhere"
+    return f"{batch.source.name.lower()} to {batch.target.name.lower()}"

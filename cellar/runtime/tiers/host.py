@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from cellar.core.errors import CapacityError
+from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
 from cellar.runtime.tiers.storage import Bytes
 
@@ -55,13 +57,25 @@ class HostTier:
         """Chunks that it holds."""
         return self._num_slots
 
-    def write(self, slot: int, chunk: Bytes) -> None:
+    @property
+    def num_threads(self) -> int:
+        """One: the link to the device is busy with one copy."""
+        return 1
+
+    def kept(self) -> Sequence[KeptChunk]:
+        """None: the memory was another's."""
+        return ()
+
+    def write(self, slot: int, chunk: Bytes, label: ChunkLabel | None = None) -> None:
         """Keep a chunk."""
         self.chunks[slot] = chunk
 
-    def read(self, slot: int, chunk: Bytes) -> None:
+    def read(self, slot: int, chunk: Bytes, label: ChunkLabel | None = None) -> None:
         """Fill `chunk`."""
         chunk[:] = self.chunks[slot]
+
+    def erase(self, slot: int) -> None:
+        """What nobody knows of is found by nobody, and gone with the process."""
 
     def close(self) -> None:
         """Give the memory back."""

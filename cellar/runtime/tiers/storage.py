@@ -6,26 +6,41 @@ whatever the arena's own is: so a chunk is one piece for every tier and every pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.core.messages import ChunkLabel, KeptChunk
+
 Bytes = NDArray[np.uint8]
 
 
 class Storage(Protocol):
-    """`num_slots` chunks of `chunk_nbytes` bytes. One thread calls it."""
+    """`num_slots` chunks of `chunk_nbytes` bytes. Several threads call it, each for other slots."""
 
     @property
     def num_slots(self) -> int:
         """Chunks that it holds."""
 
-    def write(self, slot: int, chunk: Bytes) -> None:
-        """Keep a chunk [chunk_nbytes]. Raises OSError if it could not."""
+    @property
+    def num_threads(self) -> int:
+        """Threads that it pays to copy with at a time."""
 
-    def read(self, slot: int, chunk: Bytes) -> None:
+    def kept(self) -> Sequence[KeptChunk]:
+        """Chunks from before this process, in slots of their own."""
+
+    def write(self, slot: int, chunk: Bytes, label: ChunkLabel | None) -> None:
+        """Keep a chunk [chunk_nbytes]; a tier that outlives the process needs its label. Raises OSError if it could
+        not; the slot holds nothing then.
+        """
+
+    def read(self, slot: int, chunk: Bytes, label: ChunkLabel | None) -> None:
         """Fill `chunk` [chunk_nbytes]. Raises OSError if what was written is not there any more, or not as it was."""
+
+    def erase(self, slot: int) -> None:
+        """Nothing of what was written is ever found again. Raises OSError if that could not be done."""
 
     def close(self) -> None:
         """Let go of everything; what is to outlive the process is safe by then."""

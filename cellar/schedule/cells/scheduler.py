@@ -24,7 +24,7 @@ from cellar.core.cell_graphs import (
     GraphPart,
 )
 from cellar.core.errors import CapacityError, IntegrityError, RequestError
-from cellar.core.messages import CopyBatch, CopyResult, Event, FinishReason
+from cellar.core.messages import CopyResult, Event, FinishReason, TierOrder
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskPlan, TaskResult
 from cellar.schedule.cells.admission import Admission
 from cellar.schedule.cells.commit import Commit
@@ -196,8 +196,12 @@ class CellScheduler:
             self.waiting[found.model].leave(found)
         return None
 
-    def copies(self, now: float) -> Sequence[CopyBatch]:
+    def copies(self, now: float) -> Sequence[TierOrder]:
         """None: rows stay where they are."""
+        return ()
+
+    def persist(self, now: float) -> Sequence[TierOrder]:
+        """None: nothing outlives a request."""
         return ()
 
     def commit_copy(self, result: CopyResult, now: float) -> None:

@@ -21,12 +21,12 @@ import numpy as np
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError, IntegrityError, RequestError
 from cellar.core.messages import (
-    CopyBatch,
     CopyResult,
     Event,
     EventKind,
     FinishReason,
     Flag,
+    KeptChunk,
     MemoryAnswer,
     MemoryQuestion,
     Request,
@@ -35,6 +35,7 @@ from cellar.core.messages import (
     StepPlan,
     StepResult,
     Tier,
+    TierOrder,
 )
 from cellar.kv.policy import Policy
 from cellar.kv.store import KVStore, Reservation
@@ -151,6 +152,8 @@ class StepScheduler:
         if result.error is None:
             self._take_in(record, result, output)
         else:
+            # Who has been dropped meanwhile has no KV of this step either, though later ones may have computed.
+            self._rows.next_named[record.rows] = NEVER
             for row in record.rows[self._rows.accepts[record.rows]].tolist():
                 self._end(Ending(row, FinishReason.ERROR, result.error), output)
         if self._releasing:
@@ -161,9 +164,17 @@ class StepScheduler:
                     self._release(row)
         return output
 
-    def copies(self, now: float) -> Sequence[CopyBatch]:
-        """Copies decided since the last call, with those that memory pressure asks for."""
+    def copies(self, now: float) -> Sequence[TierOrder]:
+        """Copies decided since the last call, with those that memory pressure and rest ask for."""
         return self._store.copies(now)
+
+    def restore(self, kept: Mapping[Tier, Sequence[KeptChunk]], now: float) -> None:
+        """Chunks that tiers have from before this process are found from now on; to be called first of all."""
+        self._store.restore(kept, now)
+
+    def persist(self, now: float) -> Sequence[TierOrder]:
+        """Copies of what would be lost with this process."""
+        return self._store.persist(now)
 
     def commit_copy(self, result: CopyResult, now: float) -> None:
         """Take in the result of a CopyBatch: who waits for it may start, or, if a load failed, waits to be admitted
@@ -180,9 +191,14 @@ class StepScheduler:
                 self._queue.push(state)
 
     def next_event(self, now: float) -> Event | None:
-        """A copy while any is under way: it brings chunks that are waited for, or gives back memory. Else a mask."""
+        """A copy while any is under way: it brings chunks that are waited for, or gives back memory. Else the moment
+        when chunks have rested long enough to be copied, or a mask.
+        """
         if self._store.num_moving:
             return Event(EventKind.COPY)
+        moment = self._store.next_moment()
+        if moment is not None:
+            return Event(EventKind.TIMER, moment)
         return Event(EventKind.GRAMMAR) if self._num_parked else None
 
     def finish(self, request_id: str, num_tokens: int, reason: FinishReason) -> None:
@@ -234,6 +250,11 @@ class StepScheduler:
             self._queue.push(state)
         elif state is not None and state.phase is Phase.PARKING:
             state.resumed = True
+
+    @property
+    def num_erasing(self) -> int:
+        """Chunks of which something is left, though they were forgotten: tiers that outlive the process erase them."""
+        return self._store.num_erasing
 
     def has_work(self) -> bool:
         """True while any request waits, runs, or has a plan in flight."""

@@ -13,6 +13,7 @@ import pytest
 
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import (
+    ChunkLabel,
     CopyBatch,
     CopyResult,
     Emit,
@@ -320,7 +321,8 @@ def test_bytes_follow_the_slots_through_the_tiers() -> None:
     for k, (source, s, target, t) in enumerate(
         [(Tier.DEVICE, 3, Tier.HOST, 2), (Tier.HOST, 2, Tier.DISK, 1), (Tier.DISK, 1, Tier.DEVICE, 6)]
     ):
-        runtime.copy(batch(k, source, [s], target, [t]))
+        label = ChunkLabel(b"i", b"p", 6)
+        runtime.copy(batch(k, source, [s], target, [t], labels=(label,)))
         (result,) = polled(runtime)
         assert (result.number, result.ok.tolist(), result.error) == (k, [True], None)
     assert runtime.num_copied == 3

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cellar.core.errors import CapacityError, ConfigError, DeviceError
-from cellar.core.messages import CopyBatch, CopyResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, KeptChunk, Tier
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.arena import ArenaChunks
@@ -49,10 +49,11 @@ class World:
 
     def __init__(self, device: torch.device = CPU, **more: Any) -> None:
         self.arena = arena_of(6, device)
-        chunks = ArenaChunks(self.arena, device)
+        chunks = self.chunks = ArenaChunks(self.arena, device)
         self.host = HostTier(4, chunks.chunk_nbytes, device)
         self.results: SimpleQueue[CopyResult] = SimpleQueue()
-        self.copier = Copier(chunks, {Tier.HOST: self.host, **more}, self.results.put)
+        tiers = {Tier.HOST: self.host, **{Tier[name]: tier for name, tier in more.items()}}
+        self.copier = Copier(chunks, tiers, self.results.put)
         self.number = 0
 
     def copy(self, source: Tier, sources: Sequence[int], target: Tier, targets: Sequence[int]) -> CopyResult:
@@ -104,16 +105,17 @@ def test_chunk_is_copied_within_the_device(world: World) -> None:
 
 def test_loads_go_before_stores(world: World) -> None:
     gate, seen = threading.Event(), []
-    carry_out = world.copier._carry_out
+    lane = world.copier._lanes[Tier.HOST]
+    work = lane._work
 
-    def slow(batch: CopyBatch, stream: Any) -> CopyResult:
+    def slow(hand: Any, job: Any, part: range) -> None:
         gate.wait(SECONDS)
-        seen.append(batch.number)
-        return carry_out(batch, stream)
+        seen.append(job.batch.number)
+        work(hand, job, part)
 
-    world.copier._carry_out = slow  # type: ignore[method-assign]
+    lane._work = slow  # type: ignore[method-assign]
     world.submit(Tier.DEVICE, [0], Tier.HOST, [0])
-    while world.copier._waiting:
+    while lane.waiting:
         pass
     world.submit(Tier.DEVICE, [1], Tier.HOST, [1])
     world.submit(Tier.DEVICE, [2], Tier.HOST, [2])
@@ -128,20 +130,26 @@ class Broken:
     """A tier that has lost its odd slots."""
 
     num_slots = 8
+    num_threads = 3
 
-    def write(self, slot: int, chunk: Any) -> None:
+    def kept(self) -> Sequence[KeptChunk]:
+        return ()
+
+    def write(self, slot: int, chunk: Any, label: Any = None) -> None:
         if slot % 2:
             raise OSError("no space left")
 
-    def read(self, slot: int, chunk: Any) -> None:
+    def read(self, slot: int, chunk: Any, label: Any = None) -> None:
         self.write(slot, chunk)
+
+    def erase(self, slot: int) -> None:
+        self.write(slot, None)
 
     def close(self) -> None: ...
 
 
 def test_what_fails_is_said_chunk_by_chunk() -> None:
-    world = World()
-    world.copier._tiers[Tier.DISK] = Broken()
+    world = World(DISK=Broken())
     result = world.copy(Tier.DEVICE, [0, 1, 2], Tier.DISK, [0, 1, 2])
     assert result.ok.tolist() == [True, False, True]
     assert result.error == "device to disk: no space left"
@@ -154,7 +162,7 @@ def test_a_defect_in_a_tier_loses_a_chunk_and_not_the_thread(world: World, monke
         raise ValueError("a tier was sad")
 
     with monkeypatch.context() as patch:
-        patch.setattr(world.copier._device, "read", explode)
+        patch.setattr(world.chunks, "read", explode)
         failed = world.copy(Tier.DEVICE, [0], Tier.HOST, [0])
     assert (failed.ok.tolist(), failed.error) == ([False], "device to host: a tier was sad")
     assert world.copy(Tier.DEVICE, [0], Tier.HOST, [0]).ok.all()

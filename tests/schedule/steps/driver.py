@@ -15,7 +15,17 @@ import numpy as np
 
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError
-from cellar.core.messages import CopyResult, FinishReason, Request, StepOutput, StepPlan, StepResult, Tier
+from cellar.core.messages import (
+    CopyBatch,
+    CopyResult,
+    FinishReason,
+    MemoryQuestion,
+    Request,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    Tier,
+)
 from cellar.core.sampling import SamplingParams
 from cellar.kv.policy import RetentionValue
 from cellar.runtime.protocol import Capacity
@@ -47,6 +57,7 @@ class Setting:
     error_every: int = 0
     host: int = 0
     disk: int = 0
+    remote: int = 0
     values: bool = False
     """Chunks leave by their retention value, not by least recent use."""
     max_copy_delay: int = 0
@@ -97,7 +108,8 @@ class World:
     def __init__(self, setting: Setting) -> None:
         self.setting = s = setting
         self.now = 0.0
-        tiers = {tier: count for tier, count in ((Tier.HOST, s.host), (Tier.DISK, s.disk)) if count}
+        sizes = ((Tier.HOST, s.host), (Tier.DISK, s.disk), (Tier.REMOTE, s.remote))
+        self.tiers = {tier: count for tier, count in sizes if count}
         self.config = ScheduleConfig(
             max_num_seqs=s.num_rows,
             max_num_batched_tokens=s.budget,
@@ -105,6 +117,21 @@ class World:
             decode_reserve=s.reserve,
             run_ahead=s.run_ahead,
         )
+        self.start()
+        self.live: dict[str, Expected] = {}
+        self.ended: list[Expected] = []
+        self.by_seed: dict[int, Expected] = {}
+        self.count = 0
+        self.steps = 0
+        self.loads = 0
+        self.stores = 0
+        self.restarts = 0
+        self.loading: set[str] = set()  # admitted before they got a row
+        self.holes = 0
+
+    def start(self, before: FakeRuntime | None = None) -> None:
+        """A process begins, perhaps after another was killed."""
+        s = self.setting
         self.scheduler = StepScheduler(
             s.num_slots,
             s.num_rows,
@@ -113,7 +140,7 @@ class World:
             self.config,
             s.caching,
             row_depth=s.row_depth,
-            tiers=tiers,
+            tiers=self.tiers,
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
         )
         self.runtime = FakeRuntime(
@@ -121,20 +148,14 @@ class World:
             vocab_size=VOCAB,
             delay=lambda step: (step * 7919) % (s.max_delay + 1),
             fail=lambda plan: "made to fail" if self._fails(plan.step) else None,
-            tiers=tiers,
+            tiers=self.tiers,
             copy_delay=lambda batch: (batch.number * 7919) % (s.max_copy_delay + 1),
             fail_copy=lambda batch, k: bool(s.copy_fails_every) and (batch.number + 3 * k) % s.copy_fails_every == 0,
             nan=lambda step, row: bool(s.error_every) and (step * 31 + row) % (s.error_every * 4) == 1,
         )
-        self.live: dict[str, Expected] = {}
-        self.ended: list[Expected] = []
-        self.by_seed: dict[int, Expected] = {}
-        self.count = 0
-        self.steps = 0
-        self.loads = 0
-        self.stores = 0
-        self.loading: set[str] = set()  # admitted before they got a row
-        self.holes = 0
+        if before is not None:
+            self.runtime.inherit(before)
+            self.scheduler.restore(self.runtime.kept(), self.now)
 
     def _fails(self, step: int) -> bool:
         return bool(self.setting.error_every) and step % self.setting.error_every == self.setting.error_every - 1
@@ -150,6 +171,10 @@ class World:
         elif kind == "burst":
             for _ in range(a % 8):
                 self.turn()
+        elif kind == "restart":
+            self.restart()
+        elif kind == "forget":
+            self.scheduler.memory(MemoryQuestion(("ab"[a % 2],), forget=True))
         elif self.live:
             name = sorted(self.live)[a % len(self.live)]
             if kind == "abort":
@@ -161,6 +186,14 @@ class World:
                 del self.live[name].got[keep:]
                 self.close(name)
         self.check()
+
+    def restart(self) -> None:
+        """The process is killed, whatever it is at; requests that run are lost, what persistent tiers have is not."""
+        for name in list(self.live):
+            self.close(name)
+        self.by_seed.clear()
+        self.restarts += 1
+        self.start(self.runtime)
 
     def add(self, a: int, b: int) -> None:
         """A prompt that shares its beginning with others, or goes on where an ended request stopped."""
@@ -224,8 +257,9 @@ class World:
             plan = self.plan()
             self.loading |= {state.request.id for state in self.scheduler._loading}
             for batch in self.scheduler.copies(self.now):
-                self.loads += len(batch) if batch.target is Tier.DEVICE else 0
-                self.stores += len(batch) if batch.target is not Tier.DEVICE else 0
+                if isinstance(batch, CopyBatch):
+                    self.loads += len(batch) if batch.target is Tier.DEVICE else 0
+                    self.stores += len(batch) if batch.target is not Tier.DEVICE else 0
                 self.runtime.copy(batch)
             if plan is None:
                 break
@@ -281,13 +315,31 @@ class World:
         assert (stats.running, stats.waiting) == (0, 0)
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks, "a chunk is still referenced"
         assert self.scheduler._rows.num_free == self.setting.num_rows, "a row is still owned"
-        for _ in range(100 * (self.setting.max_copy_delay + 1)):  # copies end, too, and bring about no endless others
+        for _ in range(400 * (self.setting.max_copy_delay + 1)):  # copies end, too, and bring about no endless others
             if not self.turn():
                 break
         assert self.scheduler.next_event(self.now) is None, "copies go on for ever"
         for kept in self.scheduler.stats().tiers:
             assert kept.referenced == 0, f"tier {kept.tier.name} is still used"
         self.check()
+        self.check_kept()
+
+    def check_kept(self) -> None:
+        """At rest persistent tiers hold what the books say, and nothing that was forgotten."""
+        store = self.scheduler._store
+        assert store.num_erasing == 0
+        shelves = store._shelves
+        for tier, chunks in self.runtime.kept().items():
+            pool, directory = shelves.pools[shelves.tiers.index(tier)], shelves.directory
+            known = {slot: c for slot, c in enumerate(pool.chunk.tolist()) if c >= 0}
+            said = {k.slot: (k.label.identity, k.label.parent, k.label.end, k.label.tokens) for k in chunks}
+            assert said == {
+                slot: (directory.identity(c), directory.parent(c), directory.end[c], directory.tail_tokens(c))
+                for slot, c in known.items()
+            }, f"tier {tier.name} has other chunks"
+            if tier is shelves.tiers[shelves.persistent] and pool.num_free and not self.setting.copy_fails_every:
+                there = (directory.slot[: shelves.persistent] >= 0).any(0).nonzero()[0].tolist()
+                assert set(there) <= set(known.values()), "what rests, and finds room, outlives the process"
 
     # -- the truth --------------------------------------------------------------------------------
 
@@ -464,6 +516,7 @@ def random_case(
         caching=rng.random() < 0.8 or tiers,
         host=rng.choice((0, 3, 10, 40)) if tiers else 0,
         disk=rng.choice((0, 0, 8, 60)) if tiers else 0,
+        remote=rng.choice((0, 0, 8, 60)) if tiers else 0,
         values=rng.random() < 0.5,
         max_copy_delay=rng.choice((0, 1, 5)),
         copy_fails_every=rng.choice((0, 0, 7)),
@@ -472,4 +525,5 @@ def random_case(
         pressure=pressure,
         owners=rng.choice((0, 0, 0, 2, 3)),
     )
-    return setting, [(rng.choice(KINDS), rng.randrange(256), rng.randrange(256)) for _ in range(num_ops)]
+    kinds = (*KINDS, "forget", "restart") if tiers else KINDS
+    return setting, [(rng.choice(kinds), rng.randrange(256), rng.randrange(256)) for _ in range(num_ops)]

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from cellar.core.errors import CellarError
-from cellar.core.messages import CopyResult, Emit
+from cellar.core.messages import CopyResult, Emit, EraseBatch, KeptChunk
+from cellar.kv import restored
 from cellar.kv import store as store_module
+from cellar.kv.behind import WriteBehind
 from cellar.kv.directory import Directory
 from cellar.kv.movement import Movement
 from cellar.kv.pool import SlotPool
@@ -580,6 +582,102 @@ def place_of_a_copy_is_mixed_up(patch: pytest.MonkeyPatch) -> None:
         return number
 
     patch.setattr(Movement, "_order", turned)
+
+
+# -- tiers that outlive the process --------------------------------------------------------------------
+
+
+@bug(tiers=True, disk=60)
+def forgotten_chunk_stays_on_the_disk(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotPool, "vacate", SlotPool.give_back)
+
+
+@bug(tiers=True, disk=60, max_copy_delay=5)
+def copy_of_a_chunk_that_was_forgotten_meanwhile_stays(patch: pytest.MonkeyPatch) -> None:
+    vacate = SlotPool.vacate
+
+    def hasty(pool: SlotPool, slots: np.ndarray) -> None:
+        arrived = pool.state[slots] == State.LOADING
+        pool.give_back(slots[arrived])
+        vacate(pool, slots[~arrived])
+
+    patch.setattr(SlotPool, "vacate", hasty)
+
+
+@bug(tiers=True, disk=60, copy_fails_every=2)
+def what_could_not_be_erased_counts_as_gone(patch: pytest.MonkeyPatch) -> None:
+    erased = Movement._erased
+
+    def trusting(movement: Movement, batch: EraseBatch, result: CopyResult) -> None:
+        erased(movement, batch, dataclasses.replace(result, ok=np.ones(len(batch), np.bool_)))
+
+    patch.setattr(Movement, "_erased", trusting)
+
+
+@bug(tiers=True, disk=60)
+def chunks_at_rest_wait_until_memory_is_short(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WriteBehind, "add", lambda behind, chunks, now: None)
+
+
+@bug(tiers=True, disk=60, max_copy_delay=5)
+def chunk_that_moves_while_its_time_comes_is_passed_over(patch: pytest.MonkeyPatch) -> None:
+    take = WriteBehind.take
+
+    def once(behind: WriteBehind, count: int, now: float) -> np.ndarray:
+        length = len(behind._queue)
+        found = take(behind, count, now)
+        if len(behind._queue) == length and length:
+            behind._queue.pop()
+        return found
+
+    patch.setattr(WriteBehind, "take", once)
+
+
+@bug(tiers=True, disk=60)
+def label_is_that_of_another_chunk(patch: pytest.MonkeyPatch) -> None:
+    labels = Shelves.labels
+    patch.setattr(Shelves, "labels", lambda shelves, chunks: labels(shelves, chunks)[::-1])
+
+
+@bug(tiers=True, disk=60)
+def label_of_a_tail_says_nothing_of_its_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Directory, "tail_tokens", lambda directory, chunk: b"")
+
+
+@bug(tiers=True, disk=60)
+def restored_chunks_are_looked_for_in_the_next_slot(patch: pytest.MonkeyPatch) -> None:
+    def turned(shelves: Shelves, tier: int, chunks: list[KeptChunk], numbers: dict[bytes, int]) -> None:
+        slots = [chunk.slot for chunk in chunks]
+        moved = [dataclasses.replace(c, slot=s) for c, s in zip(chunks, slots[1:] + slots[:1], strict=True)]
+        place(shelves, tier, moved, numbers)
+
+    place = restored._place
+    patch.setattr(restored, "_place", turned)
+
+
+@bug(tiers=True, disk=60)
+def restored_chunk_may_never_leave(patch: pytest.MonkeyPatch) -> None:
+    classify = Shelves.classify
+
+    def some(shelves: Shelves, chunks: np.ndarray) -> None:
+        if not shelves.device.num_referenced and not (shelves.directory.slot[0] >= 0).any():
+            return
+        classify(shelves, chunks)
+
+    patch.setattr(Shelves, "classify", some)
+
+
+@bug(tiers=True, disk=60)
+def forgotten_conversation_keeps_what_copies_are_writing(patch: pytest.MonkeyPatch) -> None:
+    remove = Shelves.remove
+
+    def some(shelves: Shelves, chunks: np.ndarray) -> None:
+        slots = shelves.directory.slot[shelves.persistent % len(shelves.tiers), chunks]
+        remove(shelves, chunks[slots < 0])
+        for chunk in chunks[slots >= 0].tolist():
+            shelves.directory.slot[:, chunk] = -1
+
+    patch.setattr(Shelves, "remove", some)
 
 
 def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed: Any) -> None:

@@ -501,6 +501,19 @@ def test_row_without_finite_logits_ends_alone() -> None:
     assert (len(bench.tokens["a"]), len(bench.tokens["b"])) == (1, 3)
 
 
+def test_chunks_of_a_step_that_failed_are_not_found_though_later_steps_went_well() -> None:
+    """Nobody is told of the failure: the request was dropped while the step ran."""
+    bench = Bench(max_num_batched_tokens=8, fail=lambda plan: "out of luck" if plan.step == 0 else None)
+    bench.add(request("a", range(16), 4))
+    bench.plan()
+    bench.plan()
+    bench.scheduler.abort("a")
+    bench.commit()
+    bench.add(request("b", range(16), 4))
+    bench.run()
+    assert bench.tokens["b"] == by_hand(request("b", range(16), 4), 64)[0]
+
+
 def test_chunks_of_a_row_without_finite_logits_are_not_found_again() -> None:
     """They may be the reason. Those that others use, too, stay."""
     bench = Bench(run_ahead=1, max_num_batched_tokens=4, nan=lambda step, row: (step, row) == (2, 0))

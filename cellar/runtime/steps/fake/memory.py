@@ -8,7 +8,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, IntArray, TableUpdate, Tier
+from cellar.core.messages import (
+    ChunkLabel,
+    CopyBatch,
+    CopyResult,
+    EraseBatch,
+    IntArray,
+    KeptChunk,
+    TableUpdate,
+    Tier,
+    TierOrder,
+)
 from cellar.runtime.protocol import Capacity
 
 _PRIME = 1_000_003
@@ -24,9 +34,10 @@ class FakeMemory:
     """
 
     def __init__(
-        self, capacity: Capacity, tiers: Mapping[Tier, int], fail_copy: Callable[[CopyBatch, int], bool]
+        self, capacity: Capacity, tiers: Mapping[Tier, int], fail_copy: Callable[[TierOrder, int], bool]
     ) -> None:
         self.num_copied = 0
+        self._labels: dict[tuple[Tier, int], ChunkLabel] = {}  # of chunks in persistent tiers
         self._fail_copy = fail_copy
         self._chunk_size = capacity.chunk_size
         self._tiers = {
@@ -46,17 +57,53 @@ class FakeMemory:
         """Slots of rows, as a plan gives them."""
         self._table[table.row, table.column] = table.slot
 
-    def expect(self, batch: CopyBatch) -> None:
+    def expect(self, batch: TierOrder) -> None:
         """A batch has been handed over: its targets hold nothing until it is copied."""
-        self._tiers[batch.target][:, batch.target_slots] = _UNWRITTEN
+        if isinstance(batch, CopyBatch):
+            self._wipe(batch.target, batch.target_slots)
 
-    def copy(self, batch: CopyBatch) -> CopyResult:
-        """Copy a batch, but for chunks that are made to fail."""
+    def copy(self, batch: TierOrder) -> CopyResult:
+        """Copy or erase a batch, but for chunks that are made to fail."""
         ok = np.array([not self._fail_copy(batch, k) for k in range(len(batch))], np.bool_)
+        if isinstance(batch, EraseBatch):
+            self._wipe(batch.tier, batch.slots[ok])
+            return CopyResult(batch.number, ok, error=None if ok.all() else "made to fail")
+        if batch.source.persistent or batch.target.persistent:
+            self._label(batch, ok)
         source, target = self._tiers[batch.source], self._tiers[batch.target]
         target[:, batch.target_slots[ok]] = source[:, batch.source_slots[ok]]
         self.num_copied += int(ok.sum())
         return CopyResult(batch.number, ok, int(ok.sum()), error=None if ok.all() else "made to fail")
+
+    def _wipe(self, tier: Tier, slots: IntArray) -> None:
+        self._tiers[tier][:, slots] = _UNWRITTEN
+        for slot in slots.tolist():
+            self._labels.pop((tier, slot), None)
+
+    def _label(self, batch: CopyBatch, ok: NDArray[np.bool_]) -> None:
+        """What outlives a process must be said to be what it is, when it is written and when it is read."""
+        if len(batch.labels) != len(batch):
+            raise IntegrityError(f"batch {batch.number} has {len(batch.labels)} labels for {len(batch)} chunks")
+        for k, label in enumerate(batch.labels):
+            held = self._labels.get((batch.source, int(batch.source_slots[k])))
+            if batch.source.persistent and (held is None or held.identity != label.identity):
+                raise IntegrityError(f"batch {batch.number} reads another chunk than tier {batch.source.name} holds")
+            if batch.target.persistent and ok[k]:
+                self._labels[batch.target, int(batch.target_slots[k])] = label
+
+    def kept(self) -> dict[Tier, list[KeptChunk]]:
+        """Chunks that persistent tiers have, as the next process finds them."""
+        found: dict[Tier, list[KeptChunk]] = {tier: [] for tier in self._tiers if tier.persistent}
+        for (tier, slot), label in self._labels.items():
+            found[tier].append(KeptChunk(slot, label, 0.0))
+        return found
+
+    def inherit(self, before: FakeMemory) -> None:
+        """The process of another memory was killed: what outlived it is here."""
+        self._labels = dict(before._labels)
+        for tier, chunks in self._tiers.items():
+            if tier.persistent:
+                chunks[:] = before._tiers[tier]
 
     def write(self, row: int, start: int, tokens: IntArray) -> None:
         """Append a row's tokens from position `start` on. Raises IntegrityError if those before are not its own."""

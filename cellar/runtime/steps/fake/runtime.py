@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, CopyResult, StepPlan, StepResult, Tier
+from cellar.core.messages import CopyResult, KeptChunk, StepPlan, StepResult, Tier, TierOrder
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks.star import HostComm
 from cellar.runtime.steps.fake.memory import FakeMemory
@@ -72,8 +72,8 @@ class FakeRuntime:
     fail: Callable[[StepPlan], str | None] = lambda plan: None
     nan: Callable[[int, int], bool] = lambda step, row: False
     tiers: Mapping[Tier, int] = field(default_factory=dict)
-    copy_delay: int | Callable[[CopyBatch], int] = 0
-    fail_copy: Callable[[CopyBatch, int], bool] = lambda batch, k: False
+    copy_delay: int | Callable[[TierOrder], int] = 0
+    fail_copy: Callable[[TierOrder, int], bool] = lambda batch, k: False
     strict: bool = True
     comm: HostComm | None = None
     _closed: bool = False
@@ -106,6 +106,16 @@ class FakeRuntime:
         """Chunks copied so far."""
         return self._memory.num_copied
 
+    # -- after the end ----------------------------------------------------------------------------
+
+    def kept(self) -> dict[Tier, list[KeptChunk]]:
+        """Chunks that persistent tiers have, as the next process finds them."""
+        return self._memory.kept()
+
+    def inherit(self, before: FakeRuntime) -> None:
+        """This process comes after another, which was killed: what outlived it is here."""
+        self._memory.inherit(before._memory)
+
     # -- the protocol -----------------------------------------------------------------------------
 
     @property
@@ -130,7 +140,7 @@ class FakeRuntime:
             self._advance()
             self._signal.notify_all()
 
-    def copy(self, batch: CopyBatch) -> None:
+    def copy(self, batch: TierOrder) -> None:
         """Check a batch against all that is under way; it is copied when its delay is over, at the last moment."""
         with self._signal:
             if self._closed:

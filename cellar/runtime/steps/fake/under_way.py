@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyBatch, StepPlan, StepResult, Tier
+from cellar.core.messages import CopyBatch, EraseBatch, IntArray, StepPlan, StepResult, Tier, TierOrder
 from cellar.runtime.protocol import Capacity
 
 
@@ -31,7 +31,7 @@ class Pending:
 class Copying:
     """A batch that no poll has answered."""
 
-    batch: CopyBatch
+    batch: TierOrder
     polls: int
 
 
@@ -56,7 +56,7 @@ class UnderWay:
         entry = next((entry for entry in self.pending if entry.result is None), None)
         if entry is None or (len(entry.masks) < len(entry.plan.masked_rows) and samples):
             return None
-        if any(0 <= c.batch.before_step <= entry.plan.step for c in self.copying):
+        if any(0 <= batch.before_step <= entry.plan.step for batch in self._copies()):
             return None
         return entry
 
@@ -88,26 +88,23 @@ class UnderWay:
                             )
         return uses, frozenset().union(*writes.values())
 
-    def check_copy(self, batch: CopyBatch) -> None:
+    def check_copy(self, batch: TierOrder) -> None:
         """Nothing under way may write what the batch reads, or use what it writes."""
         name, ends = f"batch {batch.number}", {}
-        for what, tier, slots in (
-            ("reads", batch.source, batch.source_slots),
-            ("writes", batch.target, batch.target_slots),
-        ):
+        origin, goal = _ends(batch)
+        for what, (tier, slots) in (("reads", origin), ("writes", goal)):
             if tier not in self._tiers:
                 raise IntegrityError(f"{name} {what} tier {tier.name}, which is not there")
             if len(slots) and not 0 <= slots.min() <= slots.max() < self._tiers[tier]:
                 raise IntegrityError(f"{name} {what} slots that tier {tier.name} does not have")
             ends[what] = {(tier, slot) for slot in slots.tolist()}
-        if len(batch.source_slots) != len(batch.target_slots) or len(ends["writes"]) != len(batch.target_slots):
+        if len(origin[1]) != len(goal[1]) or len(ends["writes"]) != len(goal[1]):
             raise IntegrityError(f"{name} does not give every source a target of its own")
         for other in (copying.batch for copying in self.copying):
-            read = {(other.source, slot) for slot in other.source_slots.tolist()}
-            written = {(other.target, slot) for slot in other.target_slots.tolist()}
+            read, written = ({(tier, slot) for slot in slots.tolist()} for tier, slots in _ends(other))
             if ends["writes"] & (read | written) or ends["reads"] & written or other.number == batch.number:
                 raise IntegrityError(f"{name} and batch {other.number} are under way and touch the same slots")
-        if self._strict:
+        if self._strict and isinstance(batch, CopyBatch):
             targets = {slot for tier, slot in ends["writes"] if tier is Tier.DEVICE}
             sources = {slot for tier, slot in ends["reads"] if tier is Tier.DEVICE and batch.target is not tier}
             for pending in self.pending:
@@ -116,13 +113,18 @@ class UnderWay:
                 if any(used & targets for used in pending.uses.values()):
                     raise IntegrityError(f"{name} writes slots that step {pending.plan.step} uses")
 
-    def waits_for_a_step(self, batch: CopyBatch) -> bool:
+    def _copies(self) -> list[CopyBatch]:
+        return [copying.batch for copying in self.copying if isinstance(copying.batch, CopyBatch)]
+
+    def waits_for_a_step(self, batch: TierOrder) -> bool:
         """True if a step comes before the batch and has not run."""
-        return any(p.result is None and p.plan.step <= batch.after_step for p in self.pending)
+        return isinstance(batch, CopyBatch) and any(
+            p.result is None and p.plan.step <= batch.after_step for p in self.pending
+        )
 
     def _check_step(self, plan: StepPlan, uses: Mapping[int, frozenset[int]], writes: Mapping[int, set[int]]) -> None:
         """A step may use what a batch writes only if the batch comes before it, and write nothing that one reads."""
-        for batch in (copying.batch for copying in self.copying):
+        for batch in self._copies():
             early = not 0 <= batch.before_step <= plan.step
             for row, used in uses.items():
                 if batch.target is Tier.DEVICE and early and used & set(batch.target_slots.tolist()):
@@ -131,3 +133,10 @@ class UnderWay:
                 outwards = batch.source is Tier.DEVICE and batch.target is not Tier.DEVICE
                 if outwards and writes.get(row, set()) & set(batch.source_slots.tolist()):
                     raise IntegrityError(f"row {row} of step {plan.step} writes what batch {batch.number} copies")
+
+
+def _ends(batch: TierOrder) -> tuple[tuple[Tier, IntArray], tuple[Tier, IntArray]]:
+    """What a batch reads and what it writes; what it erases is both."""
+    if isinstance(batch, EraseBatch):
+        return (batch.tier, batch.slots), (batch.tier, batch.slots)
+    return (batch.source, batch.source_slots), (batch.target, batch.target_slots)
