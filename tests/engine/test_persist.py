@@ -1,4 +1,4 @@
-"""An engine over a tier that outlives it: what is safe when it is closed, and when it says that something is forgotten."""
+"""An engine over a tier that outlives it: what is safe when it is closed, and when it says what it has forgotten."""
 
 from __future__ import annotations
 
