@@ -122,7 +122,7 @@ def served(tree: Path, *options: str) -> Iterator[tuple[int, int]]:
 
 def post(port: int, path: str, body: bytes, timeout: float) -> Iterator[bytes]:
     """The answer's pieces as they come."""
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout) as connection:
         connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         while piece := connection.recv(2**20):
