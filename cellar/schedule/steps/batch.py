@@ -10,6 +10,9 @@ from cellar.core.messages import Emit, IntArray, RowOpen, Source, Spans, StepPla
 from cellar.schedule.steps.request import RequestState
 from cellar.schedule.steps.rows import Index, Rows
 
+SCORED_COST = 2
+"""Tokens of a step's budget that a position takes whose log-probability is asked for: it passes the head, too."""
+
 _NO_INTS = np.empty(0, np.int32)
 _NO_ROWS = np.empty(0, np.intp)
 _NO_UPDATE = TableUpdate(_NO_INTS, _NO_INTS, _NO_INTS)
@@ -81,12 +84,14 @@ class StepBatch:
         """As much of a request's known tokens as the budget allows, holes before what follows them."""
         todo, row, end = state.todo, state.row, len(state.known)
         stop = 0
+        cost = SCORED_COST if state.scores_prompt else 1
         while todo and self.budget > 0:
             start, stop = todo.popleft()
-            if stop - start > self.budget:
-                todo.appendleft((start + self.budget, stop))
-                stop = start + self.budget
-            self.budget -= stop - start
+            most = -(-self.budget // cost)
+            if stop - start > most:
+                todo.appendleft((start + most, stop))
+                stop = start + most
+            self.budget -= min(self.budget, cost * (stop - start))
             emit = Emit.ALL if state.scores_prompt else Emit.LAST if stop == end else Emit.NONE
             self._spans.append((row, start, stop, emit))
         if stop:
