@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "bench",
         "demo",
     },
-    "cli": {"core", "planner", "engine", "server", "bench", "reports", "simulate", "cells", "demo"},
+    "cli": {"core", "planner", "conversations", "engine", "server", "bench", "reports", "simulate", "cells", "demo"},
 }
 
 # Third-party modules that a package must not touch.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cellar.cli.kept import KeptTalk
 from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
 from cellar.cli.wrap import WordWrap
 from cellar.core.errors import RequestError
@@ -31,6 +33,12 @@ _SAMPLING = replace(SAMPLING, skip=SAMPLING.skip | {"n", "logprobs"})
 @verb(engine=ENGINE, sampling=_SAMPLING)
 def chat(
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
+    conversation: Annotated[
+        str | None, typer.Option(help="Go on with the kept conversation of this name or id, or begin it.")
+    ] = None,
+    data_dir: Annotated[
+        str | None, typer.Option(help="Directory of kept conversations; default: $XDG_DATA_HOME/cellar.")
+    ] = None,
     *,
     engine: dict[str, Any],
     sampling: dict[str, Any],
@@ -40,10 +48,14 @@ def chat(
     from cellar.engine.llm import LLM
 
     head: Messages = [] if system is None else [{"role": "system", "content": system}]
-    with LLM(**engine) as llm:
+    with ExitStack() as stack:
+        kept = None if conversation is None else stack.enter_context(closing(KeptTalk(conversation, data_dir)))
+        llm = stack.enter_context(LLM(**engine))
         params = sampling_params(sampling, llm.generation.sampling)
         typer.echo(f"{_name(engine)}. /help lists the commands.")
-        messages = list(head)
+        messages = [*head, *(kept.messages() if kept is not None else ())]
+        if len(messages) > len(head):
+            typer.echo(f"({conversation} goes on: {len(messages) - len(head)} messages)")
         while (line := _ask()) is not None:
             match line.strip():
                 case "":
@@ -54,11 +66,15 @@ def chat(
                     typer.echo(_HELP)
                 case "/reset":
                     messages = list(head)
+                    if kept is not None:
+                        kept.reset()
                     typer.echo("(forgotten)")
                 case command if command.startswith("/") and command[1:].isalpha():
                     typer.echo(f"There is no {command}. /help lists the commands.")
                 case _:
-                    messages = _turn(llm, messages, line, params)
+                    before, messages = messages, _turn(llm, messages, line, params)
+                    if kept is not None and messages is not before:
+                        kept.add(line, messages[-1]["content"])
 
 
 def _name(engine: dict[str, Any]) -> str:
