@@ -34,3 +34,23 @@ def says(served: Served, text: str) -> Iterator[None]:
         yield
     finally:
         served.runtime._model._sampled = ordinary  # type: ignore[method-assign]
+
+
+@contextmanager
+def says_in_turn(served: Served, *texts: str) -> Iterator[None]:
+    """Each answer begun meanwhile is the next of the texts, and its end."""
+    scripts = iter([*TEXT.encode(text, add_special_tokens=False), END] for text in texts)
+    spoken: dict[int, list[int]] = {}
+    ordinary = served.runtime._model._sampled
+
+    def scripted(state: Any, total: int, mask: Any) -> int:
+        if state.num_output == 0:
+            spoken[id(state)] = next(scripts)
+        script = spoken[id(state)]
+        return ordinary(state, script[min(state.num_output, len(script) - 1)], mask)
+
+    served.runtime._model._sampled = scripted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        served.runtime._model._sampled = ordinary  # type: ignore[method-assign]

@@ -37,6 +37,59 @@ def missing(theirs: Any, ours: Any, where: str = "") -> list[str]:
     return []
 
 
+REFUSED = {"input_image": "input", "input_file": "input", "web_search_preview": "tools", "file_search": "tools"}
+REFUSED |= {'"effort"': "reasoning.effort"}
+"""What a text model without such tools, and without reasoning, does not take, and the field that the error names."""
+
+
+@pytest.mark.skipif(not EXAMPLES.exists(), reason="OpenAI's examples are not beside this checkout")
+def test_openais_examples_of_responses() -> None:
+    """Each request as it stands, with an id that is there."""
+    seen: set[str] = set()
+    with serve({"tool_call_parser": "hermes"}, max_model_len=2048, num_slots=256) as served, served.http() as http:
+        talk = http.post("/v1/conversations", json={"metadata": {"topic": "demo"}}).json()["id"]
+        hello = {"items": [{"role": "user", "content": "Hello!"}] * 2}
+        items = [one["id"] for one in http.post(f"/v1/conversations/{talk}/items", json=hello).json()["data"]]
+        short = {"input": "Hi", "max_output_tokens": 4}
+        late = {"input": "Hi", "background": True, "max_output_tokens": 1500}
+        for line in EXAMPLES.read_text().splitlines():
+            one = json.loads(line)
+            if not one["path"].startswith(("/responses", "/conversations")):
+                continue
+            made = http.post("/v1/responses", json=late if "/cancel" in one["path"] else short).json()["id"]
+            ids = {"response_id": made, "conversation_id": talk, "item_id": items[0]}
+            path = f"/v1{one['path']}".format(**ids)
+            given = re.search(r"-d '(.*)'", one["request_curl"], re.DOTALL)
+            body = json.loads(given[1]) if given else None
+            if path.endswith("/compact"):
+                assert http.post(path, json=body).status_code == 400
+                continue
+            if body is not None and "model" in body:
+                limit = {} if "input_tokens" in path else {"max_output_tokens": 8}
+                body = {**body, "model": "fake", **limit}
+            if one["method"] == "delete" and path == f"/v1/conversations/{talk}":
+                continue  # last
+            answer = http.request(one["method"], path, json=body)
+            refused = next((field for sign, field in REFUSED.items() if sign in json.dumps(body)), None)
+            if refused is not None:
+                assert answer.status_code == 400, answer.text
+                assert answer.json()["error"]["param"] == refused
+                continue
+            if one["operationId"].endswith("deleteConversationItem"):
+                items.pop(0)
+            assert answer.status_code == 200, answer.text
+            seen.add(one["operationId"].removeprefix("beta_"))
+            if body is not None and body.get("stream"):
+                theirs = re.findall(r"event: (\S+)", one["response"])
+                ours = re.findall(r"event: (\S+)", answer.text)
+                assert set(theirs) - {"response.completed"} <= set(ours)
+                continue
+            gone = missing(json.loads(one["response"]), answer.json())
+            assert [name for name in gone if "tools[0]" not in name and not name.startswith(".output[0]")] == []
+        assert http.delete(f"/v1/conversations/{talk}").json()["deleted"]
+    assert len(seen) >= 13, seen
+
+
 @pytest.mark.skipif(not EXAMPLES.exists(), reason="OpenAI's examples are not beside this checkout")
 def test_openais_examples() -> None:
     seen = 0
