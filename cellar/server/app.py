@@ -215,7 +215,7 @@ def build_app(
     """
     server, limits = server or ServerConfig(), limits or LimitConfig()
     api = Api(host, model, server, limits, shared)
-    service = Service(api.prepare, api.desk, model, server, limits)
+    service = Service(api.prepare, api.desk, api.metrics, model, server, limits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

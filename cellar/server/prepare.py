@@ -12,6 +12,8 @@ from datetime import datetime
 from time import perf_counter
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
+
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.prompts import Prompt
@@ -24,6 +26,7 @@ from cellar.server.reasoning import Reasoning
 from cellar.server.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from cellar.server.tools import ToolUse, tool_use
 from cellar.server.work import check_sequences
+from cellar.text.continuation import PromptText, new_ids
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck
 from cellar.text.incremental import IncrementalTokenizer, IntArray
@@ -39,12 +42,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Known:
+    """The ids of a conversation so far: int32 [n]. The last of them are `answer`, the others stand for `prompt`."""
+
+    ids: IntArray
+    answer: IntArray
+    prompt: PromptText
+
+
+@dataclass(frozen=True)
 class PreparedChat:
-    """A conversation that the engine can answer."""
+    """A conversation that the engine can answer. `continued`: its prompt begins with the ids that were known."""
 
     prompt: Prompt
     params: SamplingParams
     tools: ToolUse
+    continued: bool = False
 
 
 class Preparer:
@@ -105,8 +118,11 @@ class Preparer:
             )
         return model
 
-    async def chat(self, body: ChatRequest) -> PreparedChat:
-        """All of a chat. Raises RequestError with the engine's names of fields, ApiError."""
+    async def chat(self, body: ChatRequest, known: Known | None = None) -> PreparedChat:
+        """All of a chat. Where it goes on from what is known, the rest alone is tokenized.
+
+        Raises RequestError with the engine's names of fields, ApiError.
+        """
         tools = tool_use(body, self._tool_call_parser)
         structured = await self.grammar(body.structured(), body.response_format is not None)
         if tools.structured is not None:
@@ -117,11 +133,21 @@ class Preparer:
         if tools.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         special = bool(body.add_special_tokens)
-        prompt, seconds = await self.conversation(body, tools.tools, lambda text: _timed(self.read_text, text, special))
+        continued = False
+
+        def read(text: str) -> Prompt:
+            nonlocal continued
+            prompt = None if known is None else self._continued(known, text)
+            continued = prompt is not None
+            return prompt or self.read_text(text, special)
+
+        prompt, seconds = await self.conversation(body, tools.tools, lambda text: _timed(read, text))
         if self._incremental is not None:
             done = self._incremental.take_stats()
             self._metrics.tokenized(done.characters, done.tokenized, seconds)
-        return PreparedChat(prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools)
+        return PreparedChat(
+            prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools, continued
+        )
 
     async def count(self, body: ChatRequest) -> int:
         """Tokens of a chat's prompt. Raises RequestError, ApiError."""
@@ -199,6 +225,13 @@ class Preparer:
         else:
             ids = self._incremental.encode(text)
         return self._desk.read({"prompt": text, "prompt_token_ids": ids})
+
+    def _continued(self, known: Known, text: str) -> Prompt | None:
+        """A prompt that goes on from known ids; None if its text does not."""
+        more = new_ids(self.tokenizer, known.prompt, known.answer, whole_characters(text))
+        if more is None:
+            return None
+        return self._desk.read({"prompt": text, "prompt_token_ids": np.concatenate((known.ids, more))})
 
     def encode(self, text: str | None, add_special_tokens: bool | None) -> list[int]:
         """Token ids of a text. Raises ApiError if it is no text."""

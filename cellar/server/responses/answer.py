@@ -36,7 +36,7 @@ class _Open(Protocol):
 
 
 class Answer:
-    """One answer. `body` is the response's object, which ends with the output.
+    """One answer. `body` is the response's object, which ends with the output; `output` is the engine's, at the end.
 
     `num_top` asks for log-probabilities, with so many of the best of each place. `seal` encrypts reasoning for a client
     that keeps it.
@@ -46,6 +46,7 @@ class Answer:
         self, body: dict[str, Any], tools: ToolUse, tokenizer: Tokenizer, num_top: int | None, seal: Seal | None
     ) -> None:
         self.body = body
+        self.output: RequestOutput | None = None
         self._calls = Calls(tools)
         self._tokenizer = tokenizer
         self._num_top = num_top
@@ -94,6 +95,7 @@ class Answer:
 
     def finish(self, output: RequestOutput) -> list[Event]:
         """The events of the last item. From now on the body is whole; it is to be kept before `last` is told."""
+        self.output = output
         made = output.outputs[0]
         whole = made.finish_reason == "stop"
         status = "completed" if whole else "incomplete"

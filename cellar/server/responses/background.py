@@ -19,6 +19,7 @@ from cellar.conversations.store import AsyncStore
 from cellar.server.desk import Session
 from cellar.server.responses.answer import Answer, Event
 from cellar.server.responses.making import Maker, begin_turn, let_go
+from cellar.server.responses.past import Past
 from cellar.server.responses.records import record_of, records_of, shown_response, stored_body
 from cellar.server.responses.running import events_of, failed
 from cellar.server.responses.turns import Turn
@@ -60,7 +61,7 @@ class Background:
         session = self._maker.open(turn, name)
         first = [_kept(event) for event in answer.begin(queued=True)] if turn.request.stream else []
         try:
-            await self._store.write(_begin, record_of(turn, answer.body), turn.past.last, first)
+            await self._store.write(_begin, record_of(turn, answer.body), turn.past, first)
         except BaseException:
             let_go(self._store, turn)
             async with session:
@@ -167,6 +168,7 @@ class Background:
 
     async def _finish(self, turn: Turn, answer: Answer, last: Event | None) -> None:
         body = answer.body
+        tokens = await self._maker.tokens(turn, answer)
         await self._store.write(
             responses.finish,
             turn.owner,
@@ -174,6 +176,7 @@ class Background:
             Status(body["status"]),
             stored_body(body),
             records_of(body["output"]),
+            tokens,
             last_events=() if last is None else (_kept(last),),
         )
 
@@ -243,6 +246,6 @@ def _kept(event: Event) -> KeptEvent:
     return KeptEvent(event["sequence_number"], named_event(event))
 
 
-def _begin(session: StoreSession, response: Response, last: str | None, first: list[KeptEvent]) -> None:
-    begin_turn(session, response, last)
+def _begin(session: StoreSession, response: Response, past: Past, first: list[KeptEvent]) -> None:
+    begin_turn(session, response, past)
     kept.put(session, response.id, first)

@@ -10,16 +10,20 @@ import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from cellar.conversations import items, responses
 from cellar.conversations.errors import ConversationLocked, Ended, NotFound
-from cellar.conversations.records import ANSWERED, Response, Status
+from cellar.conversations.records import ANSWERED, Response, Status, Tokens
 from cellar.conversations.session import Session as StoreSession
 from cellar.conversations.store import AsyncStore
 from cellar.server.desk import Desk, Session
+from cellar.server.prepare import beside
 from cellar.server.responses.answer import Answer, Event
 from cellar.server.responses.body import response_body
+from cellar.server.responses.context import tokens_of
+from cellar.server.responses.past import Past
 from cellar.server.responses.records import record_of, records_of, stored_body
 from cellar.server.responses.requests import ENCRYPTED, LOGPROBS
 from cellar.server.responses.running import events_of, failed
@@ -33,8 +37,11 @@ logger = logging.getLogger(__name__)
 class Maker:
     """Runs turns for clients that wait."""
 
-    def __init__(self, desk: Desk, store: AsyncStore, seal: Seal, deadline: float | None) -> None:
+    def __init__(
+        self, desk: Desk, store: AsyncStore, seal: Seal, tokenizer: Tokenizer | None, deadline: float | None
+    ) -> None:
         self._desk = desk
+        self._tokenizer = tokenizer
         self._store = store
         self._seal = seal
         self._deadline = deadline
@@ -46,6 +53,14 @@ class Maker:
         num_top = (request.top_logprobs or 0) if request.includes(LOGPROBS) else None
         seal = (lambda text: self._seal.seal(text, turn.owner)) if request.includes(ENCRYPTED) else None
         return Answer(body, turn.chat.tools, tokenizer, num_top, seal)
+
+    async def tokens(self, turn: Turn, answer: Answer) -> Tokens | None:
+        """The ids that an answered turn leaves for the next one."""
+        output, history = answer.output, turn.past.history
+        if output is None or self._tokenizer is None:
+            return None
+        work = partial(tokens_of, history, turn.chat, output, self._tokenizer)
+        return await beside(len(output.prompt_token_ids), work)
 
     def open(self, turn: Turn, name: str) -> Session:
         """Hand a turn to the engine. Raises RequestError, ApiError."""
@@ -59,7 +74,7 @@ class Maker:
 
         The first event comes when the engine has the turn: what fails before is raised before.
         """
-        async with _Begun(self._store, turn, answer) as begun:
+        async with _Begun(self, self._store, turn, answer) as begun:
             session = self.open(turn, name)
             for event in answer.begin():
                 yield event
@@ -92,7 +107,8 @@ class Maker:
 class _Begun:
     """A turn in the store: a conversation is held from its beginning; a response by itself is written at its end."""
 
-    def __init__(self, store: AsyncStore, turn: Turn, answer: Answer) -> None:
+    def __init__(self, maker: Maker, store: AsyncStore, turn: Turn, answer: Answer) -> None:
+        self._maker = maker
         self._store = store
         self._turn = turn
         self._answer = answer
@@ -103,7 +119,7 @@ class _Begun:
             self._held = True
             begin = record_of(self._turn, self._answer.body)
             try:
-                await self._store.write(begin_turn, begin, self._turn.past.last)
+                await self._store.write(begin_turn, begin, self._turn.past)
             except Exception:
                 self._held = False
                 raise
@@ -121,13 +137,14 @@ class _Begun:
         turn, body = self._turn, last["response"]
         if not turn.request.stored:
             return
+        tokens = await self._maker.tokens(turn, self._answer)
         if not self._held:
-            await self._store.write(responses.add, record_of(turn, body))
+            await self._store.write(responses.add, record_of(turn, body), tokens)
             return
         status, output = Status(body["status"]), records_of(body["output"])
         kept = False
         try:
-            await self._store.write(responses.finish, turn.owner, turn.id, status, stored_body(body), output)
+            await self._store.write(responses.finish, turn.owner, turn.id, status, stored_body(body), output, tokens)
             kept = True
         finally:
             self._held = False
@@ -143,12 +160,14 @@ def let_go(store: AsyncStore, turn: Turn) -> None:
     store.store.submit(_let_go, turn.owner, turn.id).add_done_callback(_said)
 
 
-def begin_turn(session: StoreSession, response: Response, last: str | None) -> Response:
-    """Begin a response, if its conversation still ends with the item `last`. Raises as `responses.begin`."""
+def begin_turn(session: StoreSession, response: Response, past: Past) -> Response:
+    """Begin a response, if its conversation still is what was read of it. Raises as `responses.begin`."""
     begun = responses.begin(session, response)
     if response.conversation is not None:
         page = items.page(session, response.owner, response.conversation, limit=1)
-        if (page.records[0].id if page.records else None) != last:  # another turn was made since it was read
+        last = page.records[0].id if page.records else None
+        lost = past.head is not None and begun.previous != past.head
+        if last != past.last or lost:  # another turn was made meanwhile, or one deleted
             raise ConversationLocked(response.conversation)
     return begun
 

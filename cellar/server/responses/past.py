@@ -26,6 +26,11 @@ class Past:
         """The id of the last item."""
         return self.items[-1]["id"] if self.items else None
 
+    @property
+    def head(self) -> str | None:
+        """The response whose context the conversation goes on from."""
+        return None if self.history is None or self.history.tokens is None else self.history.tokens.base
+
 
 async def read_past(store: AsyncStore, owner: str, previous: str | None, conversation: str | None) -> Past:
     """What came before. Raises NotFound for a conversation, ApiError for a response that cannot be followed."""

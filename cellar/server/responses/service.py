@@ -10,6 +10,7 @@ from cellar.conversations.sweep import StoreLimits
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.desk import Desk
 from cellar.server.host import ServedModel
+from cellar.server.metrics import Metrics
 from cellar.server.prepare import Preparer
 from cellar.server.responses import conversations, routes
 from cellar.server.responses.background import Background
@@ -22,14 +23,20 @@ class Service:
     """Holds the store from its making on. Raises ConfigError, StoreUnavailable if that cannot be opened."""
 
     def __init__(
-        self, prepare: Preparer, desk: Desk, model: ServedModel, server: ServerConfig, limits: LimitConfig
+        self,
+        prepare: Preparer,
+        desk: Desk,
+        metrics: Metrics,
+        model: ServedModel,
+        server: ServerConfig,
+        limits: LimitConfig,
     ) -> None:
         directory = default_directory() if server.data_dir is None else Path(server.data_dir)
         bounds = StoreLimits(ttl=limits.conversation_ttl or None, max_bytes=limits.conversation_bytes)
         self.store = AsyncStore(open_store(server.conversation_store or directory, bounds))
         seal = Seal.of(directory)
-        reader = TurnReader(prepare, self.store, seal, model.max_model_len)
-        maker = Maker(desk, self.store, seal, limits.request_timeout)
+        reader = TurnReader(prepare, self.store, seal, metrics, model.max_model_len)
+        maker = Maker(desk, self.store, seal, model.tokenizer, limits.request_timeout)
         self.background = Background(maker, self.store, limits.request_timeout)
         self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store)
         self._conversations = conversations.ConversationRoutes(self.store, desk)

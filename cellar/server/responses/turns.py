@@ -11,7 +11,9 @@ from typing import Any
 from cellar.conversations.store import AsyncStore
 from cellar.core.errors import RequestError
 from cellar.server.errors import ApiError, as_api_error, refused
-from cellar.server.prepare import PreparedChat, Preparer
+from cellar.server.metrics import Metrics
+from cellar.server.prepare import Known, PreparedChat, Preparer
+from cellar.server.responses.context import known_of
 from cellar.server.responses.items import Item, check_calls, messages_of, read_input, referred, with_own_ids
 from cellar.server.responses.past import Past, read_past
 from cellar.server.responses.requests import InputRequest, ResponseRequest
@@ -51,8 +53,9 @@ class Turn:
 class TurnReader:
     """Reads what came before, and renders it with what is new."""
 
-    def __init__(self, prepare: Preparer, store: AsyncStore, seal: Seal, max_model_len: int) -> None:
+    def __init__(self, prepare: Preparer, store: AsyncStore, seal: Seal, metrics: Metrics, max_model_len: int) -> None:
         self._prepare = prepare
+        self._metrics = metrics
         self._store = store
         self._seal = seal
         self._max_model_len = max_model_len
@@ -61,9 +64,11 @@ class TurnReader:
         """The turn of a response. `called` is the client's name for the conversation. Raises ApiError, StoreError."""
         past, items = await self._items(request, owner)
         try:
-            chat = await self._fitting(request, past.items, items, owner)
+            chat = await self._fitting(request, past, items, owner)
         except (RequestError, ApiError) as error:
             raise renamed(error) from error
+        if past.history is not None:
+            self._metrics.turn(chat.continued)
         id = f"resp_{uuid.uuid4().hex}"
         thread = past.thread or called or (id if request.stored else None)
         return Turn(id, owner, request, int(time.time()), past, items, chat, thread)
@@ -72,7 +77,7 @@ class TurnReader:
         """Tokens of the prompt that a request would have. Raises ApiError, StoreError."""
         past, items = await self._items(request, owner)
         try:
-            chat = await self._fitting(request, past.items, items, owner)
+            chat = await self._fitting(request, past, items, owner)
         except (RequestError, ApiError) as error:
             raise renamed(error) from error
         return len(chat.prompt.token_ids)
@@ -94,14 +99,12 @@ class TurnReader:
         check_calls(past.items, items)
         return past, with_own_ids(items) if request.conversation_id is not None else items
 
-    async def _fitting(
-        self, request: InputRequest, past: Sequence[Item], new: Sequence[Item], owner: str
-    ) -> PreparedChat:
+    async def _fitting(self, request: InputRequest, past: Past, new: Sequence[Item], owner: str) -> PreparedChat:
         """The prompt. With truncation auto, what is too long loses whole turns from its beginning."""
-        items = [*past, *new]
+        items, known = [*past.items, *new], known_of(past.history)
         if request.truncation != "auto":
-            return await self._chat(request, items, owner)
-        chat = await self._short_enough(request, items, owner)
+            return await self._chat(request, items, owner, known)
+        chat = await self._short_enough(request, items, owner, known)
         if chat is not None:
             return chat
         turns = [k for k, item in enumerate(items) if k and item.get("role") == "user"]
@@ -113,22 +116,26 @@ class TurnReader:
             low, high = (low, middle) if chat is not None else (middle + 1, high)
         return await self._chat(request, items[turns[low] :] if turns else items, owner)
 
-    async def _short_enough(self, request: InputRequest, items: Sequence[Item], owner: str) -> PreparedChat | None:
+    async def _short_enough(
+        self, request: InputRequest, items: Sequence[Item], owner: str, known: Known | None = None
+    ) -> PreparedChat | None:
         """The prompt, if it leaves room for the answer."""
         room = getattr(request, "max_output_tokens", None) or 1
         try:
-            chat = await self._chat(request, items, owner)
+            chat = await self._chat(request, items, owner, known)
         except RequestError as error:
             if error.code != "context_length_exceeded":
                 raise
             return None
         return chat if len(chat.prompt.token_ids) + room <= self._max_model_len else None
 
-    async def _chat(self, request: InputRequest, items: Sequence[Item], owner: str) -> PreparedChat:
-        """Everything rendered, and made into ids."""
+    async def _chat(
+        self, request: InputRequest, items: Sequence[Item], owner: str, known: Known | None = None
+    ) -> PreparedChat:
+        """Everything rendered, and made into ids: of what is known only the rest."""
         messages = messages_of(items, lambda sealed: self._seal.open(sealed, owner))
         tools, choice = _tools(request)
-        return await self._prepare.chat(request.chat(_with(request.instructions, messages), tools, choice))
+        return await self._prepare.chat(request.chat(_with(request.instructions, messages), tools, choice), known)
 
 
 def renamed(error: RequestError | ApiError) -> ApiError:

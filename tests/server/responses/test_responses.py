@@ -25,7 +25,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 TEMPLATE = (
     "{% for t in tools or [] %}[tool] {{ t.function.name }}\n{% endfor %}"
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %} ({{ m.reasoning_content }}){% endif %}"
-    "{% if m.content %} {{ m.content }}{% endif %}"
+    "{% if m.content %}{{ '' if m.role == 'assistant' else ' ' }}{{ m.content }}{% endif %}"
     "{% for c in m.tool_calls or [] %} {{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -147,11 +147,11 @@ def test_a_chain_and_its_forks(served: Served, client: openai.OpenAI) -> None:
         fork = ask(client, "Where?", previous_response_id=first.id, instructions="Be long.")
         third = ask(client, "And?", previous_response_id=second.id)
     # what was instructed before is not carried over
-    begin = ("[user] Hi", "[assistant] Hello.")
+    begin = ("[user] Hi", "[assistant]Hello.")
     lengths = {
         second.id: prompt_of(served, *begin, "[user] Who?"),
         fork.id: prompt_of(served, "[system] Be long.", *begin, "[user] Where?"),
-        third.id: prompt_of(served, *begin, "[user] Who?", "[assistant] Hello.", "[user] And?"),
+        third.id: prompt_of(served, *begin, "[user] Who?", "[assistant]Hello.", "[user] And?"),
     }
     for made in (second, fork, third):
         assert made.usage is not None
@@ -174,7 +174,7 @@ def test_an_item_may_stand_for_another(served: Served, client: openai.OpenAI) ->
     reference: Any = {"type": "item_reference", "id": first.output[0].id}
     twice = ask(client, [reference, {"role": "user", "content": "x"}], previous_response_id=first.id)
     assert twice.usage is not None
-    said = prompt_of(served, "[user] Hi", "[assistant] Hello.", "[assistant] Hello.", "[user] x")
+    said = prompt_of(served, "[user] Hi", "[assistant]Hello.", "[assistant]Hello.", "[user] x")
     assert twice.usage.input_tokens == len(said)
     with pytest.raises(openai.BadRequestError, match="msg_none"):
         ask(client, [{"type": "item_reference", "id": "msg_none"}])
@@ -254,7 +254,7 @@ def test_reasoning_is_an_item_of_its_own(served: Served, client: openai.OpenAI) 
     assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == "Hm, Rome."
     next = ask(client, "When?", previous_response_id=made.id)
     assert next.usage is not None
-    seen = prompt_of(served, "[user] Where?", "[assistant] (Hm, Rome.) Rome.", "[user] When?")
+    seen = prompt_of(served, "[user] Where?", "[assistant] (Hm, Rome.)Rome.", "[user] When?")
     assert next.usage.input_tokens == len(seen)
 
 
@@ -270,7 +270,7 @@ def test_encrypted_reasoning_comes_back(served: Served, client: openai.OpenAI) -
     told: Any = [{"role": "user", "content": "Where?"}, kept, said.to_dict(), {"role": "user", "content": "When?"}]
     next = ask(client, told, store=False)
     assert next.usage is not None
-    seen = prompt_of(served, "[user] Where?", "[assistant] (Hm, Rome.) Rome.", "[user] When?")
+    seen = prompt_of(served, "[user] Where?", "[assistant] (Hm, Rome.)Rome.", "[user] When?")
     assert next.usage.input_tokens == len(seen)
     for broken in ("abc", sealed[:-8] + "AAAAAAA=", "é", ""):
         told[1]["encrypted_content"] = broken
@@ -312,7 +312,7 @@ def test_truncation_drops_whole_turns_from_the_beginning(served: Served, client:
 
 
 def lines(turns: list[dict[str, str]]) -> list[str]:
-    return [f"[{turn['role']}] {turn['content']}" for turn in turns]
+    return [f"[{turn['role']}]{'' if turn['role'] == 'assistant' else ' '}{turn['content']}" for turn in turns]
 
 
 @pytest.mark.parametrize(
