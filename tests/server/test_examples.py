@@ -61,7 +61,7 @@ def test_openais_examples_of_responses() -> None:
             path = f"/v1{one['path']}".format(**ids)
             given = re.search(r"-d '(.*)'", one["request_curl"], re.DOTALL)
             body = json.loads(given[1]) if given else None
-            if path.endswith("/compact"):
+            if "/compact" in path:
                 assert http.post(path, json=body).status_code == 400
                 continue
             if body is not None and "model" in body:
