@@ -7,12 +7,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +42,7 @@ def watched(browser: Browser, url: str, expected: tuple[str, ...] = (), **option
 
     `expected` are parts of error messages that may come.
     """
+    forget_all(url)
     context = browser.new_context(**options)
     context.set_default_timeout(SLOW)
     page = context.new_page()
@@ -56,6 +59,14 @@ def watched(browser: Browser, url: str, expected: tuple[str, ...] = (), **option
     assert not [error for error in errors if not any(part in error for part in expected)]
 
 
+def forget_all(url: str) -> None:
+    """The server keeps conversations of no test before, as far as it lets them be deleted without a key."""
+    with httpx.Client(base_url=url, timeout=SLOW / 1000) as http:
+        listed = http.get("v1/conversations?limit=100")
+        for conversation in listed.json()["data"] if listed.status_code == 200 else ():
+            http.delete(f"v1/conversations/{conversation['id']}")
+
+
 def ready(page: Page) -> None:
     """Wait until the page can be used, and knows the model."""
     page.wait_for_selector("html[data-ready]")
@@ -65,7 +76,8 @@ def ready(page: Page) -> None:
 @contextmanager
 def demo_server(*options: str) -> Iterator[str]:
     """`cellar serve` with the demo model; gives its address."""
-    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", *options]
+    kept = [] if "--data-dir" in options else ["--data-dir", tempfile.mkdtemp(prefix="cellar-test-")]
+    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", *kept, *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     try:

@@ -32,7 +32,7 @@ export class Api {
     return (await fetch(new URL("v1/models", root), { headers, cache: "no-store" })).status !== 401;
   }
 
-  /** The pieces of an answer to `messages` or `prompt`: {text}, {finish}, {usage}. Raises ApiError. */
+  /** The pieces of an answer to `messages` or `prompt`: {thought}, {text}, {finish}, {usage}. Raises ApiError. */
   async *answer(body, signal) {
     const path = body.messages ? "v1/chat/completions" : "v1/completions";
     const response = await this.#post(path, { ...body, stream: true, stream_options: { include_usage: true } }, signal);
@@ -41,11 +41,22 @@ export class Api {
       const piece = JSON.parse(data);
       if (piece.error) throw new ApiError(500, piece.error.message);
       const choice = piece.choices[0];
+      const thought = choice?.delta?.reasoning_content;
+      if (thought) yield { thought };
       const text = choice?.delta?.content ?? choice?.text;
       if (text) yield { text };
       if (choice?.finish_reason) yield { finish: choice.finish_reason };
       if (piece.usage) yield { usage: piece.usage };
     }
+  }
+
+  /** One call with an answer in JSON. Nobody is asked for a key. Raises ApiError. */
+  async call(method, path, body) {
+    const key = this.#keyring.key;
+    const headers = { ...(body ? { "content-type": "application/json" } : {}), ...(key ? { authorization: `Bearer ${key}` } : {}) };
+    const answer = await fetch(new URL(path, root), { method, headers, body: body && JSON.stringify(body), cache: "no-store" });
+    if (!answer.ok) throw await refusal(answer);
+    return answer.json();
   }
 
   async #post(path, body, signal) {

@@ -1,6 +1,8 @@
 // A conversation as plain data, so that it can be stored as it is.
-//   { id, created, updated, title, turns }
-//   turn: { role: "user" | "assistant", text } and, of an answer, { finish, error, usage, seconds, first, seed }
+//   { id, created, updated, title, turns } and, once the server keeps it, { server, items }; `lost`: it did;
+//   `away`: its turns are there only
+//   turn: { role: "user" | "assistant", text } and, of an answer, { thought, finish, error, usage, seconds, first, seed }
+//   and, once the server keeps it, { item, kept }: the item's id, and its text there
 
 const LONGEST_TITLE = 60;
 
@@ -32,6 +34,19 @@ export function messagesOf(conversation, system = "") {
 /** The conversation as one text, for a model that knows nothing but to go on. */
 export function promptOf(conversation) {
   return conversation.turns.map(({ role, text }, k) => (role === "user" && k ? `\n\n${text}` : text)).join("");
+}
+
+/** The conversation as a file that other programs can read. */
+export function exported(conversation) {
+  const { title, created, updated, turns } = conversation;
+  const messages = turns.map(({ role, text, thought }) => ({ role, content: text, ...(thought ? { reasoning_content: thought } : {}) }));
+  return JSON.stringify({ title, created: new Date(created).toISOString(), updated: new Date(updated).toISOString(), messages }, null, 2);
+}
+
+/** True if all words of `query` stand somewhere in the conversation. */
+export function matches(conversation, query) {
+  const text = [conversation.title, ...conversation.turns.map((turn) => turn.text)].join("\n").toLowerCase();
+  return query.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
 /** Answers that a closed page cut off are as if they had been stopped. */

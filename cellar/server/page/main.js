@@ -1,8 +1,9 @@
 // Puts the page together.
 import { Api } from "./api.js";
 import { Composer } from "./composer.js";
-import { begin, settled } from "./conversation.js";
-import { byId, say } from "./dom.js";
+import { Archive, unkept } from "./archive.js";
+import { begin, exported, matches, settled } from "./conversation.js";
+import { byId, el, say } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { Engine } from "./engine.js";
 import { count } from "./format.js";
@@ -16,6 +17,7 @@ import { Store } from "./store.js";
 import { Talk } from "./talk.js";
 import { Transcript, welcome } from "./transcript.js";
 
+const LOOK_EVERY = 5000; // ms
 const GAUGES = "cellar.gauges";
 const ENDS = { stop: "Answer complete", length: "The answer has reached its longest", stopped: "Stopped" };
 
@@ -23,6 +25,11 @@ class Page {
   #keyring = new Keyring();
   #api = new Api(this.#keyring);
   #store = new Store();
+  #archive = new Archive(this.#api);
+  #asked = false; // the server was asked for what it keeps
+  #archived = false; // and that is listed
+  #memory = new Map(); // name -> where the engine has it
+  #looked = -LOOK_EVERY;
   #settings = new Settings();
   #talks = new Map(); // id -> Talk, of every conversation
   #talk = null;
@@ -31,7 +38,7 @@ class Page {
   #reader = new AnswerReader();
   #transcript = new Transcript({ retry: () => this.#again("retry"), goOn: () => this.#again("goOn"), edit: () => this.#edit() });
   #composer = new Composer((text) => this.#ask(text), () => this.#talk.stop());
-  #shelf = new Shelf({ open: (id) => this.#open(id), remove: (id) => this.#remove(id) });
+  #shelf = new Shelf({ open: (id) => this.#open(id), rename: (id) => this.#rename(id), save: (id) => this.#export(id), remove: (id) => this.#remove(id) });
 
   async start() {
     const engine = new Engine(this.#api);
@@ -39,6 +46,7 @@ class Page {
     const shown = read(GAUGES) !== "away";
     new Drawer(byId("gauges"), byId("gauges-toggle"), byId("gauges-close"), "(min-width: 75rem)", shown, (away) => write(GAUGES, away ? "away" : null));
     engine.addEventListener("status", ({ detail }) => this.#met(detail));
+    engine.addEventListener("sample", () => performance.now() > this.#looked + LOOK_EVERY && this.#look());
     engine.look();
     this.#keyring.verifyWith((key) => this.#api.accepts(key));
 
@@ -48,6 +56,7 @@ class Page {
     });
     byId("begin").addEventListener("click", () => this.#begin());
     byId("forget-all").addEventListener("click", () => this.#forgetAll());
+    byId("search").addEventListener("input", () => this.#draw());
     byId("forget-key").addEventListener("click", () => this.#keyring.forget());
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.isComposing && this.#talk.running && !document.querySelector("dialog[open]")) this.#talk.stop();
@@ -66,7 +75,7 @@ class Page {
   // -- conversations ---------------------------------------------------------------------------
 
   #hold(conversation) {
-    const talk = new Talk(conversation, this.#api, this.#store, () => ({ chat: this.#model?.chat ?? true, system: this.#settings.system, body: this.#settings.body }));
+    const talk = new Talk(conversation, this.#api, this.#store, this.#archive, () => ({ chat: this.#model?.chat ?? true, system: this.#settings.system, body: this.#settings.body }));
     talk.addEventListener("turns", () => this.#turns(talk));
     talk.addEventListener("text", () => this.#grew(talk));
     talk.addEventListener("end", () => this.#ended(talk));
@@ -75,12 +84,13 @@ class Page {
   }
 
   #begin() {
-    const empty = [...this.#talks.values()].find((talk) => !talk.turns.length);
+    const empty = [...this.#talks.values()].find((talk) => !talk.turns.length && !talk.conversation.away);
     this.#open((empty ?? this.#hold(begin())).conversation.id);
   }
 
   #open(id, focus = true) {
     this.#talk = this.#talks.get(id);
+    if (this.#talk.conversation.away) this.#fetch(this.#talk);
     history.replaceState(null, "", this.#talk.turns.length ? `#${id}` : location.pathname + location.search);
     this.#transcript.show(this.#talk);
     this.#draw();
@@ -91,7 +101,13 @@ class Page {
 
   async #remove(id) {
     const talk = this.#talks.get(id);
-    if (!(await confirmed("Delete this conversation?", `“${talk.conversation.title || "New conversation"}” is kept nowhere else.`, "Delete"))) return;
+    if (!(await confirmed("Delete this conversation?", `“${talk.conversation.title || "New conversation"}” is deleted here${talk.conversation.server ? ", on the server and from its memory" : "; it is kept nowhere else"}.`, "Delete"))) return;
+    try {
+      await this.#archive.remove(talk.conversation);
+    } catch (error) {
+      say(`It is not deleted: ${error.message}`);
+      return;
+    }
     talk.forget();
     this.#talks.delete(id);
     await this.#store.remove(id);
@@ -101,13 +117,90 @@ class Page {
   }
 
   async #forgetAll() {
-    if (!(await confirmed("Delete all conversations?", "They are kept nowhere else.", "Delete all"))) return;
-    for (const talk of this.#talks.values()) talk.forget();
+    if (!(await confirmed("Delete all conversations?", "They are deleted here and on the server.", "Delete all"))) return;
+    for (const talk of this.#talks.values()) {
+      talk.forget();
+      await this.#archive.remove(talk.conversation).catch(() => {});
+    }
     this.#talks.clear();
     await this.#store.clear();
     byId("settings").close();
     say("All conversations are deleted");
     this.#begin();
+  }
+
+  async #rename(id) {
+    const { conversation } = this.#talks.get(id);
+    const field = byId("rename-field");
+    field.value = conversation.title;
+    if (!(await answered(byId("rename"))) || !field.value.trim()) return;
+    conversation.title = field.value.trim();
+    await this.#talks.get(id).save();
+    this.#archive.rename(conversation);
+    say("Renamed");
+    this.#draw();
+  }
+
+  async #export(id) {
+    const { conversation } = this.#talks.get(id);
+    if (conversation.away) await this.#fetch(this.#talks.get(id));
+    const address = URL.createObjectURL(new Blob([exported(conversation)], { type: "application/json" }));
+    const link = el("a", { href: address, download: `${(conversation.title || "conversation").replace(/[^\p{L}\p{N} _-]/gu, "").slice(0, 60)}.json` });
+    link.click();
+    URL.revokeObjectURL(address);
+    say("Exported");
+  }
+
+  /** Conversations that the server keeps and this browser does not have, or has in an older form. */
+  async #list() {
+    if (this.#archived) return;
+    const there = await this.#archive.list();
+    if (there === null) return;
+    this.#archived = true;
+    const mine = new Map([...this.#talks.values()].map((talk) => [talk.conversation.server, talk]));
+    for (const { id, title, created, updated } of there) {
+      const talk = mine.get(id);
+      if (!talk) this.#hold({ id, server: id, title, created, updated, turns: [], away: true });
+      else if (updated > talk.conversation.updated + 2000 && !talk.running) Object.assign(talk.conversation, { title, updated, away: true });
+    }
+    // What the server has lost is kept here, and there again with the next turn.
+    const known = new Set(there.map(({ id }) => id));
+    for (const { conversation } of this.#talks.values()) {
+      if (conversation.server && !known.has(conversation.server)) unkept(conversation);
+    }
+    // What it never had it gets now. What it had, and has no more, was deleted: that is kept again only if it goes on.
+    for (const { conversation, running } of this.#talks.values()) {
+      if (conversation.server || conversation.lost || running || !conversation.turns.length) continue;
+      this.#archive.keep(conversation).then(() => this.#store.save(structuredClone(conversation)).catch(() => {}));
+    }
+    byId("shelf").querySelector(".shelf-foot").textContent = "Conversations are kept by this server, and in this browser.";
+    if (this.#talks.has(inAddress()) && inAddress() !== this.#talk.conversation.id) this.#open(inAddress(), false);
+    else if (this.#talk.conversation.away) this.#fetch(this.#talk);
+    this.#draw();
+  }
+
+  /** Get the turns of a conversation that the server has. */
+  async #fetch(talk) {
+    const { conversation } = talk;
+    try {
+      conversation.turns = await this.#archive.turns(conversation.server);
+    } catch (error) {
+      say(`It cannot be read: ${error.message}`);
+      return;
+    }
+    conversation.items = conversation.turns.map((turn) => turn.item);
+    delete conversation.away;
+    await this.#store.save(structuredClone(conversation)).catch(() => {});
+    if (talk === this.#talk) this.#open(conversation.id, false);
+  }
+
+  /** Where the engine has what. */
+  async #look() {
+    const names = [...this.#talks.values()].filter(({ conversation }) => conversation.turns.length || conversation.away).map(({ conversation }) => conversation.server ?? conversation.id);
+    if (!names.length || !this.#archived) return;
+    this.#looked = performance.now();
+    this.#memory = await this.#archive.memory(names);
+    this.#draw();
   }
 
   /** Another tab has written. What runs here is newer than what it wrote. */
@@ -161,12 +254,18 @@ class Page {
       this.#reader.ended(talk.answer.text, talk.answer.error ?? ENDS[talk.answer.finish] ?? "Answer complete");
     } else say(`An answer in “${talk.conversation.title}” has ended`);
     this.#draw();
+    this.#looked = -LOOK_EVERY; // its memory has changed
+    if (!this.#archived) this.#list();
   }
 
   // -- the rest --------------------------------------------------------------------------------
 
   #met({ model, key_required: keyRequired }) {
     const known = this.#model !== null;
+    if (!this.#asked && this.#talk && (!keyRequired || this.#keyring.key)) {
+      this.#asked = true;
+      this.#list();
+    }
     this.#model = model;
     byId("forget-key").hidden = !this.#keyring.key;
     if (known) return;
@@ -183,9 +282,11 @@ class Page {
   #draw() {
     const talks = [...this.#talks.values()];
     const { conversation } = this.#talk;
-    const listed = talks.filter((talk) => talk.turns.length).map((talk) => talk.conversation);
+    const query = byId("search").value.trim();
+    const kept = talks.map((talk) => talk.conversation).filter(({ turns, away }) => turns.length || away);
+    const listed = query ? kept.filter((one) => matches(one, query)) : kept;
     const running = new Set(talks.filter((talk) => talk.running).map((talk) => talk.conversation.id));
-    this.#shelf.draw(listed, conversation.id, running);
+    this.#shelf.draw(listed, conversation.id, running, this.#memory);
     this.#composer.running = this.#talk.running;
     const title = conversation.title || "New conversation";
     byId("title").textContent = title;
@@ -213,10 +314,14 @@ function inAddress() {
 
 /** Ask before something is lost. */
 function confirmed(title, text, yes) {
-  const dialog = byId("confirm");
   byId("confirm-title").textContent = title;
   byId("confirm-text").textContent = text;
   byId("confirm-yes").textContent = yes;
+  return answered(byId("confirm"));
+}
+
+/** Show a dialog; true if it was answered with yes. */
+function answered(dialog) {
   dialog.returnValue = "no";
   dialog.showModal();
   return new Promise((resolve) => dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true }));

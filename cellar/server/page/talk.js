@@ -9,6 +9,7 @@ const SEEDS = 1_000_000; // few enough to be read aloud
 export class Talk extends EventTarget {
   #api;
   #store;
+  #archive;
   #options;
   #stopper = null;
   #saved = 0;
@@ -16,11 +17,12 @@ export class Talk extends EventTarget {
 
   /** `options()` gives { chat, system, body } for the next answer: whether the model takes messages, the system
       prompt, and the sampling fields. */
-  constructor(conversation, api, store, options) {
+  constructor(conversation, api, store, archive, options) {
     super();
     this.conversation = conversation;
     this.#api = api;
     this.#store = store;
+    this.#archive = archive;
     this.#options = options;
   }
 
@@ -67,6 +69,7 @@ export class Talk extends EventTarget {
     const [question] = this.turns.splice(from);
     await this.save();
     this.#tell("turns");
+    this.#archive.keep(this.conversation);
     return question.text;
   }
 
@@ -96,10 +99,15 @@ export class Talk extends EventTarget {
     const begun = performance.now();
     let first = null;
     try {
+      await this.#archive.begin(this.conversation);
       await this.save();
       const said = chat ? { messages: messagesOf(this.conversation, system) } : { prompt: promptOf(this.conversation) };
-      const request = { ...body, ...said, seed: answer.seed, prompt_cache_key: this.conversation.id };
+      const request = { ...body, ...said, seed: answer.seed, prompt_cache_key: this.conversation.server ?? this.conversation.id };
       for await (const piece of this.#api.answer(request, stopper.signal)) {
+        if (piece.thought) {
+          answer.thought = (answer.thought ?? "") + piece.thought;
+          this.#tell("text");
+        }
         if (piece.text) {
           first ??= performance.now();
           answer.text += piece.text;
@@ -118,6 +126,7 @@ export class Talk extends EventTarget {
     answer.seconds = (performance.now() - begun) / 1000;
     this.#stopper = null;
     this.#tell("end");
+    if (!this.#forgotten) await this.#archive.keep(this.conversation);
     await this.save();
   }
 

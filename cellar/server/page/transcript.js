@@ -79,9 +79,10 @@ export class Transcript {
   #write() {
     const turn = this.#talk?.answer;
     if (!turn || !this.#answer) return;
+    this.#answer.think(turn);
     this.#answer.join(turn.text);
     this.#answer.view.update(turn.text, this.#talk.running);
-    this.#answer.waiting.remove();
+    if (turn.text || turn.thought) this.#answer.waiting.remove();
     if (this.#pinned) this.toEnd();
     else this.#look();
   }
@@ -100,11 +101,18 @@ export class Transcript {
     join(turn.text);
     view.update(turn.text, running);
     const waiting = el("p", { class: "thinking" }, el("span", { class: "unseen" }, "Waiting for the first word"), el("i"), el("i"), el("i"));
-    const made = el("div", { class: `answer${running ? " running" : ""}`, role: "group", "aria-label": "Answer" }, prose);
-    if (running && !turn.text) made.append(waiting);
+    const thought = el("p");
+    const fold = el("details", { class: "thought" }, el("summary", {}, "Thought"), thought);
+    const think = ({ thought: text = "" }) => {
+      fold.hidden = !text;
+      thought.textContent = text;
+    };
+    think(turn);
+    const made = el("div", { class: `answer${running ? " running" : ""}`, role: "group", "aria-label": "Answer" }, fold, prose);
+    if (running && !turn.text && !turn.thought) made.append(waiting);
     if (turn.finish === "error") made.append(el("p", { class: "failure" }, turn.error));
     if (!running) made.append(this.#tools(turn, last));
-    if (last) this.#answer = { view, join, waiting };
+    if (last) this.#answer = { view, join, think, waiting };
     return made;
   }
 
