@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -69,6 +70,13 @@ def simulate(
     output_len: Annotated[str, typer.Option(help="check of bench offline: the run's --output-len.")] = "16-256",
     output: Annotated[Path | None, typer.Option(help="File for the reports and every request, as JSON.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots as PNG.")] = None,
+    figures: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for the figures of Pensieve's evaluation, simulated (ten minutes); with dataset_name trace: "
+            "for what each policy finds of its prompts. They set all else."
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print only the last line: JSON.")] = False,
     *,
     dataset: dict[str, Any],
@@ -77,6 +85,9 @@ def simulate(
     results: dict[str, Any],
 ) -> None:
     """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
+    if figures is not None:
+        _write_figures(figures, dataset_name, dataset["dataset_path"], typer.echo)
+        return
     chat = dataset_name == "chat"
     if chat and dataset["dataset_path"] is not None:
         raise ConfigError(
@@ -111,6 +122,36 @@ def simulate(
     run_simulations(settings, lines.append if json else typer.echo)
     if json:
         typer.echo(lines[-1])
+
+
+def _write_figures(folder: Path, dataset_name: str, path: str | None, say: Callable[[str], None]) -> None:
+    """Figures have a setting of their own: options that would change it are refused."""
+    import click
+
+    context = click.get_current_context()
+    allowed = {"figures", "dataset_name", "dataset_path"}
+    given = [
+        name
+        for name in context.params
+        if name not in allowed and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given or dataset_name not in ("chat", "trace"):
+        raise ConfigError(
+            f"figures come with their own models, machine and load, so {given[0] if given else 'dataset_name'} has no "
+            "effect; leave it out. A trace may be given by --dataset-name trace --dataset-path FILE."
+        )
+    if dataset_name == "trace":
+        if path is None:
+            raise ConfigError("dataset trace is read from a file; give its dataset_path.")
+        from cellar.reports.trace_figures import write_trace_figure
+
+        write_trace_figure(Path(path), folder, say)
+        return
+    if path is not None:
+        raise ConfigError("the conversations of the figures are generated, not read; leave dataset_path out.")
+    from cellar.reports.pensieve_figures import write_figures
+
+    write_figures(folder, say)
 
 
 def _part(kind: type[Part], options: dict[str, Any]) -> Part:

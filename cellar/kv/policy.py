@@ -80,7 +80,7 @@ class RetentionValue:
 
 
 class ChanceValue:
-    """Cost(l) times the chance per second that a conversation goes on, as far as it was learned from its like.
+    """Cost(l) times the chance per second that a conversation goes on, learned from its like.
 
     Equation 3.4 assumes 1 / T for that chance, and leaves out the turns that the text before it names (Pensieve
     §3.4.3.1). Until something has been seen both are the same. `costs` as in RetentionValue.
@@ -97,7 +97,7 @@ class ChanceValue:
     def weight(self, idle: Floats, turns: Integers) -> Floats:
         """The sum of the chances."""
         there = np.isfinite(idle)
-        found: Floats = np.where(there, self.next_turns.hazard(np.where(there, idle, 0.0), turns), 0.0).sum(1)
+        found: Floats = np.where(there, self.next_turns.chance(np.where(there, idle, 0.0), turns), 0.0).sum(1)
         return found
 
 

@@ -1,8 +1,11 @@
 """NextTurns: how likely a conversation goes on, learned from those seen so far (Pensieve §3.4.3.1, above its (3.4)).
 
-What counts is the hazard: of conversations that have had so many turns and been idle so long, how many go on per second
-of waiting. It is returns / seconds waited, by bucket of idle time and by number of turns. Seconds of conversations that
+What is learned is the hazard: of conversations that have had so many turns and been idle so long, how many go on per
+second of waiting. It is returns / seconds waited, by bucket of idle time and by number of turns. Seconds of those that
 never came back, or were forgotten, count as far as they were watched; so few returns are told from few observations.
+
+What is used looks ahead: of all spans of time that one could go on waiting, the one in which most come back per second
+of waiting. Who has just been answered is still reading; that is no reason to drop what is asked for in a minute.
 """
 
 from __future__ import annotations
@@ -21,12 +24,12 @@ NUM_BUCKETS = 14
 NUM_GROUPS = 7
 """Of turns so far: up to 1, 2, 3-4, 5-8, 9-16, 17-32, more."""
 
-PRIOR_RETURNS = 8.0
+PRIOR_RETURNS = 1.0
 """What is assumed before anything is seen weighs as much as so many returns: equation 3.4, a hazard of 1 / T."""
 
 _BEGINS = np.concatenate(([0.0], 2.0 ** np.arange(1, NUM_BUCKETS)))
 _ENDS = np.append(_BEGINS[1:], np.inf)
-_MIDDLES = np.sqrt(np.maximum(_BEGINS, 1.0) * np.append(_BEGINS[1:], 2 * _BEGINS[-1]))
+_PRIOR = 1.0 / np.sqrt(np.maximum(_BEGINS, 1.0) * np.append(_BEGINS[1:], 2 * _BEGINS[-1]))
 
 
 class _Idle(NamedTuple):
@@ -50,7 +53,7 @@ class NextTurns:
         # Who enters a bucket first leaves it first; entries of those that have gone on stay until then.
         self._queues: tuple[deque[_Idle], ...] = tuple(deque() for _ in range(NUM_BUCKETS - 1))
         self._now = 0.0
-        self._hazard = self._prior()
+        self._chance = best_ahead(np.tile(_PRIOR, (NUM_GROUPS, 1)))
         self._news = 0
 
     def ended(self, conversation: int, turns: int, now: float) -> None:
@@ -71,13 +74,16 @@ class NextTurns:
         if conversation in self._idle:
             self._leave(conversation)
 
-    def hazard(self, idle: Floats, turns: NDArray[np.integer]) -> Floats:
-        """Chance per second that conversations go on, idle for so many seconds after so many turns; any shape."""
+    def chance(self, idle: Floats, turns: NDArray[np.integer]) -> Floats:
+        """Returns per second of waiting on, of those idle for so many seconds after so many turns; any shape."""
         if self._news * 16 > len(self._idle) + 16:
-            self._hazard, self._news = self._estimate(), 0
-        groups = np.ceil(np.log2(np.maximum(turns, 1))).astype(np.intp)
-        buckets = np.searchsorted(_BEGINS, idle, side="right") - 1
-        found: Floats = self._hazard[np.minimum(groups, NUM_GROUPS - 1), buckets]
+            self._chance, self._news = best_ahead(self._hazard()), 0
+        groups = np.minimum(np.ceil(np.log2(np.maximum(turns, 1))).astype(np.intp), NUM_GROUPS - 1)
+        # Known at the beginnings of buckets; in between it changes as a power of the time.
+        place = np.log2(np.clip(idle, 1.0, _BEGINS[-1]))
+        below = np.minimum(place.astype(np.intp), NUM_BUCKETS - 2)
+        share = place - below
+        found: Floats = self._chance[groups, below] ** (1 - share) * self._chance[groups, below + 1] ** share
         return found
 
     def observed(self) -> tuple[Floats, Floats]:
@@ -85,16 +91,16 @@ class NextTurns:
         present = self._present * (self._now - _BEGINS) - self._starts
         return self._returns.copy(), self._waited + np.maximum(present, 0.0)
 
-    def _estimate(self) -> Floats:
-        """A group without observations is like all groups, and all without any as equation 3.4 says."""
+    def _hazard(self) -> Floats:
+        """A group without observations is like all groups; a bucket without any follows equation 3.4, but for a factor:
+        as much as all returns are more or fewer than it would have.
+        """
         returns, waited = self.observed()
         weight = PRIOR_RETURNS
-        together = (returns.sum(0) + weight) / (waited.sum(0) + weight / self._prior()[0])
+        assumed = _PRIOR * (returns.sum() + weight) / ((waited.sum(0) * _PRIOR).sum() + weight)
+        together = (returns.sum(0) + weight) / (waited.sum(0) + weight / assumed)
         found: Floats = (returns + weight) / (waited + weight / together)
         return found
-
-    def _prior(self) -> Floats:
-        return np.tile(1.0 / _MIDDLES, (NUM_GROUPS, 1))
 
     def _advance(self, now: float) -> None:
         """Move on whoever has left a bucket meanwhile."""
@@ -124,6 +130,23 @@ class NextTurns:
         idle, bucket = self._idle.pop(conversation)
         self._exit(idle, bucket, self._now)
         return idle, bucket
+
+
+def best_ahead(hazard: Floats) -> Floats:
+    """For each bucket the most returns per second of waiting, over all ends of waiting: [groups, buckets] each.
+
+    From the begin of bucket b to the end of bucket e the expected returns are the sum of p_i = S_i (1 - exp(-h_i w_i)),
+    and the expected seconds that of p_i / h_i, where S_i have not returned before bucket i, which is w_i long.
+    """
+    best = np.zeros_like(hazard)
+    widths = _ENDS - _BEGINS
+    for begin in range(NUM_BUCKETS):
+        left, returns, seconds = np.ones(len(hazard)), np.zeros(len(hazard)), np.zeros(len(hazard))
+        for rate, width in zip(hazard.T[begin:], widths[begin:].tolist(), strict=True):
+            share = left * -np.expm1(-rate * width)
+            left, returns, seconds = left - share, returns + share, seconds + share / rate
+            best[:, begin] = np.maximum(best[:, begin], returns / seconds)
+    return best
 
 
 def group_of(turns: int) -> int:

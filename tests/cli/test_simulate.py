@@ -96,6 +96,18 @@ def test_a_trace_shares_what_its_hashes_say(tmp_path: Path) -> None:
     assert last(simulate(*arguments, "--no-enable-prefix-caching"))["prefix_hit_percent"] == 0
 
 
+def test_a_trace_has_a_figure_by_policy(tmp_path: Path) -> None:
+    rows = [{"timestamp": 1000 * k, "input_length": 1024, "output_length": 5, "hash_ids": [1, k + 2]} for k in range(9)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    arguments = ["--dataset-name", "trace", "--dataset-path", str(tmp_path / "trace.jsonl")]
+    result = simulate("--figures", str(tmp_path / "out"), *arguments)
+    if find_spec("matplotlib") is None:
+        assert "matplotlib" in result.output
+        return
+    assert {row["hit_share"] for row in last(result)} == {8 / 18}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace.png", "trace.json"}
+
+
 def test_a_simulation_checked_against_itself_is_met(tmp_path: Path) -> None:
     """The load read back from a saved run gives that run again: arrivals, lengths, pauses, what is shared."""
     saved = str(tmp_path / "run.json")
@@ -245,6 +257,9 @@ def test_a_file_of_a_run_in_other_forms(tmp_path: Path) -> None:
         (["opt-13b", "--max-model-len", "900000"], "--max-model-len"),
         (["opt-13b", "--check", "nowhere.json"], "nowhere.json"),
         (["opt-13b", "--max-num-seqs", "0"], "max_num_seqs"),
+        (["opt-13b", "--figures", "here"], "so model has no effect"),
+        (["--figures", "here", "--seed", "3"], "so seed has no effect"),
+        (["--figures", "here", "--dataset-name", "trace"], "give its dataset_path"),
     ],
 )
 def test_bad_wishes_are_one_sentence(arguments: list[str], word: str) -> None:
