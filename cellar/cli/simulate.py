@@ -32,6 +32,8 @@ _RESULTS = OptionGroup(
     ),
 )
 
+_GROUPS = (_DATASET, _TRAFFIC, _ENGINE, _RESULTS)
+
 
 @verb(dataset=_DATASET, traffic=_TRAFFIC, engine=_ENGINE, results=_RESULTS)
 def simulate(
@@ -86,7 +88,17 @@ def simulate(
 ) -> None:
     """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
     if figures is not None:
-        _write_figures(figures, dataset_name, dataset["dataset_path"], typer.echo)
+        alone = {
+            "model": model,
+            "machine": machine,
+            "weights": weights,
+            "check": check,
+            "output": output,
+            "plots": plots,
+        }
+        given = {name: value for name, value in alone.items() if value not in (None, "demo", "h200")}
+        path = dataset.pop("dataset_path")
+        _write_figures(figures, dataset_name, path, {**given, **dataset, **traffic, **engine, **results}, typer.echo)
         return
     chat = dataset_name == "chat"
     if chat and dataset["dataset_path"] is not None:
@@ -124,17 +136,12 @@ def simulate(
         typer.echo(lines[-1])
 
 
-def _write_figures(folder: Path, dataset_name: str, path: str | None, say: Callable[[str], None]) -> None:
+def _write_figures(
+    folder: Path, dataset_name: str, path: str | None, options: dict[str, Any], say: Callable[[str], None]
+) -> None:
     """Figures have a setting of their own: options that would change it are refused."""
-    import click
-
-    context = click.get_current_context()
-    allowed = {"figures", "dataset_name", "dataset_path"}
-    given = [
-        name
-        for name in context.params
-        if name not in allowed and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-    ]
+    defaults = {p.name: p.default for group in _GROUPS for p in group.parameters()}
+    given = [name for name, value in options.items() if value != defaults.get(name)]
     if given or dataset_name not in ("chat", "trace"):
         raise ConfigError(
             f"figures come with their own models, machine and load, so {given[0] if given else 'dataset_name'} has no "
