@@ -82,7 +82,7 @@ class Api:
         conversation = body.conversation(request.headers.get("x-session-id"))
         structured = await self.prepare.grammar(body.structured(), body.response_format is not None)
         params = body.params(structured, self.model.generation)
-        prompts = await self.prepare.prompts(body)
+        prompts = await self.prepare.prompts(body, owner_of(request.scope))
         id = new_id("cmpl", body.request_id, request)
         answer = Completions(id, self.prepare.name(body.model), body, prompts, self.model.tokenizer)
         name, owner = name_of(request.scope), owner_of(request.scope)
@@ -97,7 +97,7 @@ class Api:
         self.prepare.check(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
         try:
-            chat = await self.prepare.chat(body)
+            chat = await self.prepare.chat(body, owner_of(request.scope))
             id = new_id("chatcmpl", body.request_id, request)
             model, reasons = self.prepare.name(body.model), self.prepare.reasoning.known
             answer = Chat(id, model, body, chat.prompt, self.prepare.tokenizer, chat.tools, reasons)

@@ -137,6 +137,10 @@ class Desk:
         answer = await self.engine().memory(*called, forget=forget)
         return [{tier.name.lower(): count for tier, count in tokens.items()} for tokens in answer]
 
+    def salt(self, owner: str, cache_salt: bytes) -> bytes:
+        """What keeps apart all that is remembered of a request's text: the same as of its KV."""
+        return self._tenants.salt(owner, cache_salt)
+
     def open(
         self,
         request_id: str,

@@ -118,8 +118,8 @@ class Preparer:
             )
         return model
 
-    async def chat(self, body: ChatRequest, known: Known | None = None) -> PreparedChat:
-        """All of a chat. Where it goes on from what is known, the rest alone is tokenized.
+    async def chat(self, body: ChatRequest, owner: str, known: Known | None = None) -> PreparedChat:
+        """All of a chat of `owner` (`owner_of`). Where it goes on from what is known, the rest alone is tokenized.
 
         Raises RequestError with the engine's names of fields, ApiError.
         """
@@ -133,13 +133,13 @@ class Preparer:
         if tools.needs_special_tokens:
             params = replace(params, skip_special_tokens=False)
         special = bool(body.add_special_tokens)
-        continued = False
+        continued, salt = False, self._desk.salt(owner, body.salt)
 
         def read(text: str) -> Prompt:
             nonlocal continued
             prompt = None if known is None else self._continued(known, text)
             continued = prompt is not None
-            return prompt or self.read_text(text, special)
+            return prompt or self.read_text(text, special, salt)
 
         prompt, seconds = await self.conversation(body, tools.tools, lambda text: _timed(read, text))
         if self._incremental is not None:
@@ -204,26 +204,26 @@ class Preparer:
             raise as_api_error(error, {"structured_outputs": parameter}) from error
         return wanted
 
-    async def prompts(self, body: CompletionRequest) -> list[Prompt]:
-        """Each prompt of a completion. Raises RequestError, ApiError."""
+    async def prompts(self, body: CompletionRequest, owner: str) -> list[Prompt]:
+        """Each prompt of a completion of `owner`. Raises RequestError, ApiError."""
         prompts = body.prompts()
         check_sequences(len(prompts), body.n or 1, self._limits)
 
         def read(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str) and body.add_special_tokens is False:
-                return self.read_text(prompt, False)
+                return self.read_text(prompt, False, self._desk.salt(owner, body.salt))
             return self._desk.read(prompt)
 
         return await beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
 
-    def read_text(self, text: str, add_special_tokens: bool) -> Prompt:
-        """A prompt with or without special tokens around it. Raises RequestError, ApiError."""
+    def read_text(self, text: str, add_special_tokens: bool, salt: bytes) -> Prompt:
+        """A prompt with or without special tokens around it; `salt` is its KV's. Raises RequestError, ApiError."""
         self._desk.check_length(text)
         ids: list[int] | IntArray
         if self._incremental is None or add_special_tokens:
             ids = self.encode(text, add_special_tokens)
         else:
-            ids = self._incremental.encode(text)
+            ids = self._incremental.encode(text, salt)
         return self._desk.read({"prompt": text, "prompt_token_ids": ids})
 
     def _continued(self, known: Known, text: str) -> Prompt | None:

@@ -205,7 +205,7 @@ def test_what_the_template_is_given() -> None:
         counted = client(served).messages.count_tokens(model="fake", messages=messages, system=system, tools=TOOLS)  # type: ignore[arg-type]
         prompts = []
         ordinary = served.app.state.api.prepare.read_text
-        served.app.state.api.prepare.read_text = lambda text, special: prompts.append(text) or ordinary(text, special)
+        served.app.state.api.prepare.read_text = lambda text, *rest: prompts.append(text) or ordinary(text, *rest)
         with says(served, "Hi"):
             made = create(served, messages=messages, system=system, tools=TOOLS, cache_control=ephemeral)
         shown = prompts[0]

@@ -183,3 +183,16 @@ def test_what_may_be_cut() -> None:
         pattern = cuts(MADE[name]()._backend)
         assert pattern is not None
         assert bool(pattern.search("of words")) is divides, name
+
+
+def test_what_is_remembered_is_found_under_its_salt_only() -> None:
+    tokenizer = load("gpt-tiny")
+    incremental = IncrementalTokenizer(tokenizer)
+    text = "once upon a time there was a fox. " * 400
+    alone = tokenizer.encode(text, add_special_tokens=False)
+    tokenized = []
+    for salt in (b"", b"", b"a", b"a", b"b"):
+        assert incremental.encode(text, salt).tolist() == alone
+        tokenized.append(incremental.take_stats().tokenized)
+    assert tokenized[0] == tokenized[2] == tokenized[4] == len(text)
+    assert tokenized[1] == tokenized[3] < len(text) / 2

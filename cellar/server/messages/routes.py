@@ -39,7 +39,7 @@ class MessagesApi:
         self._prepare.check(chat.model, None)
         conversation = chat.conversation(request.headers.get("x-session-id"))
         try:
-            prepared = await self._prepare.chat(chat)
+            prepared = await self._prepare.chat(chat, owner_of(request.scope))
             id, name = new_id("msg", None, request), name_of(request.scope)
             session = self._desk.open(
                 id,

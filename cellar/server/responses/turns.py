@@ -135,7 +135,8 @@ class TurnReader:
         """Everything rendered, and made into ids: of what is known only the rest."""
         messages = messages_of(items, lambda sealed: self._seal.open(sealed, owner))
         tools, choice = _tools(request)
-        return await self._prepare.chat(request.chat(_with(request.instructions, messages), tools, choice), known)
+        wanted = request.chat(_with(request.instructions, messages), tools, choice)
+        return await self._prepare.chat(wanted, owner, known)
 
 
 def renamed(error: RequestError | ApiError) -> ApiError:
