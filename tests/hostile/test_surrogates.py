@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -100,6 +101,17 @@ def test_no_place_of_a_body_makes_it_a_defect() -> None:
             assert answer.status_code < 500, (url, sent, answer.text)
             statuses[answer.status_code] += 1
     assert statuses[400] > 80
+
+
+def test_what_is_kept_can_be_said_again(tmp_path: Path) -> None:
+    headers = {"content-type": "application/json"}
+    with serve({"data_dir": str(tmp_path)}) as served, served.http() as http:
+        for metadata in ({"a": HALF}, {HALF: "a"}, {"\ud83d": "\ude00"}):
+            for path, body in (("/v1/conversations", {}), ("/v1/responses", {"input": "hi", "max_output_tokens": 1})):
+                answer = http.post(path, content=json.dumps({**body, "metadata": metadata}), headers=headers)
+                assert answer.status_code == 400, answer.text
+                assert "surrogate pair" in answer.text
+        assert http.get("/v1/conversations").json()["data"] == []
 
 
 def test_errors_can_be_sent_whatever_they_quote() -> None:

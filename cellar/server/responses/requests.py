@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cellar.server.errors import refused
+from cellar.server.errors import refused, whole_characters
 from cellar.server.fields import RESPONSE, Accepts, check_extra, unknown
 from cellar.server.requests import MAX_NAME, ChatRequest, Objects, Texts
 
@@ -272,6 +272,7 @@ def check_metadata(metadata: Metadata | None) -> None:
     if len(metadata or {}) > MAX_PAIRS:
         raise refused(f"metadata has {len(metadata or {})} pairs, but may have {MAX_PAIRS}; use fewer.", "metadata")
     for key, value in (metadata or {}).items():
+        whole_characters(key + value)
         if len(key) > MAX_KEY or len(value) > MAX_VALUE:
             raise refused(
                 f"a key of metadata may have {MAX_KEY} characters and a value {MAX_VALUE}; shorten {key[:MAX_KEY]!r}.",
