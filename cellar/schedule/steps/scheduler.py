@@ -131,7 +131,10 @@ class StepScheduler:
             self._start_loaded(batch)
             self._admit(batch)
         else:
-            self._plan_prompts(batch)  # memory is short: nobody new
+            self._plan_prompts(batch)  # memory is short: nobody new,
+            if not self._running:  # unless all who ran had to give theirs back
+                self._start_loaded(batch)
+                self._admit(batch)
         built = batch.build(self._steps, tuple(self._closes))
         if built is not None:
             self._closes.clear()

@@ -292,7 +292,7 @@ class World:
         going_on = [self.key(self.live[name]) for name in before & after]
         late = not suspended or not going_on or min(suspended) > max(going_on)
         assert late or self.setting.owners, "not the latest was suspended"
-        assert not suspended or after <= before or self.setting.owners, (
+        assert not suspended or after <= before or not going_on or self.setting.owners, (
             "somebody was admitted in the step of a suspension"
         )
         return plan

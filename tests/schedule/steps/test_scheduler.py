@@ -148,6 +148,11 @@ def test_random_operations_with_tiers(setting: Setting, ops: list[Op]) -> None:
     drive(setting, ops)
 
 
+def test_who_has_its_memory_starts_though_all_who_ran_gave_theirs_back() -> None:
+    """In this case the only row that runs needs a chunk while loads hold all others: it is suspended."""
+    drive(*random_case(203, tiers=True))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("first", range(0, 600, 150))
 def test_hundreds_of_cases_with_tiers(first: int) -> None:
@@ -156,8 +161,8 @@ def test_hundreds_of_cases_with_tiers(first: int) -> None:
     for seed in range(first, first + 150):
         world = drive(*random_case(seed, tiers=True))
         loads, stores = loads + world.loads, stores + world.stores
-    assert loads > 1_000, "hardly anything comes back"
-    assert stores > 5_000, "hardly anything leaves"
+    assert loads > 400, "hardly anything comes back"
+    assert stores > 3_000, "hardly anything leaves"
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 3, 4])
