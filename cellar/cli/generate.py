@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -17,7 +17,7 @@ from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from cellar.core.messages import RequestOutput
+    from cellar.core.messages import RequestOutput, TokenLogprob
     from cellar.core.sampling import SamplingParams
     from cellar.engine.llm import LLM
 
@@ -169,5 +169,18 @@ def _write(results: list[RequestOutput], file: TextIO) -> None:
 
 
 def _plain(result: RequestOutput) -> Mapping[str, Any]:
-    """A result as JSON: its dataclass, with the token ids as lists."""
-    return {**asdict(result), "prompt_token_ids": [int(token) for token in result.prompt_token_ids]}
+    """A result as JSON: its dataclass, with token ids and log-probabilities as lists."""
+    found = asdict(replace(result, prompt_logprobs=None, outputs=[replace(o, logprobs=None) for o in result.outputs]))
+    for made, output in zip(found["outputs"], result.outputs, strict=True):
+        made["logprobs"] = _tables(output.logprobs)
+    return {
+        **found,
+        "prompt_token_ids": [int(token) for token in result.prompt_token_ids],
+        "prompt_logprobs": _tables(result.prompt_logprobs),
+    }
+
+
+def _tables(tables: Sequence[Mapping[int, TokenLogprob] | None] | None) -> list[Any] | None:
+    if tables is None:
+        return None
+    return [None if table is None else {token: asdict(one) for token, one in table.items()} for table in tables]

@@ -48,7 +48,7 @@ export class Archive {
   }
 
   async #begun(conversation) {
-    if (conversation.server || !this.#ready) return;
+    if (conversation.server || !(this.#ready || (await this.list()))) return;
     try {
       const made = await this.#api.call("POST", "v1/conversations", { metadata: { title: conversation.title } });
       conversation.server = made.id;

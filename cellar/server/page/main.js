@@ -28,6 +28,7 @@ class Page {
   #archive = new Archive(this.#api);
   #asked = false; // the server was asked for what it keeps
   #archived = false; // and that is listed
+  #stored = false; // this browser keeps them, too
   #memory = new Map(); // name -> where the engine has it
   #looked = -LOOK_EVERY;
   #settings = new Settings();
@@ -64,7 +65,8 @@ class Page {
     addEventListener("hashchange", () => this.#talks.has(inAddress()) && this.#open(inAddress()));
     addEventListener("pagehide", () => this.#talk.running && this.#talk.save());
 
-    if (!(await this.#store.open())) byId("shelf").querySelector(".shelf-foot").textContent = "This browser keeps no conversations: they end with this tab.";
+    this.#stored = await this.#store.open();
+    if (!this.#stored) byId("shelf").querySelector(".shelf-foot").textContent = "This browser keeps no conversations: they end with this tab.";
     for (const conversation of await this.#store.all()) this.#hold(settled(conversation));
     this.#store.onChange((id) => this.#elsewhere(id));
     if (this.#talks.has(inAddress())) this.#open(inAddress(), false);
@@ -173,7 +175,9 @@ class Page {
       if (conversation.server || conversation.lost || running || !conversation.turns.length) continue;
       this.#archive.keep(conversation).then(() => this.#store.save(structuredClone(conversation)).catch(() => {}));
     }
-    byId("shelf").querySelector(".shelf-foot").textContent = "Conversations are kept by this server, and in this browser.";
+    byId("shelf").querySelector(".shelf-foot").textContent = this.#stored
+      ? "Conversations are kept by this server, and in this browser."
+      : "This browser keeps no conversations; this server does.";
     if (this.#talks.has(inAddress()) && inAddress() !== this.#talk.conversation.id) this.#open(inAddress(), false);
     else if (this.#talk.conversation.away) this.#fetch(this.#talk);
     this.#draw();

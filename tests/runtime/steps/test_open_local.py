@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import mmap
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -62,9 +62,9 @@ def test_memory_is_said_at_the_start_and_what_the_system_counts(
 
 def test_the_memory_of_this_process_is_the_systems_count() -> None:
     before = resident()
-    held = np.ones(2**25, np.uint8)
-    assert 0.9 * 2**25 < resident() - before < 2 * 2**25
-    assert len(held) == 2**25
+    with mmap.mmap(-1, 2**27) as held:  # an array might take over what others have freed
+        held.write(bytes([1]) * 2**27)
+        assert resident() - before > 0.5 * 2**27
 
 
 def test_a_checkpoint_runs(directory: Path) -> None:

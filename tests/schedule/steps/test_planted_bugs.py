@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cellar.core.errors import CellarError
-from cellar.core.messages import CopyResult, Emit, EraseBatch, KeptChunk
+from cellar.core.messages import CopyResult, Emit, KeptChunk
 from cellar.kv import restored
 from cellar.kv import store as store_module
 from cellar.kv.behind import WriteBehind
@@ -592,28 +592,6 @@ def forgotten_chunk_stays_on_the_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotPool, "vacate", SlotPool.give_back)
 
 
-@bug(tiers=True, disk=60, max_copy_delay=5)
-def copy_of_a_chunk_that_was_forgotten_meanwhile_stays(patch: pytest.MonkeyPatch) -> None:
-    vacate = SlotPool.vacate
-
-    def hasty(pool: SlotPool, slots: np.ndarray) -> None:
-        arrived = pool.state[slots] == State.LOADING
-        pool.give_back(slots[arrived])
-        vacate(pool, slots[~arrived])
-
-    patch.setattr(SlotPool, "vacate", hasty)
-
-
-@bug(tiers=True, disk=60, copy_fails_every=2)
-def what_could_not_be_erased_counts_as_gone(patch: pytest.MonkeyPatch) -> None:
-    erased = Movement._erased
-
-    def trusting(movement: Movement, batch: EraseBatch, result: CopyResult) -> None:
-        erased(movement, batch, dataclasses.replace(result, ok=np.ones(len(batch), np.bool_)))
-
-    patch.setattr(Movement, "_erased", trusting)
-
-
 @bug(tiers=True, disk=60)
 def chunks_at_rest_wait_until_memory_is_short(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WriteBehind, "add", lambda behind, chunks, now: None)
@@ -637,11 +615,6 @@ def chunk_that_moves_while_its_time_comes_is_passed_over(patch: pytest.MonkeyPat
 def label_is_that_of_another_chunk(patch: pytest.MonkeyPatch) -> None:
     labels = Shelves.labels
     patch.setattr(Shelves, "labels", lambda shelves, chunks: labels(shelves, chunks)[::-1])
-
-
-@bug(tiers=True, disk=60)
-def label_of_a_tail_says_nothing_of_its_tokens(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Directory, "tail_tokens", lambda directory, chunk: b"")
 
 
 @bug(tiers=True, disk=60)
