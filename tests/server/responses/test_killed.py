@@ -25,6 +25,7 @@ class Talker:
         self.kept: list[dict[str, Any]] = []
         self.turns: list[tuple[str, str]] = []
         self.background: str | None = None
+        self.killed = threading.Event()
         self.thread = threading.Thread(target=self._talk, args=(name,))
 
     def _talk(self, name: str) -> None:
@@ -44,7 +45,9 @@ class Talker:
                         self.turns.append((said, event.response.output_text))
                     if event.type == "error":  # a front that lost its keeper says so
                         return
-                    assert event.type != "response.failed"
+                    if event.type == "response.failed":  # or that lost its engine first
+                        assert self.killed.is_set(), event
+                        return
                 if self.background is None:
                     late = {**asked, "max_output_tokens": 4000}
                     self.background = self.client.responses.create(**late, input=said, background=True).id
@@ -57,13 +60,16 @@ def killed(fronts: int, data: Path, talkers: int, acknowledged: int, salt: int) 
     process, url = started(
         fronts=fronts, server={"data_dir": str(data)}, max_model_len=4096, num_slots=4096, latency=0.001
     )
+    talking: list[Talker] = []
     try:
-        talking = [Talker(url, f"t{salt}.{k}") for k in range(talkers)]
+        talking += [Talker(url, f"t{salt}.{k}") for k in range(talkers)]
         for one in talking:
             one.thread.start()
         until(lambda: sum(len(one.kept) for one in talking) >= acknowledged and all(one.background for one in talking))
         children = children_of(process.pid)
     finally:
+        for one in talking:
+            one.killed.set()
         process.kill()
         process.communicate(timeout=SECONDS)
     join_all([one.thread for one in talking])
