@@ -14,8 +14,11 @@ try:
 except ImportError:  # a machine where tests marked `gpu` run may lack it
     pass
 else:  # how long an example takes says nothing on a busy machine
-    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("any machine")
+    anywhere = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # A change is judged by the same examples as the one before it; new ones are sought by --hypothesis-profile=hunt.
+    settings.register_profile("same", anywhere, derandomize=True, database=None)
+    settings.register_profile("hunt", anywhere)
+    settings.load_profile("same")
 
 # A job in a shell's background ignores Ctrl-C, and so do all that it starts; some tests press it.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

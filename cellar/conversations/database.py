@@ -57,9 +57,14 @@ def open_database(place: str | Path, worker: str) -> Database:
 
 def _sqlite(directory: Path, worker: str) -> Database:
     path = directory / FILE
+    alone = partial(_alone, directory / f"{FILE}.lock")
+    # Whoever closes a descriptor of a file loses all locks that its process has on it, so a file that may be open is
+    # left to SQLite (sqlite.org, "How To Corrupt An SQLite Database File", 2.2).
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # -wal and -shm get the same mode
+        with alone():
+            if not path.exists():
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))  # -wal and -shm get the same mode
         path.chmod(0o600)
     except OSError as error:
         raise ConfigError(
@@ -82,7 +87,7 @@ def _sqlite(directory: Path, worker: str) -> Database:
         "journal_size_limit = 67108864",
     )
     workers = directory / f"{FILE}.workers"
-    return Database(readers, writer, FileLocks(workers, worker), partial(_alone, directory / f"{FILE}.lock"), str(path))
+    return Database(readers, writer, FileLocks(workers, worker), alone, str(path))
 
 
 def _prepare(engine: Engine, begin: str, *pragmas: str) -> None:

@@ -26,7 +26,7 @@ from cellar.conversations.session import Session
 from cellar.conversations.store import AsyncStore, Store, default_directory, open_store
 from cellar.conversations.sweep import StoreLimits
 from cellar.core.errors import ConfigError
-from tests.limits import SECONDS, until
+from tests.limits import SECONDS, run_python, until
 
 
 class Time:
@@ -441,6 +441,26 @@ def test_sqlite_waits_for_the_disk(tmp_path: Path) -> None:
 
     with open_store(tmp_path, sweep_seconds=None) as store:
         assert store.write(pragmas) == ["wal", 2]
+
+
+WHOLE_FILE = """
+import fcntl, os, sys
+
+file = os.open(sys.argv[1], os.O_RDWR)
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 510, 0x40000002)
+    print("taken")
+except BlockingIOError:
+    print("held")
+"""
+
+
+def test_a_second_opening_in_one_process_keeps_the_locks_of_the_first(tmp_path: Path) -> None:
+    """What SQLite locks while it has a file open; without it another process takes the log away from under it."""
+    with open_store(tmp_path, sweep_seconds=None):
+        assert run_python(WHOLE_FILE, str(tmp_path / FILE)).strip() == "held"
+        open_store(tmp_path, sweep_seconds=None).close()
+        assert run_python(WHOLE_FILE, str(tmp_path / FILE)).strip() == "held"
 
 
 def test_a_locked_database_gives_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,12 +96,12 @@ class Model:
         there = [p for p in hits if p is not None]
         missing = num_chunks - len(there)
         left = self.free + self.num_cached - sum(not self.kept[p].users for p in there) - missing
-        before = self.keys()
         reservation = self.store.reserve(found, len(tokens), keep_free, name=name, now=self.now)
         assert (reservation is None) == (left < keep_free)
         if reservation is None:
             return
         talk = self.talk(there, name)
+        before = self.keys()  # its conversation is active from now on
         for path in there:
             before.pop(path, None)
             self.kept[path].users += 1
@@ -153,8 +153,10 @@ class Model:
         for i in range(first, upto):
             path = self.path(held.tokens, held.salt, i)
             if held.paths[i] is None and path not in self.kept:
-                held.paths[i] = path
-                self.kept[path] = Kept(1, {held.talk})
+                users = self.users(held.slots[i])
+                for other, column in users:
+                    other.paths[column] = path
+                self.kept[path] = Kept(len(users), {held.talk})
                 self.seen[path] = None
             if i and (parent := self.path(held.tokens, held.salt, i - 1)) in self.kept:
                 self.kept[parent].grown = True
@@ -163,9 +165,9 @@ class Model:
         self.store.release(held.slots, held.conversation, self.now)
         self.held.remove(held)
         self.touch(held.talk)
-        for path in held.paths:
+        for path, slot in zip(held.paths, held.slots.tolist(), strict=True):
             if path is None:
-                self.free += 1
+                self.free += not self.users(slot)
             else:
                 self.kept[path].users -= 1
 
@@ -194,6 +196,10 @@ class Model:
     @property
     def num_cached(self) -> int:
         return sum(not kept.users for kept in self.kept.values())
+
+    def users(self, slot: int) -> list[tuple[Held, int]]:
+        """Who holds a slot, and as which of its chunks; several may hold one whose conversation was withdrawn."""
+        return [(held, column) for held in self.held for column in np.flatnonzero(held.slots == slot).tolist()]
 
     def path(self, tokens: np.ndarray, salt: bytes, chunk: int) -> Path:
         return salt, tuple(tokens[: (chunk + 1) * CHUNK].tolist())

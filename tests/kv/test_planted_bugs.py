@@ -225,7 +225,7 @@ def hunt(cases: int) -> None:
 def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
     with pytest.raises((AssertionError, CellarError, KeyError, IndexError)):
-        hunt(300)
+        hunt(1_000)
 
 
 def test_without_a_bug_nothing_is_found() -> None:
