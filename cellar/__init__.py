@@ -17,15 +17,17 @@ from cellar.version import __version__
 
 if TYPE_CHECKING:
     from cellar.core.messages import CompletionOutput, RequestOutput
+    from cellar.core.pooling import PoolingParams
     from cellar.core.sampling import SamplingParams
     from cellar.engine.llm import LLM
     from cellar.engine.stream import AsyncLLM
 
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "PoolingParams", "RequestOutput", "SamplingParams", "__version__"]
 
 _HOMES = {
     "LLM": "cellar.engine.llm",
     "AsyncLLM": "cellar.engine.stream",
+    "PoolingParams": "cellar.core.pooling",
     "SamplingParams": "cellar.core.sampling",
     "RequestOutput": "cellar.core.messages",
     "CompletionOutput": "cellar.core.messages",

@@ -85,7 +85,7 @@ def _spec(vocab_size: int, max_position: int) -> ModelSpec:
     return ModelSpec(
         model_type="fake",
         dtype="float32",
-        hidden_size=1,
+        hidden_size=3,
         num_layers=0,
         num_heads=1,
         num_kv_heads=1,

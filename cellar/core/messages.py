@@ -31,13 +31,14 @@ class Emit(IntEnum):
 
     NONE: nothing (holes, inner prompt chunks). LAST: its last position is sampled.
     ALL: every position gets log-probabilities against `StepPlan.targets`; a last target of -1 is sampled.
-    HIDDEN: the final hidden states are returned.
+    HIDDEN: the final hidden states are returned. SUM: their sum over the row's spans that emit it is.
     """
 
     NONE = 0
     LAST = 1
     ALL = 2
     HIDDEN = 3
+    SUM = 4
 
 
 class FinishReason(StrEnum):
@@ -67,7 +68,8 @@ class Request:
     """One sequence to be continued; n > 1 is several requests by now, which share `params` and `stop_ids`.
 
     `stop_ids` are the end symbols and stop ids that end it; `max_tokens` is at least 1 and fits the
-    context. Equal prefixes are shared between requests of equal `salt` only. `conversation` names the conversation
+    context; where the prompt is pooled it is 0, and the request ends with its prompt. Equal prefixes are shared between
+    requests of equal `salt` only. `conversation` names the conversation
     that it continues, if its sender said so; it changes no token and no lookup. `seed` is this sequence's own; without
     it that of `params`, which is set then. Requests of one `owner` share its turns: see `schedule/steps/queue.py`;
     without a name each is its own.
@@ -271,7 +273,8 @@ class StepResult:
     """Tokens of the spans that sampled, in span order: tokens[r, k], of which num_tokens[r] are valid.
 
     `logprobs.index` counts results; `prompt_logprobs` maps a row to the log-probabilities of the
-    *targets* of its ALL spans, `index` being the target's position in the sequence.
+    *targets* of its ALL spans, `index` being the target's position in the sequence. `hidden` maps a row to its
+    final hidden states: [positions, hidden] of HIDDEN spans, their sum [1, hidden] of SUM spans.
     `error` is set, and all else empty, if the step failed as a whole.
     """
 
@@ -325,7 +328,7 @@ class StepOutput:
     A request may appear in `finished` without a token (an error). `logprobs[id]` and
     `prompt_logprobs[id]` are there if asked for; `num_cached_tokens[id]` comes with a request's first token:
     how many tokens of its prompt were found in the cache; `queue_seconds[id]` likewise: how long it waited for
-    its first step.
+    its first step. Both come with `pooled[id]`, float32 [hidden], of a request whose prompt is pooled.
     """
 
     ids: list[str] = field(default_factory=list)
@@ -335,6 +338,7 @@ class StepOutput:
     prompt_logprobs: dict[str, Logprobs] = field(default_factory=dict)
     num_cached_tokens: dict[str, int] = field(default_factory=dict)
     queue_seconds: dict[str, float] = field(default_factory=dict)
+    pooled: dict[str, FloatArray] = field(default_factory=dict)
 
     @classmethod
     def refusal(cls, reasons: Mapping[str, str]) -> StepOutput:
@@ -486,7 +490,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with its continuations so far; `finished` once all have ended."""
+    """A request with its continuations so far; `finished` once all have ended.
+
+    `pooled` is the prompt's vector, float32 [hidden], if that was asked for.
+    """
 
     request_id: str
     prompt: str | None
@@ -496,3 +503,4 @@ class RequestOutput:
     prompt_logprobs: Sequence[dict[int, TokenLogprob] | None] | None = None
     num_cached_tokens: int = 0
     queue_seconds: float = 0.0
+    pooled: FloatArray | None = None

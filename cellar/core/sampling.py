@@ -6,7 +6,7 @@ import json as _json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from cellar.core.errors import RequestError
 
@@ -16,6 +16,10 @@ MAX_INTEGER = 2**31 - 1
 MAX_TEMPERATURE = 100.0
 REPETITION_PENALTIES = (0.01, 100.0)
 """Beyond these float32 has no room for what comes of a logit."""
+
+Pooling = Literal["last", "mean"]
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
+"""Which of a prompt's final hidden states make its vector: that of the last token, or the mean of all."""
 
 _TOKEN_IDS = "token ids, 0 or more"
 
@@ -126,6 +130,7 @@ class SamplingParams:
     `logprobs` = n returns the chosen token's log-probability and the n best; `prompt_logprobs` likewise
     for each prompt token. `max_tokens` None means up to the model's context. With `thinking` the answer's
     reasoning comes apart from its text, and stop strings are looked for in the text alone.
+    With `pooling` no token is made: the request's answer is one vector of its prompt's hidden states.
     Raises RequestError (with the field's name) for a value out of range.
     """
 
@@ -151,6 +156,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
     thinking: Thinking | None = None
+    pooling: Pooling | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -196,6 +202,16 @@ class SamplingParams:
         for token, bias in biases.items():
             _check("logit_bias", token, _token(token), _TOKEN_IDS)
             _check("logit_bias", bias, _finite(bias) and -100 <= bias <= 100, "from -100 to 100")
+        if self.pooling is not None:
+            self._check_pooling()
+
+    def _check_pooling(self) -> None:
+        _check("pooling", self.pooling, self.pooling in POOLINGS, " or ".join(POOLINGS))
+        for name in ("n", "logprobs", "prompt_logprobs", "structured_outputs", "thinking"):
+            if getattr(self, name) != getattr(SamplingParams, name):
+                raise RequestError(
+                    f"{name} is for requests that make tokens, and pooling makes none; leave it out.", name
+                )
 
     def _all(self, name: str, allowed: str) -> tuple[Any, ...]:
         """The members of a field that is a sequence, or None."""

@@ -9,18 +9,31 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
 from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 from cellar.core.messages import RequestOutput, SchedulerStats
+from cellar.core.pooling import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingParams,
+    ScoringOutput,
+    ScoringRequestOutput,
+    cosine,
+    embedded,
+    pairs,
+)
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
 from cellar.engine.interrupt import DeferredInterrupt
 from cellar.engine.opened import Opened, open_front
 from cellar.engine.progress import Progress
-from cellar.engine.prompts import Prompt
+from cellar.engine.prompts import Prompt, as_list
 from cellar.planner.saved import SavedPlan
 from cellar.text.generation import GenerationConfig
+from cellar.text.pooling import read_pooling
 from cellar.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -94,6 +107,51 @@ class LLM:
         extra = dict(chat_template_kwargs or {})
         prompts = [self._chat_prompt(one, add_generation_prompt, extra) for one in conversations]
         return self._complete(prompts, sampling_params, use_tqdm)
+
+    def embed(
+        self, prompts: object, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """The vector of each prompt, made of its final hidden states; forms of prompts and errors as in `generate`.
+
+        A prompt may fill the whole context. Raises RequestError also for one that fails on its way.
+        """
+        params = pooling_params or PoolingParams()
+        sampling = params.sampling(self.spec.hidden_size, read_pooling(self.checkpoint))
+        outputs = self._complete(self._front.reader.read_all(prompts, room=0), sampling, use_tqdm)
+        return [
+            EmbeddingRequestOutput(
+                output.request_id,
+                list(output.prompt_token_ids),
+                EmbeddingOutput(embedded(output, params).tolist()),
+                output.num_cached_tokens,
+            )
+            for output in outputs
+        ]
+
+    def score(
+        self,
+        data_1: object,
+        data_2: object,
+        *,
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How near texts are to each other, by the cosine of their vectors: one to each of many, or each to its own."""
+        first, second = as_list(data_1), as_list(data_2)
+        wanted = pairs(len(first), len(second))
+        params = PoolingParams(pooling=None if pooling_params is None else pooling_params.pooling)
+        found = self.embed([*first, *second], pooling_params=params, use_tqdm=use_tqdm)
+        vectors = [np.array(one.outputs.embedding, np.float32) for one in found]
+        both = [(found[i], found[len(first) + k], cosine(vectors[i], vectors[len(first) + k])) for i, k in wanted]
+        return [
+            ScoringRequestOutput(
+                b.request_id,
+                a.prompt_token_ids + b.prompt_token_ids,
+                ScoringOutput(score),
+                a.num_cached_tokens + b.num_cached_tokens,
+            )
+            for a, b, score in both
+        ]
 
     def stream(self, prompt: object, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt; yields the output so far whenever there is more. Closing the iterator drops it."""

@@ -14,7 +14,15 @@ from typing import NamedTuple
 import numpy as np
 
 from cellar.core.errors import IntegrityError, RequestError
-from cellar.core.messages import CompletionOutput, FinishReason, IntArray, Logprobs, RequestOutput, StepOutput
+from cellar.core.messages import (
+    CompletionOutput,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Logprobs,
+    RequestOutput,
+    StepOutput,
+)
 from cellar.core.sampling import SamplingParams
 from cellar.engine.tables import LogprobStore, LogprobTables
 from cellar.text.detokenizer import Detokenizer, make_detokenizer
@@ -123,6 +131,9 @@ class OutputProcessor:
             if (sequence := self._sequences.get(id)) is not None and sequence.index == 0:
                 sequence.request.num_cached_tokens = cached
                 sequence.request.queue_seconds = frame.queue_seconds.get(id, 0.0)
+        for id, vector in frame.pooled.items():
+            if (sequence := self._sequences.get(id)) is not None:
+                sequence.request.pooled = vector
         for id, logprobs in frame.prompt_logprobs.items():
             if (sequence := self._sequences.get(id)) is not None and sequence.index == 0:
                 try:
@@ -264,6 +275,7 @@ class _Request:
         "num_cached_tokens",
         "num_logprobs",
         "params",
+        "pooled",
         "prompt",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -293,6 +305,7 @@ class _Request:
         self.num_logprobs = params.logprobs
         self.num_cached_tokens = 0
         self.queue_seconds = 0.0
+        self.pooled: FloatArray | None = None
         self.sequences: list[_Sequence] = []
         self.text_of = text_of
         self.prompt_logprobs: LogprobStore | None = None
@@ -326,6 +339,7 @@ class _Request:
             prompt_logprobs=self.prompt_tables(),
             num_cached_tokens=self.num_cached_tokens,
             queue_seconds=self.queue_seconds,
+            pooled=self.pooled,
         )
 
 

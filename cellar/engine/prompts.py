@@ -60,37 +60,37 @@ class PromptReader:
         self._count = 0
         self._checked: tuple[SamplingParams, frozenset[int]] | None = None
 
-    def read(self, prompt: object) -> Prompt:
-        """One prompt in any of its forms. Raises RequestError."""
+    def read(self, prompt: object, room: int = 1) -> Prompt:
+        """One prompt in any of its forms, beside which the context holds `room` tokens. Raises RequestError."""
         if isinstance(prompt, Mapping):
-            return self._fields(prompt)
+            return self._fields(prompt, room)
         if isinstance(prompt, str):
-            return self.read_text(prompt)
+            return self.read_text(prompt, room=room)
         if isinstance(prompt, (Sequence, np.ndarray)) and not isinstance(prompt, (bytes, bytearray)):
-            return self._ids(prompt, None)
+            return self._ids(prompt, None, room)
         raise RequestError(f"a prompt is of type {type(prompt).__name__}; it must be {_ALLOWED}.", "prompt")
 
-    def read_text(self, text: str, add_special_tokens: bool = True) -> Prompt:
+    def read_text(self, text: str, add_special_tokens: bool = True, room: int = 1) -> Prompt:
         """A prompt that is text. One that cannot fit is refused before it is tokenized. Raises RequestError."""
         if self._tokenizer is None:
             raise RequestError("the prompt is text, but there is no tokenizer; give token ids, or load one.", "prompt")
-        self.check_length(text)
-        return self._ids(self._tokenizer.encode(text, add_special_tokens), text)
+        self.check_length(text, room)
+        return self._ids(self._tokenizer.encode(text, add_special_tokens), text, room)
 
-    def check_length(self, text: str) -> int:
+    def check_length(self, text: str, room: int = 1) -> int:
         """A number of tokens that a text has at least, without tokenizing it. Raises RequestError if it cannot fit."""
         least = 0 if self._tokenizer is None else self._tokenizer.least_tokens(text)
-        if least >= self.max_model_len:
-            raise self._too_long(f"at least {least}")
+        if least + room > self.max_model_len:
+            raise self._too_long(f"at least {least}", room)
         return least
 
-    def read_all(self, prompts: object) -> list[Prompt]:
+    def read_all(self, prompts: object, room: int = 1) -> list[Prompt]:
         """One prompt, or a list of prompts. Raises RequestError that says which one is wrong."""
         found: list[Prompt] = []
         each = as_list(prompts)
         for k, prompt in enumerate(each):
             try:
-                found.append(self.read(prompt))
+                found.append(self.read(prompt, room))
             except RequestError as error:
                 if len(each) == 1:
                     raise
@@ -134,7 +134,7 @@ class PromptReader:
                 prompt=prompt.token_ids,
                 params=params,
                 stop_ids=stops,
-                max_tokens=min(params.max_tokens or room, room),
+                max_tokens=0 if params.pooling is not None else min(params.max_tokens or room, room),
                 priority=priority,
                 salt=salt,
                 conversation=conversation,
@@ -153,7 +153,7 @@ class PromptReader:
             checked = self._checked = params, ends
         return checked[1]
 
-    def _fields(self, prompt: Mapping[Any, Any]) -> Prompt:
+    def _fields(self, prompt: Mapping[Any, Any], room: int) -> Prompt:
         if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
             raise RequestError(
                 f"a prompt has the key {sorted(map(str, unknown))[0]!r}; it must be {_ALLOWED}.", "prompt"
@@ -162,12 +162,12 @@ class PromptReader:
         if text is not None and not isinstance(text, str):
             raise RequestError(f"the prompt is of type {type(text).__name__}; it must be a string.", "prompt")
         if ids is not None:
-            return self._ids(ids, text)
+            return self._ids(ids, text, room)
         if text is None:
             raise RequestError(f"a prompt is an empty mapping; it must be {_ALLOWED}.", "prompt")
-        return self.read_text(text)
+        return self.read_text(text, room=room)
 
-    def _ids(self, ids: object, text: str | None) -> Prompt:
+    def _ids(self, ids: object, text: str | None, room: int) -> Prompt:
         if not isinstance(ids, (Sequence, np.ndarray)) or isinstance(ids, (str, bytes, bytearray)):
             raise RequestError(
                 f"token ids are of type {type(ids).__name__}; they must be a list of integers.", "prompt"
@@ -183,15 +183,16 @@ class PromptReader:
             wrong = next((t for t in ids if not _integer(t)), None)
             if wrong is not None:
                 raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
-        if len(ids) >= self.max_model_len:
-            raise self._too_long(str(len(ids)))
+        if len(ids) + room > self.max_model_len:
+            raise self._too_long(str(len(ids)), room)
         _check_ids("prompt", ids, self.vocab_size)
         return Prompt(np.asarray(ids, np.int32), text)
 
-    def _too_long(self, count: str) -> RequestError:
+    def _too_long(self, count: str, room: int) -> RequestError:
+        output = ", at least one of them output" if room else ""
         return RequestError(
-            f"the prompt has {count} tokens, but the context holds {self.max_model_len}, at least one of them output; "
-            f"shorten it to {self.max_model_len - 1} tokens or raise max_model_len.",
+            f"the prompt has {count} tokens, but the context holds {self.max_model_len}{output}; "
+            f"shorten it to {self.max_model_len - room} tokens or raise max_model_len.",
             "prompt",
             "context_length_exceeded",
         )

@@ -101,9 +101,9 @@ class AsyncLLM:
         prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt, owner)
         return self._news(prepared, deltas=True)
 
-    def read(self, prompt: object) -> Prompt:
-        """A prompt, checked and as token ids; `generate` takes it. Raises RequestError."""
-        return prompt if isinstance(prompt, Prompt) else self._front.reader.read(prompt)
+    def read(self, prompt: object, room: int = 1) -> Prompt:
+        """A prompt, checked and as token ids; `generate` takes it. See `PromptReader.read`. Raises RequestError."""
+        return prompt if isinstance(prompt, Prompt) else self._front.reader.read(prompt, room)
 
     @property
     def reader(self) -> PromptReader:

@@ -30,6 +30,8 @@ from cellar.server.messages import routes as messages
 from cellar.server.messages.routes import MessagesApi
 from cellar.server.metrics import CONTENT_TYPE, Metrics
 from cellar.server.pieces import answered
+from cellar.server.pooling import routes as pooling
+from cellar.server.pooling.routes import PoolingApi
 from cellar.server.prepare import Preparer, beside
 from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -275,6 +277,7 @@ def build_app(
         app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
     memory.install(app, api.desk, answers)
     messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
+    pooling.install(app, PoolingApi(api.prepare, api.desk, model, limits), answers)
     # The last added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
     if keys:

@@ -110,19 +110,19 @@ class Desk:
             raise unavailable("the engine is down and being started again; try again soon.", retry_after=5)
         return llm
 
-    def read(self, prompt: Any) -> Prompt:
-        """A prompt, checked, in any thread. Raises RequestError, ApiError."""
+    def read(self, prompt: Any, room: int = 1) -> Prompt:
+        """A prompt, checked, in any thread; the context holds `room` tokens more. Raises RequestError, ApiError."""
         if isinstance(prompt, str):
-            self.check_length(prompt)
-        found = self.engine().read(prompt)
+            self.check_length(prompt, room)
+        found = self.engine().read(prompt, room)
         count, longest = len(found.token_ids), self._limits.max_prompt_len
         if longest is not None and count > longest:
             raise _too_long(str(count), longest)
         return found
 
-    def check_length(self, text: str) -> str:
+    def check_length(self, text: str, room: int = 1) -> str:
         """The text itself, unless it is too long for certain: known before it is tokenized. Raises as `read` does."""
-        least, longest = self.engine().reader.check_length(whole_characters(text)), self._limits.max_prompt_len
+        least, longest = self.engine().reader.check_length(whole_characters(text), room), self._limits.max_prompt_len
         if longest is not None and least > longest:
             raise _too_long(f"at least {least}", longest)
         return text

@@ -34,7 +34,7 @@ from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
 from cellar.server.heap import one_heap, reserve_steps
-from cellar.server.wire import Add, Call, Frame, Ready, Step, Terms, Told, engine_id
+from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told, engine_id
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class Switchboard:
                 frame = owner[0].frame or owner[0].part(touched)
                 frame.numbers.append(owner[1])
                 frame.tokens.append(token)
-        for name in ("logprobs", "prompt_logprobs", "num_cached_tokens", "queue_seconds", "finished"):
+        for name in BY_SEQUENCE:
             for id, value in getattr(output, name).items():
                 if (owner := owners.get(id)) is not None:
                     getattr(owner[0].part(touched), name)[owner[1]] = value

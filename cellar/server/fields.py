@@ -61,6 +61,11 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "documents": (_NONE, "null"),
 }
 
+POOLING: Mapping[str, tuple[Accepts, str]] = {
+    **{name: COMMON[name] for name in ("user", "safety_identifier", "metadata", "service_tier")},
+    "truncate_prompt_tokens": (_NONE, "null"),
+}
+
 RESPONSE: Mapping[str, tuple[Accepts, str]] = {
     # who asks, and for what: for the operator's books
     "client_metadata": COMMON["metadata"],

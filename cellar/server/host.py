@@ -11,6 +11,7 @@ from cellar.engine.opened import Opened
 from cellar.engine.stream import AsyncLLM
 from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig
+from cellar.text.pooling import read_pooling
 from cellar.text.tokenizer import Tokenizer
 
 
@@ -27,6 +28,8 @@ class ServedModel:
     chunk_nbytes: int
     kv_tier: str
     generation: GenerationConfig = NEUTRAL
+    hidden_size: int = 1
+    pooling: str = "last"
 
     @classmethod
     def of(cls, opened: Opened, names: tuple[str, ...]) -> ServedModel:
@@ -41,6 +44,8 @@ class ServedModel:
             opened.spec.kv.chunk_nbytes(),
             "host" if opened.config.device.device in ("auto", "cpu") else "device",
             opened.generation,
+            opened.spec.hidden_size,
+            read_pooling(opened.checkpoint),
         )
 
 

@@ -6,7 +6,7 @@ Every endpoint that answers a conversation goes through `Preparer.chat`, whateve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from time import perf_counter
@@ -215,6 +215,17 @@ class Preparer:
             return self._desk.read(prompt)
 
         return await beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
+
+    async def inputs(self, inputs: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
+        """Prompts that are to be pooled: they need no room for a token. Raises RequestError, ApiError."""
+
+        def read(prompt: str | list[int]) -> Prompt:
+            if isinstance(prompt, str) and not add_special_tokens:
+                self._desk.check_length(prompt, room=0)
+                return self._desk.read({"prompt": prompt, "prompt_token_ids": self.encode(prompt, False)}, room=0)
+            return self._desk.read(prompt, room=0)
+
+        return await beside(sum(map(len, inputs)), lambda: [read(prompt) for prompt in inputs])
 
     def read_text(self, text: str, add_special_tokens: bool, salt: bytes) -> Prompt:
         """A prompt with or without special tokens around it; `salt` is its KV's. Raises RequestError, ApiError."""

@@ -16,7 +16,7 @@ from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Req
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
-from cellar.server.wire import Add, Call, Frame, Ready, Step, Terms, Told
+from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class RemoteEngine:
             if (id := names.get(number)) is not None:
                 output.ids.append(id)
                 output.tokens.append(token)
-        for name in ("logprobs", "prompt_logprobs", "num_cached_tokens", "queue_seconds", "finished"):
+        for name in BY_SEQUENCE:
             for number, value in getattr(frame, name).items():
                 if (id := names.get(number)) is not None:
                     getattr(output, name)[id] = value

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
-from cellar.core.messages import FinishReason, IntArray, Logprobs, MemoryAnswer, Request, SchedulerStats
+from cellar.core.messages import FinishReason, FloatArray, IntArray, Logprobs, MemoryAnswer, Request, SchedulerStats
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.text.generation import NEUTRAL, GenerationConfig
@@ -40,6 +40,11 @@ class Frame:
     prompt_logprobs: dict[int, Logprobs] = field(default_factory=dict)
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
     queue_seconds: dict[int, float] = field(default_factory=dict)
+    pooled: dict[int, FloatArray] = field(default_factory=dict)
+
+
+BY_SEQUENCE = ("logprobs", "prompt_logprobs", "num_cached_tokens", "queue_seconds", "pooled", "finished")
+"""Fields of a frame, and of a `StepOutput`, that map sequences to something."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from cellar.server.config import LimitConfig
 from cellar.server.errors import refused
 
 
-def check_sequences(num_prompts: int, n: int, limits: LimitConfig) -> None:
-    """Raise ApiError if prompts times n are too many; known before a prompt is tokenized."""
+def check_sequences(num_prompts: int, n: int, limits: LimitConfig, prompts: str = "prompt") -> None:
+    """Raise ApiError if prompts times n are too many; known before a prompt is tokenized. `prompts` names the field."""
     count, most = num_prompts * n, limits.max_request_sequences
     if count > most:
-        parameter = "n" if num_prompts == 1 else "prompt"
+        parameter = "n" if num_prompts == 1 else prompts
         raise refused(
             f"{num_prompts} prompts with n {n} are {count} sequences, but a request may have {most}; send several.",
             parameter,

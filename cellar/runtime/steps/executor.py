@@ -32,7 +32,7 @@ from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.rows import Drawing, Rows
 from cellar.runtime.transfer import Upload, to_host, uploader
 
-# Logits of scored prompts are made in pieces of about this many bytes in float32.
+# Logits of scored prompts, and states of pooled ones, are made in pieces of about this many bytes in float32.
 SCORED_NBYTES = 64 * 2**20
 
 
@@ -130,6 +130,7 @@ class StepExecutor:
         chosen = arrays.add([] if inputs.all_sampled else [inputs.sampled])
         scored = arrays.add([inputs.scored, inputs.targets] if len(inputs.scored) else [])
         shown = arrays.add([inputs.hidden] if len(inputs.hidden) else [])
+        pooled = arrays.add([inputs.pooled] if len(inputs.pooled) else [])
         changed = arrays.add(delta)
         places = [arrays.add(group.arrays()) for group in groups]
         tensors = self._upload(arrays.arrays)
@@ -149,6 +150,8 @@ class StepExecutor:
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
+        if len(inputs.pooled):
+            states |= self._sums(h, inputs, *tensors[pooled])
         outcomes = []
         if len(inputs.sampled):
             logits = self.forward.logits(h if inputs.all_sampled else select(h, *tensors[chosen]))
@@ -270,6 +273,20 @@ class StepExecutor:
         states = to_host(self.forward.final_hidden(select(h, hidden)).float())
         rows = inputs.hidden_rows
         return {row: (states, np.flatnonzero(rows == row)) for row in dict.fromkeys(rows.tolist())}
+
+    def _sums(self, h: Hidden, inputs: StepInputs, pooled: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
+        """The sum of each pooled row's final hidden states [1, hidden], of some positions at a time."""
+        size = max(1, SCORED_NBYTES // (4 * h.residual.shape[1]))
+        found: dict[int, tuple[Tensor, LongArray]] = {}
+        for row in dict.fromkeys(inputs.pooled_rows.tolist()):
+            # A row's spans stand together, so its places are a range.
+            first, last = np.flatnonzero(inputs.pooled_rows == row)[[0, -1]].tolist()
+            pieces = [
+                self.forward.final_hidden(select(h, pooled[at : min(at + size, last + 1)])).float().sum(0)
+                for at in range(first, last + 1, size)
+            ]
+            found[row] = to_host(torch.stack(pieces).sum(0, keepdim=True)), np.zeros(1, np.int64)
+        return found
 
 
 def _begin(pace: Pace, inputs: StepInputs) -> None:

@@ -18,7 +18,8 @@ LongArray = NDArray[np.int64]
 _NONE = np.empty(0, np.int64)
 
 # Plain integers: comparing an array with a member of an enum costs microseconds more.
-_DEVICE, _LAST, _ALL, _HIDDEN = int(Source.DEVICE), int(Emit.LAST), int(Emit.ALL), int(Emit.HIDDEN)
+_DEVICE, _LAST, _ALL = int(Source.DEVICE), int(Emit.LAST), int(Emit.ALL)
+_HIDDEN, _SUM = int(Emit.HIDDEN), int(Emit.SUM)
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class StepInputs:
     `feed` are the tokens [n] that come from the device, from rows `feed_rows`; in `tokens` they are 0.
     `sampled` are the tokens [n] whose logits are sampled, of rows `sampled_rows`, in span order.
     `scored` are the tokens [m] whose target's log-probability is asked for, of rows `scored_rows`, and
-    `targets` those targets. `hidden` are the tokens whose final hidden state is asked for, of `hidden_rows`.
+    `targets` those targets. `hidden` are the tokens whose final hidden state is asked for, of `hidden_rows`, and
+    `pooled` those whose states are summed, of `pooled_rows`.
     """
 
     num_tokens: int
@@ -48,6 +50,8 @@ class StepInputs:
     targets: LongArray
     hidden: LongArray
     hidden_rows: LongArray
+    pooled: LongArray
+    pooled_rows: LongArray
 
 
 def step_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInputs:
@@ -98,6 +102,8 @@ def _decode_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInpu
         targets=_NONE,
         hidden=_NONE,
         hidden_rows=_NONE,
+        pooled=_NONE,
+        pooled_rows=_NONE,
     )
 
 
@@ -141,8 +147,9 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
         with_target = targets >= 0
         scored, targets = scored[with_target], targets[with_target]
         scored_rows = token_rows[scored]
-    is_hidden = spans.emit == _HIDDEN
+    is_hidden, is_summed = spans.emit == _HIDDEN, spans.emit == _SUM
     hidden = np.flatnonzero(is_hidden.repeat(lengths)) if is_hidden.any() else _NONE
+    pooled = np.flatnonzero(is_summed.repeat(lengths)) if is_summed.any() else _NONE
     sampled = ends[samples] - 1
     return StepInputs(
         num_tokens=total,
@@ -162,6 +169,8 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
         targets=targets,
         hidden=hidden,
         hidden_rows=token_rows[hidden],
+        pooled=pooled,
+        pooled_rows=token_rows[pooled],
     )
 
 

@@ -92,13 +92,26 @@ class StepBatch:
                 todo.appendleft((start + most, stop))
                 stop = start + most
             self.budget -= min(self.budget, cost * (stop - start))
+            if state.pools:
+                self._pool(state, start, stop)
+                continue
             emit = Emit.ALL if state.scores_prompt else Emit.LAST if stop == end else Emit.NONE
             self._spans.append((row, start, stop, emit))
         if stop:
             self._prompts.append(row)
             self._stops.append(stop)
-            if stop == end:
+            if stop == end and not state.pools:
                 self._sampled.append(row)
+
+    def _pool(self, state: RequestState, start: int, stop: int) -> None:
+        """Positions of a prompt that is pooled: all of them count, or the last alone."""
+        row, last = state.row, len(state.known) - 1
+        if state.needs_all or start == last:
+            self._spans.append((row, start, stop, Emit.SUM))
+        elif stop > last:
+            self._spans += [(row, start, last, Emit.NONE), (row, last, stop, Emit.SUM)]
+        else:
+            self._spans.append((row, start, stop, Emit.NONE))
 
     def build(self, step: int, closes: tuple[int, ...]) -> tuple[StepPlan, InFlight] | None:
         """The plan, and the rows' arrays moved on by it. None if there is nothing to compute."""

@@ -12,6 +12,7 @@ from cellar.schedule.steps.batch import InFlight
 from cellar.schedule.steps.rows import Index, Rows
 
 NOT_FINITE = "the logits of this request are not finite: its parameters forbid every token, or the model overflows."
+NO_VECTOR = "the hidden states of this prompt are not finite: the model overflows."
 NO_TOKEN = "the device brought no token for this request; please report this defect."
 
 
@@ -44,6 +45,8 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
         accepted = accepted & ~bad
     if result.prompt_logprobs:
         _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings})
+    if result.hidden:
+        endings += _deliver_pooled(rows, result, output)
     if not len(rows_):
         return endings
     sampled = rows_
@@ -68,6 +71,29 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
                 endings.append(Ending(row, FinishReason.STOP, int(column[k])))
             else:
                 endings.append(Ending(row, FinishReason.LENGTH))
+    return endings
+
+
+def _deliver_pooled(rows: Rows, result: StepResult, output: StepOutput) -> list[Ending]:
+    """Add up the states of prompts that are pooled; one that is computed to its end is delivered, and ends."""
+    endings: list[Ending] = []
+    for row, states in result.hidden.items():
+        if not rows.accepts[row]:
+            continue
+        state = rows.state(row)
+        more = states.sum(axis=0, dtype=np.float64)
+        state.total = more if state.total is None else state.total + more
+        if rows.computed[row] < state.num_prompt:
+            continue
+        id, vector = state.request.id, state.total / (state.num_prompt if state.needs_all else 1)
+        state.total = None
+        if not np.isfinite(vector).all():
+            endings.append(Ending(row, FinishReason.ERROR, NO_VECTOR))
+            continue
+        output.pooled[id] = vector.astype(np.float32)
+        output.num_cached_tokens[id] = state.num_cached
+        output.queue_seconds[id] = state.queue_seconds
+        endings.append(Ending(row, FinishReason.STOP))
     return endings
 
 

@@ -17,6 +17,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cellar.core.messages import IntArray, Request
 from cellar.kv.identity import Chain
 from cellar.kv.store import Reservation
@@ -46,6 +49,7 @@ class RequestState:
     the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
     for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. `resumed` says of
     a parking one that it may go on. What is `forgotten` leaves nothing that others could find.
+    `total` is the sum so far of the hidden states that are pooled, float64 [hidden].
     """
 
     request: Request
@@ -65,6 +69,7 @@ class RequestState:
     resumed: bool = False
     awaits: set[int] = field(default_factory=set)
     forgotten: bool = False
+    total: NDArray[np.float64] | None = None
 
     @property
     def owner(self) -> str:
@@ -88,3 +93,13 @@ class RequestState:
         They are complete with the first output token, since both come from the last prompt chunk.
         """
         return self.request.params.prompt_logprobs is not None and self.num_output == 0
+
+    @property
+    def pools(self) -> bool:
+        """True if its answer is a vector of its prompt: it never makes a token."""
+        return self.request.params.pooling is not None
+
+    @property
+    def needs_all(self) -> bool:
+        """True if something is asked of every position of the prompt, which no cache can give."""
+        return self.scores_prompt or self.request.params.pooling == "mean"

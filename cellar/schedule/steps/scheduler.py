@@ -386,7 +386,7 @@ class StepScheduler:
     def _reserve(self, state: RequestState) -> Reservation | None:
         """Memory for all known tokens. 10 % stay free for running decodes, unless nothing runs (§3.4.3.5)."""
         found = None
-        if self._caching and not state.scores_prompt:
+        if self._caching and not state.needs_all:
             found = self._store.find(state.chain, state.known)
         request, busy = state.request, self._running or self._loading
         name = None if request.conversation is None else (request.salt, request.conversation)
@@ -398,6 +398,7 @@ class StepScheduler:
             self._rows.next_named[row] = NEVER
         state.row, state.phase = row, Phase.RUNNING
         state.todo = deque(reservation.compute)
+        state.total = None  # who was suspended is computed anew
         self._closes.discard(row)  # the open clears the row as well
         self._running += 1
         self._shares[state.owner] += 1
@@ -560,20 +561,20 @@ class StepScheduler:
 
     def _check(self, request: Request) -> int:
         """Longest that prompt and output may become, in tokens. Raises RequestError or CapacityError."""
-        count = len(request.prompt)
+        count, room = len(request.prompt), 0 if request.params.pooling is not None else 1
         if request.id in self._requests:
             raise RequestError(f"A request with the id {request.id!r} is running; use another id.", "request_id")
         if count == 0:
             raise RequestError("The prompt is empty; it must have at least one token.", "prompt")
-        if count + 1 > self._max_model_len:
+        if count + room > self._max_model_len:
             raise RequestError(
                 f"The prompt has {count} tokens, but prompt and output together may have {self._max_model_len}; "
-                f"shorten it to {self._max_model_len - 1} tokens or raise max_model_len.",
+                f"shorten it to {self._max_model_len - room} tokens or raise max_model_len.",
                 "prompt",
             )
         limit = min(count + request.max_tokens, self._max_model_len)
         size, total = self._store.chunk_size, self._store.stats().total
-        needed = -(-(limit - 1) // size)
+        needed = -(-max(limit - 1, count) // size)
         if needed > total:
             raise CapacityError(
                 f"A prompt of {count} tokens with max_tokens {request.max_tokens} needs {needed} chunks of KV cache, "

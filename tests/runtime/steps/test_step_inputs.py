@@ -58,7 +58,7 @@ def test_against_a_loop(step: tuple[list[tuple[int, int, int, int, int]], list[i
     table = np.random.default_rng(0).permutation(ROWS * COLUMNS).reshape(ROWS, COLUMNS).astype(np.int32)
     got = step_inputs(plan_of(spans, tokens, targets), table, CHUNK)
 
-    ids, positions, slots, feed, sampled, scored, hidden = [], [], [], [], [], [], []
+    ids, positions, slots, feed, sampled, scored, hidden, pooled = [], [], [], [], [], [], [], []
     given_tokens, given_targets = list(tokens), list(targets)
     for row, start, stop, source, emit in spans:
         sampled_last = emit == Emit.LAST
@@ -78,6 +78,8 @@ def test_against_a_loop(step: tuple[list[tuple[int, int, int, int, int]], list[i
                     sampled_last = True
             if emit == Emit.HIDDEN:
                 hidden.append((len(ids) - 1, row))
+            if emit == Emit.SUM:
+                pooled.append((len(ids) - 1, row))
         if sampled_last:
             sampled.append((len(ids) - 1, row))
     assert got.num_tokens == len(ids)
@@ -89,6 +91,7 @@ def test_against_a_loop(step: tuple[list[tuple[int, int, int, int, int]], list[i
     found = zip(got.scored.tolist(), got.scored_rows.tolist(), got.targets.tolist(), strict=True)
     assert list(found) == scored
     assert list(zip(got.hidden.tolist(), got.hidden_rows.tolist(), strict=True)) == hidden
+    assert list(zip(got.pooled.tolist(), got.pooled_rows.tolist(), strict=True)) == pooled
     assert got.all_sampled == (len(sampled) == len(ids))
     for name in ("tokens", "positions", "slot_mapping", "feed", "feed_rows", "sampled", "scored", "targets", "hidden"):
         assert getattr(got, name).dtype == np.int64

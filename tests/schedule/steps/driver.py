@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,11 @@ from cellar.core.messages import (
     StepResult,
     Tier,
 )
-from cellar.core.sampling import SamplingParams
+from cellar.core.sampling import Pooling, SamplingParams
 from cellar.kv.policy import RetentionValue
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
+from cellar.runtime.steps.fake.model import hidden_states
 from cellar.schedule.steps.request import Phase
 from cellar.schedule.steps.scheduler import StepScheduler
 
@@ -87,6 +88,8 @@ def by_hand(request: Request, max_model_len: int, vocab_size: int = VOCAB) -> tu
     sequence = request.prompt.tolist()
     prompt = len(sequence)
     params = request.params
+    if params.pooling is not None:
+        return [], FinishReason.STOP
     while True:
         total = sum((i + 1) * (token + 1) for i, token in enumerate(sequence))
         if params.penalized:
@@ -100,6 +103,13 @@ def by_hand(request: Request, max_model_len: int, vocab_size: int = VOCAB) -> tu
             return sequence[prompt:], FinishReason.STOP
         if done + 1 == request.max_tokens or len(sequence) == max_model_len:
             return sequence[prompt:], FinishReason.LENGTH
+
+
+def pooled_by_hand(request: Request) -> list[float]:
+    """The vector of a request whose prompt is pooled."""
+    states = hidden_states(request.prompt).astype(np.float64)
+    vector = states[-1] if request.params.pooling == "last" else states.mean(0)
+    return vector.astype(np.float32).tolist()
 
 
 class World:
@@ -235,11 +245,17 @@ class World:
             conversation=rng.choice((None, None, None, "a", "b")),
             owner="xyz"[rng.randrange(self.setting.owners)] if self.setting.owners else "",
         )
+        pooling: Pooling | None = rng.choice((None, None, None, None, None, "last", "mean"))
+        if pooling is not None:
+            max_tokens, params = 0, SamplingParams(seed=self.count, temperature=0, pooling=pooling)
+            prompt = [*prompt, 1] if len(prompt) == longest else prompt  # it needs no room for a token
+            whole = np.array(prompt, np.int32)
+            request = replace(request, prompt=whole, params=params, max_tokens=0, stop_ids=frozenset())
         tokens, reason = by_hand(request, self.setting.max_model_len)
         expected = Expected(request, self.count, tokens, reason)
         self.count += 1
         limit = min(len(prompt) + max_tokens, self.setting.max_model_len)
-        fits = -(-(limit - 1) // size) <= self.setting.num_slots
+        fits = -(-max(limit - 1, len(prompt)) // size) <= self.setting.num_slots
         try:
             self.scheduler.add(request, self.now)
         except CapacityError:
@@ -384,6 +400,12 @@ class World:
             assert expected.request.params.prompt_logprobs is not None
             expected.scored.extend(logprobs.index.tolist())
             assert logprobs.rank.tolist() == expected.request.prompt[logprobs.index].tolist()
+        for name, vector in output.pooled.items():
+            asked, cached = self.live[name].request, output.num_cached_tokens[name]
+            assert vector.tolist() == pooled_by_hand(asked), name
+            assert 0 <= cached < len(asked.prompt)
+            assert asked.params.pooling == "last" or not cached
+            assert output.finished[name] == (FinishReason.STOP, None)
         assert len(output.ids) == len(output.tokens) == len(set(output.ids))
         for name, token in zip(output.ids, output.tokens, strict=True):
             assert name in self.live, f"{name} got a token after its end"
@@ -407,7 +429,8 @@ class World:
             else:
                 assert expected.got == expected.tokens
                 assert reason is expected.reason
-                assert token_id == (expected.tokens[-1] if reason is FinishReason.STOP else None)
+                assert token_id == (expected.tokens[-1] if reason is FinishReason.STOP and expected.tokens else None)
+                assert (name in output.pooled) == (expected.request.params.pooling is not None)
             self.close(name)
         for name in output.ids:
             if name in self.live:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import Emit, Flag, IntArray, Logprobs, RowOpen, Source, StepPlan, StepResult
+from cellar.core.messages import Emit, Flag, FloatArray, IntArray, Logprobs, RowOpen, Source, StepPlan, StepResult
 from cellar.core.sampling import SamplingParams
 from cellar.runtime.ranks.star import HostComm
 from cellar.runtime.steps.fake.memory import FakeMemory
@@ -28,6 +28,12 @@ def next_token(sequence: Sequence[int] | NDArray[np.integer], vocab_size: int) -
 def _sum(values: NDArray[np.int64]) -> int:
     """Of a sequence's values, each times its number from 1."""
     return int((values * np.arange(1, len(values) + 1)).sum())
+
+
+def hidden_states(sequence: Sequence[int] | NDArray[np.integer]) -> FloatArray:
+    """The fake's final hidden states, float32 [n, 3]: each token + 1, the sum of these so far, and its position + 1."""
+    tokens = np.asarray(sequence, np.int64) + 1
+    return np.stack((tokens, tokens.cumsum(), np.arange(1, len(tokens) + 1)), 1).astype(np.float32)
 
 
 def penalty(prompt: Sequence[int] | IntArray, output: Sequence[int] | IntArray) -> int:
@@ -143,6 +149,7 @@ class FakeModel:
         flags: list[int] = []
         with_logprobs: list[int] = []
         scores: dict[int, Logprobs] = {}
+        sums: dict[int, FloatArray] = {}
         targets = np.empty(0, np.int32) if plan.targets is None else plan.targets
         used = 0
         for row, start, stop, _, emit in spans:
@@ -154,6 +161,11 @@ class FakeModel:
                 used += stop - start
                 last = bool(span_targets[-1] == -1)
                 scores[row] = _joined(scores.get(row), self._scores(start, span_targets))
+            if emit == Emit.SUM:
+                if self._comm is not None:
+                    raise IntegrityError(f"the fake cannot pool row {row}, whose KV lies on several ranks")
+                states = np.full((1, 3), np.nan, np.float32) if context is None else hidden_states(context)[start:]
+                sums[row] = sums.get(row, np.float32(0)) + states.sum(0, keepdims=True)
             if not last:
                 continue
             if masks.get(row, _FREE) is None:
@@ -186,6 +198,7 @@ class FakeModel:
             np.array(flags, np.int32),
             logprobs=self._logprobs(index, found[index]) if with_logprobs else None,
             prompt_logprobs=scores,
+            hidden=sums,
         )
 
     def _choose(self, state: _Row, context: NDArray[np.int64] | None, mask: NDArray[np.int32] | None) -> int | None:

@@ -1,0 +1,1 @@
+"""Embeddings, scores and reranking: answers that are made of hidden states."""
