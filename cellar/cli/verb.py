@@ -110,6 +110,7 @@ SAMPLING = OptionGroup(
             "detokenize",
             "structured_outputs",
             "thinking",
+            "pooling",
             "include_stop_str_in_output",
             "skip_special_tokens",
         }

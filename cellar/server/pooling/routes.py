@@ -85,7 +85,7 @@ class PoolingApi:
             query, *vectors = [embedded(output, PoolingParams()) for output in outputs]
             scores = [cosine(query, vector) for vector in vectors]
             best = sorted(range(len(texts)), key=lambda k: -scores[k])[: body.top_n or None]
-            results = [{"index": k, "relevance_score": scores[k]} for k in best]
+            results: list[dict[str, Any]] = [{"index": k, "relevance_score": scores[k]} for k in best]
             if body.return_documents is not False:
                 results = [{**one, "document": {"text": texts[one["index"]]}} for one in results]
             return self._body(id, body, outputs, results=results)
