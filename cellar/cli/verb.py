@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from cellar.core.config import CacheConfig, DeviceConfig, ModelConfig, ScheduleConfig
+from cellar.core.config import CacheConfig, DeviceConfig, ModelConfig, OffloadConfig, ScheduleConfig
 from cellar.core.errors import CellarError
 from cellar.core.sampling import SamplingParams
 
@@ -68,7 +68,7 @@ _LISTS: Mapping[str, Any] = {"stop": list[str] | None}
 
 ENGINE = OptionGroup(
     "Engine",
-    (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig),
+    (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig, OffloadConfig),
     # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve and
     # how far steps run ahead are matters of experiments.
     skip=frozenset({"machine_profile", "decode_reserve", "run_ahead"}),

@@ -145,6 +145,41 @@ class DeviceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """What a model that is larger than its device may take elsewhere."""
+
+    device_memory: float | None = _option(
+        None, "GiB that the device may hold; a model that does not fit lies in host memory and on disk, too."
+    )
+    host_memory: float | None = _option(
+        None, "GiB of host memory for weights beside device_memory; default: as needed."
+    )
+    disk: float | None = _option(None, "GiB of disk for weights that neither holds; default: none.")
+    disk_path: str | None = _option(None, "Directory for weights on disk; default: that of temporary files.")
+
+    def __post_init__(self) -> None:
+        if isinstance(value := self.disk_path, os.PathLike):
+            object.__setattr__(self, "disk_path", os.fspath(value))
+        _check_types(self)
+        for name in ("device_memory", "host_memory", "disk"):
+            size = getattr(self, name)
+            if size is not None and not 0 <= size < float("inf"):
+                raise ConfigError(f"{name} is {size}; it must be a number of GiB, 0 or more.")
+        if self.device_memory is not None and not self.device_nbytes:
+            raise ConfigError("device_memory is 0, but the device must hold a layer at least; give it more GiB.")
+        if self.device_memory is None and (self.host_memory is not None or self.disk is not None):
+            raise ConfigError(
+                "host_memory and disk are for what device_memory does not hold, but device_memory is not given; give it, "
+                "in GiB."
+            )
+
+    @property
+    def device_nbytes(self) -> int | None:
+        """`device_memory` in bytes."""
+        return None if self.device_memory is None else int(self.device_memory * 2**30)
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """All options of one engine."""
 
@@ -152,6 +187,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     device: DeviceConfig = field(default_factory=DeviceConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
     @classmethod
     def of(cls, **options: Any) -> EngineConfig:
@@ -194,6 +230,7 @@ _PARTS: dict[str, Any] = {
     "cache": CacheConfig,
     "schedule": ScheduleConfig,
     "device": DeviceConfig,
+    "offload": OffloadConfig,
 }
 
 

@@ -26,6 +26,9 @@ from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.quant.matrix import Quantized, quantized, stacked
 from cellar.quant.weight import QuantizedWeight, StackedWeight
 
+Make = Callable[[TensorSpec], Weight]
+"""A tensor, whole and in its format, by its spec."""
+
 Transform = Callable[[TensorSpec, Tensor], Weight]
 
 # Tensors of old checkpoints that follow from config.json: frequencies of the rotary embedding, a format version.
@@ -53,6 +56,11 @@ def load(
     the embedding unless `transform` changes it. Raises CheckpointError if files or tensors are missing, damaged, of
     another shape, or too many.
     """
+    return assembled(spec, reader(spec, directory, device), transform)
+
+
+def reader(spec: ModelSpec, directory: Path, device: torch.device | str = "cpu") -> Make:
+    """What reads the tensors of a checkpoint one by one, after all of them were found. Raises CheckpointError."""
     checkpoint = Checkpoint(directory)
     sources = _sources(spec, checkpoint)
     kind = torch.device(device)
@@ -62,7 +70,7 @@ def load(
             return _read_quantized(tensor, sources, checkpoint, kind)
         return _quantized(tensor, _joined(tensor, sources, checkpoint, kind))
 
-    return _assembled(spec, make, transform)
+    return make
 
 
 def dummy(
@@ -73,13 +81,17 @@ def dummy(
     Matrices keep the scale of what they multiply (deviation in^-1/2), norms are 1, biases small: activations
     stay finite in every dtype.
     """
+    return assembled(spec, dummy_reader(device, seed), transform)
+
+
+def dummy_reader(device: torch.device | str = "cpu", seed: int = 0) -> Make:
+    """What makes the tensors of `dummy` one by one."""
     kind = torch.device(device)
+    return lambda tensor: _quantized(tensor, _random(tensor, seed, kind))
 
-    return _assembled(spec, lambda tensor: _quantized(tensor, _random(tensor, seed, kind)), transform)
 
-
-def _assembled(spec: ModelSpec, make: Callable[[TensorSpec], Weight], transform: Transform | None) -> LoadedWeights:
-    """Make all tensors: embedding, each layer, head."""
+def assembled(spec: ModelSpec, make: Make, transform: Transform | None = None) -> LoadedWeights:
+    """Make all tensors: embedding, each layer, head; `transform` as in `load`."""
 
     def changed(tensor: TensorSpec, weight: Weight) -> Weight:
         # What is quantized is in its form already.

@@ -11,7 +11,7 @@ On the CPU a layer is contiguous, so that the keys of one layer lie close togeth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -34,10 +34,13 @@ class Arena:
     """`k[j]` and `v[j]`: layer j's cache, [num_slots, kv_heads, chunk_size, head_dim], strided views of one buffer.
 
     Slot n of every group belongs to chunk n: a chunk has the same number in all groups. All zero at first, so
-    that whatever a kernel reads beyond a context is finite.
+    that whatever a kernel reads beyond a context is finite. `memory` gives a CPU's arena so many bytes of zeros;
+    without it the system does.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: KVSpec, num_slots: int, device: torch.device, memory: Callable[[int], Tensor] | None = None
+    ) -> None:
         unknown = sorted({group.kind for group in spec.groups} - {"full", "window"})
         if unknown:
             raise ConfigError(f"layer groups of kind {', '.join(unknown)} have no arena; full and window have one.")
@@ -48,7 +51,7 @@ class Arena:
         k: list[Tensor | None] = [None] * num_layers
         v: list[Tensor | None] = [None] * num_layers
         for group in spec.groups:
-            buffer = _buffer(group, spec.chunk_size, num_slots, device)
+            buffer = _buffer(group, spec.chunk_size, num_slots, device, memory or _zeros)
             self.buffers.append(buffer)
             for n, j in enumerate(group.layers):
                 k[j], v[j] = buffer[n] if device.type == "cpu" else buffer[:, n].unbind(1)
@@ -63,7 +66,9 @@ class Arena:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
-def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.device) -> Tensor:
+def _buffer(
+    group: KVGroup, chunk_size: int, num_slots: int, device: torch.device, memory: Callable[[int], Tensor]
+) -> Tensor:
     inner = (group.num_kv_heads, chunk_size, group.head_dim)
     dtype: torch.dtype = getattr(torch, group.dtype)
     if device.type != "cpu":
@@ -74,9 +79,13 @@ def _buffer(group: KVGroup, chunk_size: int, num_slots: int, device: torch.devic
         # outlives the model keeps all of the segment from being given back.
         whole = -(-size * dtype.itemsize // _SEGMENT) * _SEGMENT // dtype.itemsize
         return torch.zeros(whole, dtype=dtype, device=device)[:size].view(shape)
-    # Zero pages that the system hands out when they are first touched: a large arena costs nothing before it is used.
     shape = (len(group.layers), 2, num_slots, *inner)
-    return torch.from_numpy(np.zeros(int(np.prod(shape)) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    return memory(int(np.prod(shape)) * dtype.itemsize).view(dtype).view(shape)
+
+
+def _zeros(nbytes: int) -> Tensor:
+    """Zero pages, which the system hands out when they are first touched: a large arena costs nothing until then."""
+    return torch.from_numpy(np.zeros(nbytes, np.uint8))
 
 
 def cpu_cache_nbytes(cache: CacheConfig, available: int) -> int:

@@ -25,7 +25,7 @@ from cellar.models.model import Hidden, Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.steps.forward import Forward, select
+from cellar.runtime.steps.forward import Forward, Layers, select
 from cellar.runtime.steps.graphs import StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.masks import MaskBox
@@ -69,7 +69,8 @@ class _Arrays:
 class StepExecutor:
     """Runs plans on one device, one at a time, in order.
 
-    `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given.
+    `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
+    bytes, if not the system; `layers` and `batch`: see `Forward`.
     """
 
     def __init__(
@@ -82,14 +83,17 @@ class StepExecutor:
         device: torch.device,
         upload: Upload | None = None,
         mirrored: bool | None = None,
+        memory: Callable[[int], Tensor] | None = None,
+        layers: Layers | None = None,
+        batch: int | None = None,
     ) -> None:
         spec = model.spec
         self._device = device
         self._vocab_size = spec.vocab_size
         self._chunk_size = spec.kv.chunk_size
         self._upload = upload or uploader(device)
-        self.arena = Arena(spec.kv, num_slots, device)
-        self.forward = Forward(model, weights, self.arena, device)
+        self.arena = Arena(spec.kv, num_slots, device, memory)
+        self.forward = Forward(model, weights, self.arena, device, layers=layers, batch=batch)
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
@@ -143,10 +147,10 @@ class StepExecutor:
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
-            planned = self.forward.plan(inputs)
+            batches = self.forward.batches(inputs)
             if pace is not None:
                 _begin(pace, inputs)
-            h = self.forward.run(planned, tokens, positions, slot_mapping, self.rows.table, pace)
+            h = self.forward.run_batches(batches, tokens, positions, slot_mapping, self.rows.table, pace)
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}

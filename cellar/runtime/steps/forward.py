@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Hidden, Model, run_layer
 from cellar.ops.attention import AttentionShape, AttentionWork, Softmax, attention, decode_attention, plan_attention
+from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
 from cellar.runtime.pace import Pace
 from cellar.runtime.steps.arena import Arena
@@ -63,16 +68,60 @@ class StepContext:
         return attention(q, k_cache, v_cache, self._table, work, self._scale, new=new)
 
 
+class Layers(Protocol):
+    """Where the loop gets a layer's weights from."""
+
+    def __len__(self) -> int:
+        """Number of layers."""
+
+    def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        """Layer j's weights, there to be used until the block ends. A pass takes all layers, in ascending order."""
+
+
+class ResidentLayers:
+    """Implements `Layers` for weights that are there."""
+
+    def __init__(self, layers: Sequence[Mapping[str, Weight]]) -> None:
+        self._layers = [nullcontext(weights) for weights in layers]
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
+        """Layer j's weights."""
+        return self._layers[j]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One GPU batch of a pass: tokens [start, stop), and their attention work, one for each of `Forward.shapes`."""
+
+    start: int
+    stop: int
+    works: Sequence[AttentionWork]
+
+
 class Forward:
     """A model with its weights and its arena, ready to compute steps.
 
-    `comm`: the other ranks, if these are the weights of one rank of several (`models/sharding.py`).
+    `comm`: the other ranks, if these are the weights of one rank of several (`models/sharding.py`). `layers`: where the
+    layers' weights come from, if not from `weights`. `batch`: so many sequences pass a layer together, then the next
+    ones, before the pass goes on to the next layer (FlexGen §4.2, the zig-zag block); None: all of them.
     """
 
     def __init__(
-        self, model: Model, weights: LoadedWeights, arena: Arena, device: torch.device, comm: Comm | None = None
+        self,
+        model: Model,
+        weights: LoadedWeights,
+        arena: Arena,
+        device: torch.device,
+        comm: Comm | None = None,
+        layers: Layers | None = None,
+        batch: int | None = None,
     ) -> None:
         self._comm = comm
+        self._layers: Layers = ResidentLayers(weights.layers) if layers is None else layers
+        self._batch = batch
         self.model = model
         self.weights = weights
         self.arena = arena
@@ -103,11 +152,28 @@ class Forward:
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
+        return self._works(inputs, slice(None))
+
+    def batches(self, inputs: StepInputs) -> list[Batch]:
+        """The step in GPU batches. Spans of one sequence stay together."""
+        if self._batch is None:
+            return [Batch(0, inputs.num_tokens, self.plan(inputs))]
+        ends = np.cumsum(inputs.stop - inputs.start)
+        # The spans with which a sequence begins; every so many of them a batch does.
+        first = np.flatnonzero(np.diff(inputs.row, prepend=-1))[:: self._batch].tolist()
+        found, start = [], 0
+        for begin, end in zip(first, [*first[1:], len(ends)], strict=True):
+            stop = int(ends[end - 1])
+            found.append(Batch(start, stop, self._works(inputs, slice(begin, end))))
+            start = stop
+        return found
+
+    def _works(self, inputs: StepInputs, spans: slice) -> list[AttentionWork]:
         return [
             plan_attention(
-                inputs.row,
-                inputs.start,
-                inputs.stop,
+                inputs.row[spans],
+                inputs.start[spans],
+                inputs.stop[spans],
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
@@ -131,19 +197,50 @@ class Forward:
 
         Each layer is a lap of `pace`.
         """
+        context = self._context(planned, positions, slot_mapping, table)
+        return self._pass([(tokens, context)], pace)[0]
+
+    def run_batches(
+        self,
+        batches: Sequence[Batch],
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Tensor,
+        pace: Pace | None = None,
+    ) -> Hidden:
+        """`run`, in GPU batches."""
+        if len(batches) == 1:
+            return self.run(batches[0].works, tokens, positions, slot_mapping, table, pace)
+        parts = []
+        for batch in batches:
+            part = slice(batch.start, batch.stop)
+            parts.append((tokens[part], self._context(batch.works, positions[part], slot_mapping[part], table)))
+        found = self._pass(parts, pace)
+        deltas = [h.delta for h in found if h.delta is not None]
+        return Hidden(torch.cat([h.residual for h in found]), torch.cat(deltas) if deltas else None)
+
+    def _context(
+        self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
+    ) -> StepContext:
         for work in planned:
             work.softmax = self._softmax
         works = [planned[shape] for shape in self._shape_of_layer]
         for j in self._wide_layers:
             works[j] = works[j].with_maximum
-        context = StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale, self._comm)
-        model, weights = self.model, self.weights
-        h = model.embed(weights.embedding, tokens, context)
-        for j, layer_weights in enumerate(weights.layers):
-            h = run_layer(model, j, layer_weights, h, context)
+        return StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale, self._comm)
+
+    def _pass(self, batches: Sequence[tuple[Tensor, StepContext]], pace: Pace | None) -> list[Hidden]:
+        """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
+        model = self.model
+        hidden = [model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]
+        for j in range(len(self._layers)):
+            with self._layers.at(j) as layer_weights:
+                for k, (_, context) in enumerate(batches):
+                    hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)
             if pace is not None:
                 pace.lap()
-        return h
+        return hidden
 
     def logits(self, h: Hidden) -> Tensor:
         """[n, vocab] of hidden rows."""

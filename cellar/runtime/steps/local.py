@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cellar.core.config import EngineConfig
+from cellar.core.config import EngineConfig, OffloadConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import CopyResult, Placement, StepResult, Tier, TierOrder
 from cellar.core.specs import ModelSpec, TensorSpec
@@ -31,6 +31,7 @@ from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import device_free, human
+from cellar.runtime.offload.opened import Offloaded, OffloadReport, check_offloaded, open_offloaded
 from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.probes.scores import wide_layers
@@ -59,6 +60,7 @@ class LocalRuntime:
     `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
     softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
     keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
+    `offloaded`: where layers come from that do not lie on the device; its own, too.
     """
 
     def __init__(
@@ -76,15 +78,24 @@ class LocalRuntime:
         softmax: Softmax = "auto",
         tiers: Mapping[Tier, Storage] = MappingProxyType({}),
         warmup: Warmup | None = None,
+        offloaded: Offloaded | None = None,
     ) -> None:
         spec = model.spec
         self._results: Results = SimpleQueue()
         self._masks = MaskBox()
         self._closed = False
         self._warmup = warmup
+        self._offloaded = offloaded
         self._device = device
         self.executor: StepExecutor | None = StepExecutor(
-            model, weights, num_slots=num_slots, num_rows=num_rows, device=device
+            model,
+            weights,
+            num_slots=num_slots,
+            num_rows=num_rows,
+            device=device,
+            memory=offloaded and offloaded.memory.carve,
+            layers=offloaded and offloaded.layers,
+            batch=offloaded and offloaded.batch,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
@@ -157,6 +168,9 @@ class LocalRuntime:
             self._warmup.close()
         self._masks.close()
         self._worker.close()
+        if self._offloaded is not None:
+            self._offloaded.close()
+            self._offloaded = None
         if self._copier is not None:
             self._copier.close()
             self._copier = None
@@ -182,6 +196,7 @@ class OpenedModel:
     fingerprint: bytes
     memory: MemoryUse
     placed: PlacedBytes | None = None
+    offload: OffloadReport | None = None
     start_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -235,9 +250,14 @@ def _open(
         raw, dtype, config.cache.block_size, model_config.max_model_len, model_config.quantization
     )
     spec = model.spec
+    offloads = placement is not None and placement.kind == "offload"
     if placement is not None:
-        check_resident(placement, spec)
-    _check_fits(spec, device)
+        if offloads:
+            check_offloaded(placement, spec, device)
+        else:
+            check_resident(placement, spec)
+    if not offloads:
+        _check_fits(spec, device)
     before = counted(device)
     start = time.perf_counter()
     change: loader.Transform = _pack_linear
@@ -254,55 +274,70 @@ def _open(
             warmup = _warmup(model, change, device, config, wide)
     listed = time.perf_counter()
     if model_config.load_format == "dummy":
-        weights = loader.dummy(spec, device, model_config.seed, change)
+        make = loader.dummy_reader(device, model_config.seed)
         content = fingerprint.of_dummy(spec, model_config.seed, device.type)
     else:
         assert directory is not None
-        weights = loader.load(spec, directory, device, change)
+        make = loader.reader(spec, directory, device)
         content = fingerprint.of_checkpoint(directory)
+    offloaded: Offloaded | None = None
+    if offloads:
+        assert placement is not None
+        offloaded = open_offloaded(spec, placement, make, device, *_offload_limits(config.offload))
+        _LOG.info("%s", offloaded.report.line())
+        weights = offloaded.weights
+    else:
+        weights = loader.assembled(spec, make, change)
     if model_config.quantization is not None:
         content = fingerprint.of_quantized(content, model_config.quantization)
     loaded = time.perf_counter()
     if warmup is not None:
         warmup.wait()
     compiled = time.perf_counter()
-    num_slots = plan_slots(
-        model,
-        weights,
-        config.cache,
-        config.schedule,
-        device,
-        enforce_eager=config.device.enforce_eager,
-        planned=placement.num_chunks if placement is not None else None,
-    )
-    tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
+    tiers: Mapping[Tier, Storage] = {}
     try:
+        num_slots = plan_slots(
+            model,
+            weights,
+            config.cache,
+            config.schedule,
+            device,
+            enforce_eager=config.device.enforce_eager,
+            planned=placement.num_chunks if placement is not None else None,
+        )
+        tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
         runtime = LocalRuntime(
             model,
             weights,
             num_slots=num_slots,
             num_rows=config.schedule.max_num_seqs,
             device=device,
-            num_threads=config.device.num_threads,
+            num_threads=_threads(config.device.num_threads, offloaded),
             enforce_eager=config.device.enforce_eager,
             most_tokens=config.schedule.max_num_batched_tokens or 0,
             wide_layers=wide,
             tiers=tiers,
             warmup=warmup,
+            offloaded=offloaded,
         )
     except BaseException:
         close_tiers(tiers)
+        if offloaded is not None:
+            offloaded.close()
         raise
     assert runtime.executor is not None
     arena = runtime.executor.arena
-    placed = None if placement is None else read_back(placement, spec, weights, arena)
+    placed = None if placement is None or offloads else read_back(placement, spec, weights, arena)
+    report = None if offloaded is None else offloaded.report
     host_kv = runtime.capacity.tiers.get(Tier.HOST, 0) * spec.kv.chunk_nbytes()
     memory = memory_use(weights, arena, host_kv, device, before)
+    if report is not None:
+        memory = replace(memory, weights=report.weights["device"])
     _LOG.info("%s", memory.line())
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     ready = time.perf_counter()
     times = {"list": listed - start, "load": loaded - listed, "compile": compiled - loaded, "capture": ready - compiled}
-    return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, memory, placed, times)
+    return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, memory, placed, report, times)
 
 
 def _warmup(
@@ -318,6 +353,17 @@ def _warmup(
     except Exception:
         _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
         return None
+
+
+def _offload_limits(options: OffloadConfig) -> tuple[int | None, Path | None]:
+    """Bytes of the device's memory, and the directory for what lies on disk."""
+    path = options.disk_path
+    return options.device_nbytes, None if path is None else Path(path)
+
+
+def _threads(asked: int | None, offloaded: Offloaded | None) -> int | None:
+    """How long a layer takes says nothing about threads while the computation waits for weights."""
+    return torch.get_num_threads() if asked is None and offloaded is not None else asked
 
 
 def _pack_linear(spec: TensorSpec, tensor: torch.Tensor) -> Weight:

@@ -1,0 +1,65 @@
+"""Matrices multiplied as they lie, for memory that other matrices take turns in: nothing is packed, nothing is kept.
+
+In float32 a row's result does not depend on how many rows there are. oneDNN has another order of summing for one row,
+so one row is computed as two; and it cuts sums over more columns than it likes, so those are cut here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cellar.ops.linear.blocked import BlockedWeight
+from cellar.ops.linear.dense import DenseWeight
+from cellar.ops.linear.device import DeviceWeight
+from cellar.ops.linear.onednn import onednn_packs
+from cellar.ops.linear.weight import LinearWeight
+
+_PART_COLUMNS = 1024
+
+
+class InPlaceWeight(LinearWeight):
+    """A float32 matrix on the CPU in its own order, multiplied by oneDNN."""
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__(matrix.shape[0], matrix.shape[1])
+        self.matrix = matrix
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.matrix.numel() * self.matrix.element_size()
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By oneDNN, which adds each part's product to what the parts before it gave."""
+        count = x.shape[0]
+        if not count:
+            return x.new_empty((0, self.out_features))
+        if count == 1:
+            x = x.expand(2, -1)
+        matrix = self.matrix
+        first = slice(0, _PART_COLUMNS)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x[:, first], matrix[:, first], bias, "none", [], "")
+        for start in range(_PART_COLUMNS, self.in_features, _PART_COLUMNS):
+            part = slice(start, start + _PART_COLUMNS)
+            out = torch.ops.mkldnn._linear_pointwise.binary(x[:, part], out, matrix[:, part], None, "add")
+        return out[:count]
+
+    def dense(self) -> Tensor:
+        """The matrix."""
+        return self.matrix
+
+    def remade(self, matrix: Tensor) -> InPlaceWeight:
+        """Another one."""
+        return InPlaceWeight(matrix)
+
+
+def in_place(matrix: Tensor) -> LinearWeight:
+    """A matrix [out, in] as it lies: its memory may be filled with another one of the same shape."""
+    if not matrix.is_cpu:
+        return DeviceWeight(matrix)
+    if matrix.dtype != torch.float32 or not matrix.numel():
+        return DenseWeight(matrix)
+    return InPlaceWeight(matrix) if onednn_packs(torch.float32) else BlockedWeight(matrix)

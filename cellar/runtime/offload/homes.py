@@ -1,0 +1,165 @@
+"""Where weights live: rows on the device, in host memory and on disk, put there once and read back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_intdigest
+
+from cellar.core.errors import ConfigError, IntegrityError
+from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.models.loader import Make
+from cellar.ops.linear.weight import Weight
+from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.layout import (
+    PLACES,
+    LayerLayout,
+    Rows,
+    aligned,
+    layer_layout,
+    planned_nbytes,
+    row_nbytes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBack:
+    """Bytes of weights found in each place, equal to what was planned and placed, and the rates that reading them had.
+
+    `rates`: bytes/s by place; a place without bytes has none.
+    """
+
+    nbytes: Mapping[str, int]
+    rates: Mapping[str, float] = field(default_factory=dict)
+
+
+class Homes:
+    """The weights of a model in their places.
+
+    `device` is the memory that computes; what lies in host memory and in a file of `directory` gets its room here.
+    Raises CapacityError if something does not fit.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], device: HeldMemory, directory: Path | None
+    ) -> None:
+        self._spec = spec
+        self._rows = rows
+        self._tensors = dict(spec.named_tensors())
+        self._device = device
+        self.layouts = [
+            layer_layout(layer, {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors})
+            for layer in spec.layers
+        ]
+        self._host = HeldMemory("host", sum(aligned(lay.record_nbytes["host"]) for lay in self.layouts))
+        self._records = [self._host.carve(lay.record_nbytes["host"]) for lay in self.layouts]
+        sizes = [lay.record_nbytes["disk"] for lay in self.layouts]
+        self.file = WeightFile(directory, sizes) if any(sizes) else None
+        buffer = HeldMemory("host", aligned(max(sizes, default=0), PAGE))
+        self._staging = buffer.carve(buffer.capacity, PAGE)
+        self._digests: dict[tuple[str, int], int] = {}
+        self.resident: dict[tuple[str, int], Tensor] = {}
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self.file is not None:
+            self.file.close()
+
+    def place(self, make: Make) -> None:
+        """Make the tensors one by one and put their rows where they belong; of each no more is kept.
+
+        Raises CapacityError or DeviceError.
+        """
+        for tensor in self._spec.embedding:
+            self._place(tensor.name, tensor, make(tensor), None)
+        for layer, layout in zip(self._spec.layers, self.layouts, strict=True):
+            for tensor in layer.tensors:
+                self._place(f"layers.{layer.index}.{tensor.name}", tensor, make(tensor), layout)
+            if self.file is not None and layout.record_nbytes["disk"]:
+                self.file.write(layer.index, self._staging.numpy())
+        for tensor in self._spec.head:
+            if tensor.name in self._tensors:  # a tied one is the embedding
+                self._place(tensor.name, tensor, make(tensor), None)
+
+    def _place(self, name: str, tensor: TensorSpec, made: Weight, layout: LayerLayout | None) -> None:
+        if not isinstance(made, Tensor):
+            raise ConfigError(f"{name} is quantized, and quantized weights are not offloaded yet.")
+        whole = made.contiguous().reshape(-1).view(torch.uint8)
+        each = row_nbytes(tensor)
+        for part in self._rows[name]:
+            rows = whole[part.start * each : part.stop * each]
+            self._digests[name, part.start] = xxh3_64_intdigest(rows.numpy().data)
+            if part.place == "device":
+                home = self.resident[name, part.start] = self._device.carve(len(rows))
+            else:
+                assert layout is not None, "tables and head are on the device"
+                home = self._record(layout, part, tensor.name)
+            np.copyto(home.numpy(), rows.numpy())
+
+    def _record(self, layout: LayerLayout, part: Rows, tensor: str) -> Tensor:
+        """Where rows that are away stand in the record of their layer; one on disk is being put together."""
+        move = next(m for m in layout.moves if (m.tensor, m.start, m.place) == (tensor, part.start, part.place))
+        record = self._records[layout.index] if part.place == "host" else self._staging
+        return record[move.source : move.source + move.nbytes]
+
+    def source(self, place: str, layer: int, staging: Tensor) -> Tensor:
+        """A layer's record in `place`; one on disk is read into `staging`, which is returned. Raises DeviceError."""
+        if place == "host":
+            return self._records[layer]
+        assert self.file is not None
+        self.file.read(layer, staging.numpy())
+        return staging
+
+    def read_back(self) -> ReadBack:
+        """Read all that was placed from where it lies. Raises IntegrityError if rows, bytes or places are not as
+        planned, DeviceError if the disk fails.
+        """
+        planned = planned_nbytes(self._rows, self._spec)
+        found, seconds = dict.fromkeys(PLACES, 0), dict.fromkeys(PLACES, 0.0)
+        for (name, start), home in self.resident.items():
+            begin = time.perf_counter()
+            self._compare(name, start, home)
+            seconds["device"] += time.perf_counter() - begin
+            found["device"] += home.nbytes
+        for layout in self.layouts:
+            for place in ("host", "disk"):
+                if not layout.record_nbytes[place]:
+                    continue
+                begin = time.perf_counter()
+                record = self.source(place, layout.index, self._staging)
+                if place == "disk":  # its rate is the disk's, not that of comparing
+                    seconds[place] += time.perf_counter() - begin
+                for move in layout.moves:
+                    if move.place == place:
+                        piece = record[move.source : move.source + move.nbytes]
+                        self._compare(f"layers.{layout.index}.{move.tensor}", move.start, piece)
+                        found[place] += piece.nbytes
+                if place == "host":
+                    seconds[place] += time.perf_counter() - begin
+        if found != planned:
+            raise IntegrityError(f"weights lie in {found} bytes, but the plan says {planned}")
+        return ReadBack(found, {place: n / seconds[place] for place, n in found.items() if n and seconds[place] > 0})
+
+    def _compare(self, name: str, start: int, home: Tensor) -> None:
+        if xxh3_64_intdigest(home.numpy().data) != self._digests.get((name, start)):
+            raise IntegrityError(f"row {start} of {name} and those after it are not what was placed there")
+
+
+def opened_homes(
+    spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], device: HeldMemory, directory: Path | None, make: Make
+) -> tuple[Homes, ReadBack]:
+    """Homes with the weights in them, read back."""
+    homes = Homes(spec, rows, device, directory)
+    try:
+        homes.place(make)
+        return homes, homes.read_back()
+    except BaseException:
+        homes.close()
+        raise

@@ -1,0 +1,168 @@
+"""A model's layers while they are streamed: what a pass over them takes, one after another, from the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
+from cellar.models.loader import LoadedWeights
+from cellar.ops.linear.in_place import in_place
+from cellar.ops.linear.weight import LinearWeight, Weight
+from cellar.quant.weight import StackedWeight
+from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.homes import Homes
+from cellar.runtime.offload.layout import LayerLayout, aligned
+from cellar.runtime.offload.mover import Fence, Mover
+from cellar.runtime.offload.ring import WeightRing
+
+NUM_SLOTS = 2
+"""One layer computes while the next is on its way."""
+
+
+class StreamedLayers:
+    """Implements `Layers` (`runtime/steps/forward.py`) over `homes`. The ring is carved from `device`.
+
+    Layers that lie wholly on the device pass no ring. Raises CapacityError if the ring does not fit.
+    """
+
+    def __init__(self, spec: ModelSpec, homes: Homes, device: HeldMemory, mover: Mover) -> None:
+        self._spec = spec
+        self._homes = homes
+        self._mover = mover
+        streamed = [layout for layout in homes.layouts if layout.slot_nbytes]
+        size = ring_nbytes(homes.layouts)
+        self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
+        records = [layout.record_nbytes["disk"] for layout in streamed]
+        buffer = HeldMemory("host", aligned(max(records, default=0), PAGE))
+        self._staging = buffer.carve(buffer.capacity, PAGE)
+        weights = LayerWeights(homes)
+        self._weights: dict[tuple[int, int], Mapping[str, Weight]] = {}
+        for layer, layout in zip(spec.layers, homes.layouts, strict=True):
+            for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
+                self._weights[layer.index, slot] = weights.of(layer, layout, there)
+        self._streamed = frozenset(layout.index for layout in streamed)
+        self._ring = WeightRing(sorted(self._streamed), NUM_SLOTS, self._fill) if streamed else None
+
+    def __len__(self) -> int:
+        return len(self._spec.layers)
+
+    @property
+    def pass_nbytes(self) -> dict[str, int]:
+        """Bytes that each pass moves from host and disk."""
+        layouts = self._homes.layouts
+        return {place: sum(layout.record_nbytes[place] for layout in layouts) for place in ("host", "disk")}
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long the computation has waited for weights in all."""
+        return self._ring.wait_seconds if self._ring is not None else 0.0
+
+    @contextmanager
+    def at(self, j: int) -> Iterator[Mapping[str, Weight]]:
+        """Layer j's weights, until the block ends. Layers come in ascending order; layer 0 begins a pass.
+
+        Raises DeviceError if they cannot be read.
+        """
+        if j == 0 and self._ring is not None:
+            self._ring.begin()
+        if j not in self._streamed or self._ring is None:
+            yield self._weights[j, 0]
+            return
+        slot = self._ring.take(j)
+        try:
+            yield self._weights[j, slot]
+        finally:
+            self._ring.give(slot, self._mover.computed())
+
+    def close(self) -> None:
+        """End the loader and let go of the file."""
+        if self._ring is not None:
+            self._ring.close()
+        self._homes.close()
+
+    def _fill(self, slot: int, layer: int) -> Fence:
+        """The loader's thread: bring a layer's rows into a slot."""
+        layout, target = self._homes.layouts[layer], self._slots[slot]
+        records = {
+            place: self._homes.source(place, layer, self._staging)
+            for place in ("host", "disk")
+            if layout.record_nbytes[place]
+        }
+        for move in layout.moves:
+            if move.place == "device":
+                source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]
+            else:
+                source = records[move.place][move.source : move.source + move.nbytes]
+            self._mover.move(source, target[move.target : move.target + move.nbytes])
+        return self._mover.moved()
+
+
+def ring_nbytes(layouts: list[LayerLayout]) -> int:
+    """Bytes of one slot: those of the largest layer."""
+    return max((layout.slot_nbytes for layout in layouts), default=0)
+
+
+class LayerWeights:
+    """From bytes in their places to the weights that a model's functions take. Nothing is copied."""
+
+    def __init__(self, homes: Homes) -> None:
+        self._homes = homes
+
+    def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor) -> dict[str, Weight]:
+        """A layer's weights while `slot` holds its other rows."""
+        found: dict[str, Weight] = {}
+        for tensor in layer.tensors:
+            pieces: list[tuple[int, Tensor]] = []
+            for area in layout.areas:
+                if area.tensor == tensor.name:
+                    end = area.offset + (area.stop - area.start) * (tensor.nbytes // tensor.shape[0])
+                    pieces.append((area.start, _typed(slot[area.offset : end], tensor)))
+            if len(tensor.shape) == 1 and pieces:
+                ((_, found[tensor.name]),) = pieces
+                continue
+            pieces += self._resident(f"layers.{layer.index}.{tensor.name}", tensor)
+            found[tensor.name] = _joined(tensor, pieces)
+        return found
+
+    def whole(self, name: str, tensor: TensorSpec) -> Tensor:
+        """A tensor that lies on the device in one piece."""
+        ((_, there),) = self._resident(name, tensor)
+        return there
+
+    def _resident(self, name: str, tensor: TensorSpec) -> list[tuple[int, Tensor]]:
+        homes = self._homes.resident
+        return [(start, _typed(home, tensor)) for (owner, start), home in homes.items() if owner == name]
+
+
+def loaded_ends(spec: ModelSpec, homes: Homes) -> LoadedWeights:
+    """Embedding and head, as they lie on the device; layers come from elsewhere."""
+    weights = LayerWeights(homes)
+    embedding: dict[str, Weight] = {}
+    for tensor in spec.embedding:
+        there = weights.whole(tensor.name, tensor)
+        embedding[tensor.name] = in_place(there) if tensor.name == "project_in" else there
+    head: dict[str, Weight] = {}
+    for tensor in spec.head:
+        name = "embed" if spec.tied_head and tensor.name == "lm_head" else tensor.name
+        there = weights.whole(name, tensor)
+        head[tensor.name] = in_place(there) if len(tensor.shape) == 2 else there
+    return LoadedWeights(embedding, [], head)
+
+
+def _typed(there: Tensor, tensor: TensorSpec) -> Tensor:
+    """Bytes as rows of the tensor."""
+    return there.view(getattr(torch, tensor.dtype)).view(-1, *tensor.shape[1:])
+
+
+def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]]) -> Weight:
+    """Pieces under one another: a matrix multiplied piece by piece; a vector on the device is one, or put together."""
+    pieces.sort(key=lambda piece: piece[0])
+    parts = [there for _, there in pieces]
+    if len(tensor.shape) == 1:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    matrices: list[LinearWeight] = [in_place(part) for part in parts]
+    return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)

@@ -1,0 +1,166 @@
+"""What a placement means to the byte, as data: which rows of which tensor lie where, and what a layer's slot holds.
+
+    device:  [rows of tensor a] [rows of tensor b] ...      each in a place of its own
+    host:    layer j: [rows of a][rows of c]                one record a layer
+    disk:    layer j: [rows of a][rows of b]                one record a layer, at a multiple of 4 KiB
+    slot:    [a: rows from host, then from disk][b ...]     runs of rows that are not on the device, each aligned
+
+A vector of which anything is away lies in the slot whole, rows of the device included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cellar.core.errors import ConfigError
+from cellar.core.messages import Placement
+from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
+
+PLACES = ("device", "host", "disk")
+ALIGNMENT = 64
+"""Of what begins in a slot or an arena, in bytes: a line of the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [start, stop) of a tensor lie in `place`."""
+
+    place: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Rows [start, stop) of a tensor stand in a slot from byte `offset` on."""
+
+    tensor: str
+    start: int
+    stop: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """`nbytes` of rows [start, ...) of a tensor go from byte `source` of the layer's record in `place` to byte `target`
+    of the slot. Rows of the device have no record: `source` is 0.
+    """
+
+    place: str
+    tensor: str
+    start: int
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    """A layer's rows by tensor, and its slot. `record_nbytes[place]`: what host and disk keep of it."""
+
+    index: int
+    rows: Mapping[str, tuple[Rows, ...]]
+    areas: tuple[Area, ...]
+    moves: tuple[Move, ...]
+    slot_nbytes: int
+    record_nbytes: Mapping[str, int]
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that come into the slot from elsewhere in a pass."""
+        return sum(move.nbytes for move in self.moves if move.place != "device")
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+def row_nbytes(tensor: TensorSpec) -> int:
+    """Bytes of one row of a tensor of plain numbers."""
+    return tensor.nbytes // tensor.shape[0]
+
+
+def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Rows, ...]]:
+    """Where the rows of each tensor lie, by its name in `ModelSpec.named_tensors`, ascending.
+
+    Raises ConfigError unless every row of every tensor of the model is placed once, in its own format, in a place that
+    there is, with the tables and the head on the device.
+    """
+    tensors = dict(spec.named_tensors())
+    found: dict[str, list[Rows]] = {name: [] for name in tensors}
+    for part in placement.weights:
+        if part.tensor not in tensors:
+            raise ConfigError(f"the plan places {part.tensor}, which this model does not have; plan this model again.")
+        if part.device not in PLACES:
+            raise ConfigError(f"the plan places {part.tensor} on {part.device}; places are {', '.join(PLACES)}.")
+        tensor = tensors[part.tensor]
+        if any(stored.format.is_quantized for stored in tensor.stored_parts()) or part.format != tensor.dtype:
+            raise ConfigError(
+                f"the plan has {part.tensor} in {part.format} and the model runs it in {_format(tensor)}, but what is "
+                "offloaded runs in the plain dtype of the plan yet; leave quantization out, or take a plan for a "
+                "device that holds the model."
+            )
+        if part.device != "device" and not part.tensor.startswith("layers."):
+            raise ConfigError(
+                f"the plan places {part.tensor} on {part.device}, but tables and head stay on the device yet; plan "
+                "with more device_memory."
+            )
+        if part.start < part.stop:
+            found[part.tensor].append(Rows(part.device, part.start, part.stop))
+    for name, rows in found.items():
+        rows.sort(key=lambda r: r.start)
+        last = 0
+        for part in rows:
+            if part.start != last:
+                what = "twice" if part.start < last else "nowhere"
+                raise ConfigError(
+                    f"the plan places row {min(part.start, last)} of {name} {what}; plan this model again."
+                )
+            last = part.stop
+        if last != tensors[name].shape[0]:
+            raise ConfigError(
+                f"the plan places {last} rows of {name}, but it has {tensors[name].shape[0]}; plan this model again."
+            )
+    return {name: tuple(rows) for name, rows in found.items()}
+
+
+def _format(tensor: TensorSpec) -> str:
+    return "+".join(dict.fromkeys(part.format.name for part in tensor.stored_parts()))
+
+
+def planned_nbytes(rows: Mapping[str, Sequence[Rows]], spec: ModelSpec) -> dict[str, int]:
+    """Bytes of weights in each place, as planned."""
+    found = dict.fromkeys(PLACES, 0)
+    for name, tensor in spec.named_tensors():
+        for part in rows[name]:
+            found[part.place] += (part.stop - part.start) * row_nbytes(tensor)
+    return found
+
+
+def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[Rows, ...]]) -> LayerLayout:
+    """What the slot of a layer holds. `rows` by the tensor's name in the layer."""
+    areas: list[Area] = []
+    moves: list[Move] = []
+    end = 0
+    taken = {"host": 0, "disk": 0}
+    for tensor in layer.tensors:
+        each, parts = row_nbytes(tensor), rows[tensor.name]
+        if all(part.place == "device" for part in parts):
+            continue
+        # Vectors are read whole, so they stand there whole.
+        here = parts if len(tensor.shape) == 1 else tuple(p for p in parts if p.place != "device")
+        for part in here:
+            if not areas or areas[-1].tensor != tensor.name or areas[-1].stop != part.start:
+                areas.append(Area(tensor.name, part.start, part.stop, aligned(end)))
+            else:
+                areas[-1] = Area(tensor.name, areas[-1].start, part.stop, areas[-1].offset)
+            area, nbytes = areas[-1], (part.stop - part.start) * each
+            target = area.offset + (part.start - area.start) * each
+            source = taken.get(part.place, 0)
+            moves.append(Move(part.place, tensor.name, part.start, source, target, nbytes))
+            if part.place in taken:
+                taken[part.place] += nbytes
+            end = target + nbytes
+    return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), end, taken)
