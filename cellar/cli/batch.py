@@ -101,6 +101,7 @@ def _answer(
     from cellar.engine.opened import open_front
     from cellar.engine.stream import AsyncLLM
     from cellar.reports.forecast import predict
+    from cellar.reports.offload import print_offload
     from cellar.server.app import build_app
     from cellar.server.batch import Batch
     from cellar.server.host import SameProcess, ServedModel
@@ -109,6 +110,8 @@ def _answer(
     forecast = Forecast()
     opened = open_front(config, forecast.wrap)
     predict(forecast, opened)
+    if opened.offload is not None:
+        print_offload(opened.offload, err=True)
     host = SameProcess(AsyncLLM.over(opened))
     app = build_app(host, ServedModel.of(opened, model_names(config, server)), server, _LIMITS)
     in_flight = max_in_flight or 2 * opened.config.schedule.max_num_seqs

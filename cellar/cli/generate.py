@@ -48,12 +48,15 @@ def generate(
     from cellar.bench.forecast import Forecast
     from cellar.engine.llm import LLM
     from cellar.engine.opened import open_front
+    from cellar.reports.offload import print_offload
 
     forecast = Forecast()
     opened = open_front(EngineConfig.of(**engine), forecast.wrap)
     with LLM.over(opened) as llm:
         if opened.memory is not None and sys.stderr.isatty():
             typer.echo(opened.memory.line(), err=True)
+        if opened.offload is not None:
+            print_offload(opened.offload, err=True)
         if llm.plan is not None:
             forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
         params = sampling_params(sampling, llm.generation.sampling)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cellar.cli.verb import verb
-from cellar.core.config import CacheConfig
+from cellar.core.config import CacheConfig, OffloadConfig, ScheduleConfig, step_tokens
 from cellar.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cellar.core.specs import ModelSpec
+    from cellar.planner.saved import SavedPlan
 
 OBJECTIVES = ("throughput", "latency", "cost")
 
@@ -34,6 +39,15 @@ def plan(
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per chunk of KV: 16, 32 or 64.")] = 32,
     diagonal: Annotated[bool, typer.Option("--diagonal", help="Consider the diagonal block schedule too.")] = False,
+    device_memory: Annotated[
+        float | None, typer.Option(help="GiB that a device may hold; on a processor what it lacks goes elsewhere.")
+    ] = None,
+    host_memory: Annotated[
+        float | None, typer.Option(help="GiB of host memory; default: as the machine, or on a processor as needed.")
+    ] = None,
+    disk: Annotated[
+        float | None, typer.Option(help="GiB of disk; default: as the machine, on a processor none.")
+    ] = None,
     compare: Annotated[
         str | None, typer.Option(help="Another machine, or a plan that --output wrote, to compare with this one.")
     ] = None,
@@ -53,6 +67,7 @@ def plan(
     from cellar.planner.search import find
     from cellar.reports.machines import fast_bfloat16, fitted, open_machine, open_profile
     from cellar.reports.models import model_spec
+    from cellar.reports.offload import print_planned
     from cellar.reports.plan import print_answer, print_compared, save_plots
 
     if objective not in OBJECTIVES:
@@ -65,6 +80,23 @@ def plan(
         fast_bfloat16=fast_bfloat16(profile),
         chunk_size=CacheConfig(block_size=block_size).block_size,
     )
+    sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
+    if here.device.kind == "cpu" and sizes["device"] is not None:
+        said = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}
+        said |= {"diagonal": diagonal, "compare": compare, "plots": plots, "sources": sources, "json": json}
+        without = [name for name, given in said.items() if given]
+        if without:
+            raise ConfigError(
+                f"{without[0]} has no effect on a processor held to device_memory, whose weights are placed by bytes "
+                f"alone; leave {without[0]} out."
+            )
+        found = _held(spec, sizes, prompt + generate, model, here.name)
+        print_planned(found.placement, spec)
+        if output is not None:
+            output.write_text(found.to_json() + "\n", encoding="utf-8")
+            typer.echo(str(output))
+        return
+    here = here.limited(sizes)
     job, chosen_formats = Job(prompt, generate), _formats(formats, spec.dtype)
     if prompt + generate > spec.max_position:
         raise ConfigError(
@@ -97,6 +129,18 @@ def plan(
     if plots is not None:
         for path in save_plots(answer, plots):
             typer.echo(str(path), err=json)
+
+
+def _held(spec: ModelSpec, sizes: Mapping[str, int | None], longest: int, model: str, machine: str) -> SavedPlan:
+    """The plan of a processor that may hold `sizes["device"]` bytes, for requests of up to `longest` tokens."""
+    from cellar.planner.capped import Room, capped_plan
+    from cellar.planner.saved import Limits
+
+    if longest > spec.max_position:
+        raise ConfigError(f"{longest} tokens are more than the {spec.max_position} that {model} can attend to.")
+    limits = Limits(ScheduleConfig().max_num_seqs, step_tokens("cpu"), longest)
+    room = Room(sizes["device"] or 0, sizes["host"], sizes["disk"] or 0)
+    return capped_plan(spec, room, limits, model=_named(model), machine=machine, device="cpu")
 
 
 def _named(model: str) -> str:

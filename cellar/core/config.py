@@ -165,18 +165,18 @@ class OffloadConfig:
             size = getattr(self, name)
             if size is not None and not 0 <= size < float("inf"):
                 raise ConfigError(f"{name} is {size}; it must be a number of GiB, 0 or more.")
-        if self.device_memory is not None and not self.device_nbytes:
+        if self.nbytes["device"] == 0:
             raise ConfigError("device_memory is 0, but the device must hold a layer at least; give it more GiB.")
         if self.device_memory is None and (self.host_memory is not None or self.disk is not None):
             raise ConfigError(
-                "host_memory and disk are for what device_memory does not hold, but device_memory is not given; give it, "
-                "in GiB."
+                "host_memory and disk are for what device_memory does not hold, but that is not given; give it, in GiB."
             )
 
     @property
-    def device_nbytes(self) -> int | None:
-        """`device_memory` in bytes."""
-        return None if self.device_memory is None else int(self.device_memory * 2**30)
+    def nbytes(self) -> dict[str, int | None]:
+        """Bytes that each place may hold; None where nothing was said."""
+        sizes = {"device": self.device_memory, "host": self.host_memory, "disk": self.disk}
+        return {place: None if size is None else int(size * 2**30) for place, size in sizes.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

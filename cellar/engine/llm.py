@@ -32,6 +32,7 @@ from cellar.engine.opened import Opened, open_front
 from cellar.engine.progress import Progress
 from cellar.engine.prompts import Prompt, as_list
 from cellar.planner.saved import SavedPlan
+from cellar.runtime.offload.opened import OffloadReport
 from cellar.text.generation import GenerationConfig
 from cellar.text.pooling import read_pooling
 from cellar.text.tokenizer import Tokenizer
@@ -186,8 +187,13 @@ class LLM:
 
     @property
     def plan(self) -> SavedPlan | None:
-        """The plan that is obeyed, if one was given."""
+        """The plan that is obeyed, if one was given, or made because the model does not fit `device_memory`."""
         return self._opened.plan
+
+    @property
+    def offload(self) -> OffloadReport | None:
+        """What lies where of a model that is larger than its device; None if it lies on the device."""
+        return self._opened.offload
 
     @property
     def checkpoint(self) -> Path | None:

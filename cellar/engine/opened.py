@@ -12,12 +12,14 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
+from cellar.engine.own_plan import with_own_plan
 from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
 from cellar.kv.identity import root_identity
 from cellar.kv.policy import model_costs, named_policy
 from cellar.planner.saved import SavedPlan
+from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Runtime
 from cellar.runtime.steps.memory_use import MemoryUse
 from cellar.text.chat import ChatTemplate
@@ -40,6 +42,7 @@ class Opened:
     generation: GenerationConfig = NEUTRAL
     plan: SavedPlan | None = None
     memory: MemoryUse | None = None
+    offload: OffloadReport | None = None
 
 
 def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persist_seconds: float = 30.0) -> Opened:
@@ -56,6 +59,8 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persi
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
+    elif config.offload.device_memory is not None:
+        config, plan = with_own_plan(config, checkpoint)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
@@ -92,7 +97,14 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persi
     )
     scheduler.restore(capacity.kept, engine.clock())
     return Opened(
-        Front(engine, reader, tokenizer, templates), config, spec, checkpoint, generation, plan, opened.memory
+        Front(engine, reader, tokenizer, templates),
+        config,
+        spec,
+        checkpoint,
+        generation,
+        plan,
+        opened.memory,
+        opened.offload,
     )
 
 

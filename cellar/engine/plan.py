@@ -23,10 +23,11 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
     if file is None:
         return config, None
     plan = load_plan(file)
-    if plan.placement.kind != "resident" or plan.limits is None:
+    if plan.limits is None:
         raise ConfigError(
             f"the plan {file} is of kind {plan.placement.kind} ({plan.figures.get('plan', '')}), but this engine runs "
-            f"only resident plans yet; plan {plan.model} for one device that holds it."
+            "only resident plans yet, and on a processor those of `cellar plan --device-memory`; plan "
+            f"{plan.model} for one device that holds it, or so."
         )
     _check_agreement(config, plan, plan.limits, file)
     limits = plan.limits

@@ -1,9 +1,9 @@
-"""A model on a device that holds only a part of it, planned from bytes alone: weights may lie in host memory and on disk.
+"""A model on a device that holds only a part of it, planned from bytes alone: weights may lie elsewhere.
 
-What must be on the device comes first: tables, head and vectors, the ring (two slots of what one layer has elsewhere), the
-KV cache, a step's activations and logits. Then as many rows of every layer as fit, the same share of each matrix in all
-layers; then host memory, then disk. All else being fixed, a byte in a faster place is never worse, so this is what the
-linear program of `linear.py` finds where only weights may leave the device; it needs no rates.
+What must be on the device comes first: tables, head and vectors, the ring (two slots of what one layer has elsewhere),
+the KV cache, a step's activations and logits. Then as many rows of every layer as fit, the same share of each matrix in
+all layers; then host memory, then disk. All else being fixed, a byte in a faster place is never worse, so this is what
+the linear program of `linear.py` finds where only weights may leave the device; it needs no rates.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def capped_plan(spec: ModelSpec, room: Room, limits: Limits, *, model: str, mach
     if chunks < needed:
         raise CapacityError(
             f"one request of max_model_len {limits.max_model_len} needs {_gib(needed * spec.kv.chunk_nbytes())} of KV, "
-            f"but of a device_memory of {_gib(room.device)} it gets {_gib(kv)}; lower max_model_len, raise device_memory, "
-            "or give kv_cache_memory_bytes."
+            f"but of a device_memory of {_gib(room.device)} it gets {_gib(kv)}; lower max_model_len, raise "
+            "device_memory, or give kv_cache_memory_bytes."
         )
     matrices = {t.name for layer in spec.layers for t in layer.tensors if len(t.shape) == 2}
     fixed = chunks * spec.kv.chunk_nbytes() + _buffers(spec, limits)
@@ -147,7 +147,9 @@ def _rows(tensor: TensorSpec, share: float) -> int:
 
 def _largest(holds: Callable[[float], bool]) -> float | None:
     """The largest of the shares k / _STEPS for which it holds, given that it holds below; None if for none."""
-    low, high = -1, _STEPS
+    if holds(1.0):
+        return 1.0
+    low, high = -1, _STEPS - 1
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if holds(middle / _STEPS) else (low, middle - 1)

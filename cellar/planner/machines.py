@@ -7,7 +7,7 @@ the model reproduces published times (the comment says which), `assumed` is a gu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -123,6 +123,18 @@ class Machine:
         if count < 1:
             raise ConfigError(f"a machine needs at least 1 device, not {count}.")
         return replace(self, name=f"{count}x{self.name}" if count > 1 else self.name, num_devices=count)
+
+    def limited(self, sizes: Mapping[str, int | None]) -> Machine:
+        """The same machine with so many bytes of `device`, `host` and `disk` at most; None: as many as it has."""
+
+        def at_most(there: Device, place: str) -> Device:
+            most = sizes.get(place)
+            if most is None or most >= there.capacity.value:
+                return there
+            return replace(there, capacity=replace(there.capacity, value=float(most), source="assumed"))
+
+        disk = self.disk and at_most(self.disk, "disk")
+        return replace(self, device=at_most(self.device, "device"), host=at_most(self.host, "host"), disk=disk)
 
     def usable(self, tier: str) -> float:
         """Bytes of one device, one host or one host's disk that a plan may fill."""

@@ -37,8 +37,8 @@ class HeldMemory:
         if start + nbytes > self.capacity:
             left = max(0, self.capacity - start)
             raise CapacityError(
-                f"the {self.name} memory of {human(self.capacity)} has {human(left)} left, but {human(nbytes)} more are "
-                f"needed; raise {self.name}_memory, or plan again."
+                f"the {self.name} memory of {human(self.capacity)} has {human(left)} left, but {human(nbytes)} "
+                f"more are needed; raise {self.name}_memory, or plan again."
             )
         self.used = start + nbytes
         return self._bytes[start : self.used]

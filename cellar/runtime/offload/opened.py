@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
-from cellar.core.errors import ConfigError
+from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights, Make
@@ -16,7 +17,7 @@ from cellar.runtime.memory import human
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
-from cellar.runtime.offload.layout import PLACES, Rows, aligned, layer_layout, placed_rows, row_nbytes
+from cellar.runtime.offload.layout import PLACES, Rows, aligned, layer_layout, placed_rows, planned_nbytes, row_nbytes
 from cellar.runtime.offload.mover import mover_for
 
 
@@ -98,16 +99,25 @@ def open_offloaded(
     placement: Placement,
     make: Make,
     device: torch.device,
-    capacity: int | None = None,
+    capacity: Mapping[str, int | None] = MappingProxyType({}),
     directory: Path | None = None,
 ) -> Offloaded:
     """Place a model's weights, read them back and start to stream them.
 
-    `capacity`: bytes of the device's memory (None: as much as the placement needs); `directory`: for what lies on disk.
-    Raises ConfigError, CapacityError, DeviceError or IntegrityError.
+    `capacity`: bytes that each place may hold (None, or left out: as many as the placement needs); `directory`: for
+    what lies on disk. Raises ConfigError, CapacityError, DeviceError or IntegrityError.
     """
     rows = check_offloaded(placement, spec, device)
-    memory = HeldMemory("device", device_nbytes(spec, rows, placement.num_chunks) if capacity is None else capacity)
+    for place, planned in planned_nbytes(rows, spec).items():
+        most = capacity.get(place)
+        if most is not None and planned > most:
+            option = "disk" if place == "disk" else f"{place}_memory"
+            raise CapacityError(
+                f"the plan has {human(planned)} of weights in the place {place}, but {option} is {human(most)}; raise "
+                "it, or plan again."
+            )
+    held = capacity.get("device")
+    memory = HeldMemory("device", device_nbytes(spec, rows, placement.num_chunks) if held is None else held)
     homes, read = opened_homes(spec, rows, memory, directory, make)
     try:
         before = memory.used

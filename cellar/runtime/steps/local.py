@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cellar.core.config import EngineConfig, OffloadConfig
+from cellar.core.config import EngineConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import CopyResult, Placement, StepResult, Tier, TierOrder
 from cellar.core.specs import ModelSpec, TensorSpec
@@ -283,7 +283,10 @@ def _open(
     offloaded: Offloaded | None = None
     if offloads:
         assert placement is not None
-        offloaded = open_offloaded(spec, placement, make, device, *_offload_limits(config.offload))
+        path = config.offload.disk_path
+        offloaded = open_offloaded(
+            spec, placement, make, device, config.offload.nbytes, None if path is None else Path(path)
+        )
         _LOG.info("%s", offloaded.report.line())
         weights = offloaded.weights
     else:
@@ -353,12 +356,6 @@ def _warmup(
     except Exception:
         _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
         return None
-
-
-def _offload_limits(options: OffloadConfig) -> tuple[int | None, Path | None]:
-    """Bytes of the device's memory, and the directory for what lies on disk."""
-    path = options.disk_path
-    return options.device_nbytes, None if path is None else Path(path)
 
 
 def _threads(asked: int | None, offloaded: Offloaded | None) -> int | None:

@@ -1,0 +1,223 @@
+"""Placed bytes equal planned bytes, to the row; what is not a whole placement, or does not fit, is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
+from cellar.core.messages import Partition, Placed, PlacedUnits, Placement
+from cellar.models.loader import dummy_reader
+from cellar.models.registry import open_model
+from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.homes import Homes, opened_homes
+from cellar.runtime.offload.layout import layer_layout, placed_rows, planned_nbytes
+from cellar.runtime.offload.opened import check_offloaded, device_nbytes, open_offloaded
+from tests.runtime.offload.placements import random_placement
+from tests.tiny_checkpoint import CONFIG
+
+CPU = torch.device("cpu")
+SMALL = CONFIG | {"vocab_size": 23, "hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
+BIASED = SMALL | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+SPECS = [
+    open_model(config | {"num_hidden_layers": n}, "float32", 16).spec for config in (SMALL, BIASED) for n in (1, 3)
+]
+SPEC = SPECS[-1]
+
+
+def test_a_thousand_random_plans_are_placed_to_the_byte(tmp_path: Path) -> None:
+    """Bytes by place as planned, and each row's content where it was planned, read back from there."""
+    for seed in range(1000):
+        spec = SPECS[seed % len(SPECS)]
+        placement = random_placement(spec, seed)
+        rows = placed_rows(placement, spec)
+        memory = HeldMemory("device", device_nbytes(spec, rows, 0))
+        homes, found = opened_homes(spec, rows, memory, tmp_path, dummy_reader(CPU, seed))
+        homes.close()
+        planned = dict.fromkeys(("device", "host", "disk"), 0)
+        for part in placement.weights:
+            tensor = dict(spec.named_tensors())[part.tensor]
+            planned[part.device] += (part.stop - part.start) * tensor.nbytes // tensor.shape[0]
+        assert dict(found.nbytes) == planned == planned_nbytes(rows, spec)
+        assert sum(planned.values()) == spec.nbytes()
+    assert not list(tmp_path.iterdir()), "files have no names"
+
+
+def test_a_slot_holds_each_row_that_is_away_once() -> None:
+    for seed in range(300):
+        spec = SPECS[seed % len(SPECS)]
+        rows = placed_rows(random_placement(spec, seed), spec)
+        for layer in spec.layers:
+            of = {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors}
+            layout = layer_layout(layer, of)
+            taken = np.zeros(layout.slot_nbytes, np.int64)
+            for move in layout.moves:
+                taken[move.target : move.target + move.nbytes] += 1
+            held = np.zeros(layout.slot_nbytes, np.int64)
+            for area in layout.areas:
+                tensor = next(t for t in layer.tensors if t.name == area.tensor)
+                each = tensor.nbytes // tensor.shape[0]
+                held[area.offset : area.offset + (area.stop - area.start) * each] += 1
+            assert (taken == held).all()
+            assert taken.max(initial=0) <= 1
+            away = sum(p.stop - p.start for parts in of.values() for p in parts if p.place != "device")
+            assert (layout.moved_nbytes > 0) == (away > 0)
+
+
+def changed(**values: Any) -> Placement:
+    return replace(random_placement(SPEC, 1), **values)
+
+
+def with_weight(*more: Placed, without: str = "") -> Placement:
+    whole = random_placement(SPEC, 1)
+    return replace(whole, weights=(*(p for p in whole.weights if p.tensor != without), *more))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        (with_weight(Placed("layers.1.qkv", "disk", 3, 4, "float32")), "places row 3 of layers.1.qkv twice"),
+        (with_weight(without="layers.1.qkv"), "places 0 rows of layers.1.qkv, but it has"),
+        (
+            with_weight(Placed("layers.1.qkv", "disk", 1, 24, "float32"), without="layers.1.qkv"),
+            "places row 0 of layers.1.qkv nowhere",
+        ),
+        (with_weight(Placed("layers.9.qkv", "disk", 0, 24, "float32")), "layers.9.qkv, which this model does not have"),
+        (with_weight(Placed("layers.1.qkv", "tape", 0, 24, "float32")), "on tape; places are device, host, disk"),
+        (with_weight(Placed("layers.1.qkv", "disk", 0, 24, "int4")), "layers.1.qkv in int4 and the model runs it in"),
+        (with_weight(Placed("embed", "host", 0, 23, "float32"), without="embed"), "tables and head stay on the device"),
+        (changed(kv=(PlacedUnits("host", 9, "device"),)), "keeps KV outside the device"),
+        (changed(kv=(PlacedUnits("device", 9, "host"),)), "attends to it on the CPU"),
+        (changed(activations=(PlacedUnits("host", 9, "device"),)), "keeps activations outside the device"),
+        (changed(partition=Partition()), "offloads on several devices"),
+        (changed(block=replace(random_placement(SPEC, 1).block, order="diagonal")), "diagonal, but only zigzag"),  # type: ignore[type-var]
+    ],
+)
+def test_what_does_not_run_is_refused_by_name(wrong: Placement, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        check_offloaded(wrong, SPEC, CPU)
+
+
+def test_an_accelerator_is_refused() -> None:
+    with pytest.raises(DeviceError, match="run on the CPU alone yet, not on meta"):
+        check_offloaded(random_placement(SPEC, 1), SPEC, torch.device("meta"))
+
+
+def test_a_device_holds_no_byte_more_than_its_cap(tmp_path: Path) -> None:
+    placement = random_placement(SPEC, 4)
+    rows = placed_rows(placement, SPEC)
+    exact = device_nbytes(SPEC, rows, placement.num_chunks)
+    opened = open_offloaded(SPEC, placement, dummy_reader(), CPU, {"device": exact}, tmp_path)
+    opened.memory.carve(placement.num_chunks * SPEC.kv.chunk_nbytes())
+    assert opened.memory.used <= exact
+    assert opened.report.device == exact
+    with pytest.raises(CapacityError, match="more are needed; raise device_memory"):
+        opened.memory.carve(64)
+    opened.close()
+    with pytest.raises(CapacityError, match="more are needed; raise device_memory"):
+        open_offloaded(SPEC, placement, dummy_reader(), CPU, {"device": 2000}, tmp_path)
+    for place, option in (("host", "host_memory"), ("disk", "disk")):
+        with pytest.raises(CapacityError, match=f"in the place {place}, but {option} is 64 B; raise it"):
+            open_offloaded(SPEC, placement, dummy_reader(), CPU, {place: 64}, tmp_path)
+
+
+def test_a_row_that_is_not_where_it_was_put_is_found(tmp_path: Path) -> None:
+    rows = placed_rows(random_placement(SPEC, 5), SPEC)
+    homes = Homes(SPEC, rows, HeldMemory("device", device_nbytes(SPEC, rows, 0)), tmp_path)
+    homes.place(dummy_reader())
+    homes.read_back()
+    home = next(iter(homes.resident.values()))
+    home[3] ^= 1
+    with pytest.raises(IntegrityError, match="not what was placed there"):
+        homes.read_back()
+    homes.close()
+
+
+def record(size: int) -> np.ndarray[Any, Any]:
+    memory = HeldMemory("host", -(-size // PAGE) * PAGE)
+    held = memory.carve(memory.capacity, PAGE).numpy()
+    held[:size] = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    return held
+
+
+def test_records_of_any_size_come_back(tmp_path: Path) -> None:
+    sizes = [1, 4096, 5000, 3 * 2**20 + 17, 0]
+    file = WeightFile(tmp_path, sizes)
+    records = [record(size) for size in sizes]
+    for number, held in enumerate(records[:4]):
+        file.write(number, held)
+    for number in (3, 0, 2, 1):
+        again = record(sizes[number])
+        again[:] = 0
+        file.read(number, again)
+        assert (again == records[number])[: sizes[number]].all()
+    assert file.num_read > 3 * 2**20
+    file.close()
+
+
+class Faulty(WeightFile):
+    """A disk with a fault."""
+
+    fault = ""
+
+    def _pread(self, part: np.ndarray[Any, Any], offset: int) -> int:
+        if self.fault == "error":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        count = super()._pread(part, offset)
+        if self.fault == "damaged":
+            part[100] ^= 4
+        return count // 2 if self.fault == "short" else count
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [("error", "Input/output error"), ("damaged", "a checksum is another"), ("short", "cut short: 2048 of 4096 bytes")],
+)
+def test_a_disk_that_fails_is_named(tmp_path: Path, fault: str, sentence: str) -> None:
+    file = Faulty(tmp_path, [4096])
+    held = record(4096)
+    file.write(0, held)
+    file.fault = fault
+    with pytest.raises(DeviceError, match=f"cannot be read .*{sentence}.*; check the disk"):
+        file.read(0, held)
+    file.fault = ""
+    file.read(0, held)
+    file.close()
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CapacityError, match=r"has no room for 8 KiB of weights .*; give another disk_path"):
+        WeightFile(tmp_path, [8000])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_system_without_direct_reads_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = os.open
+
+    def without(path: Any, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return plain(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without)
+    with caplog.at_level("WARNING"):
+        file = WeightFile(tmp_path, [5000])
+    assert "takes no O_DIRECT; weights on disk go through the page cache" in caplog.text
+    held = record(5000)
+    file.write(0, held)
+    file.read(0, held)
+    file.close()

@@ -1,0 +1,342 @@
+"""The whole mechanism: models of every family in random placements give the resident engine's tokens, in company."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cellar import LLM, SamplingParams
+from cellar.cli.main import build
+from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.messages import Placement, RequestOutput
+from cellar.core.specs import ModelSpec
+from cellar.models.registry import MODELS, open_model, read_config
+from cellar.planner.capped import Room, capped_plan, fits
+from cellar.planner.saved import Limits
+from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.layers import StreamedLayers
+from cellar.runtime.offload.mover import Fence
+from cellar.runtime.offload.ring import WeightRing
+from cellar.runtime.steps.forward import Forward
+from tests.conformance.chatglm import config_of
+from tests.runtime.offload.placements import plan_of, random_placement
+from tests.tiny_checkpoint import CONFIG, write_checkpoint
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12, "tie_word_embeddings": True},
+    "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": 48, "word_embed_proj_dim": 20},
+    "chatglm": config_of(4, 2, 16, 64),
+}
+LAYERS = {"num_hidden_layers": 4, "num_layers": 4}
+LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
+OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True}
+
+
+def requests(seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Nine prompts of 1 to 60 tokens, two of which begin alike; they end at different times, some are drawn."""
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(3, 60, int(n)).tolist() for n in random.integers(1, 60, 8)]
+    prompts.append([*prompts[0], 7])
+    params = [
+        SamplingParams(temperature=0.8 * (k % 3 == 2), seed=k, max_tokens=int(n), ignore_eos=True, logprobs=2)
+        for k, n in enumerate(random.integers(2, 14, 9))
+    ]
+    return prompts, params
+
+
+def tokens_of(found: list[RequestOutput]) -> list[list[int]]:
+    return [one.outputs[0].token_ids for one in found]
+
+
+def spec_of(model: Path) -> ModelSpec:
+    return open_model(read_config(model), "float32", 16, LIMITS.max_model_len).spec
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A tiny model of a family, written when it is first asked for."""
+    made: dict[str, Path] = {}
+
+    def model(kind: str) -> Path:
+        if kind not in made:
+            changes = {"model_type": kind} | LAYERS | FAMILIES[kind]
+            if kind == "chatglm":
+                changes |= LAYERS
+            made[kind] = write_checkpoint(tmp_path_factory.mktemp(kind) / "model", **changes)
+        return made[kind]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(models: Callable[[str], Path]) -> Callable[[str], list[RequestOutput]]:
+    """What the resident engine answers."""
+    made: dict[str, list[RequestOutput]] = {}
+
+    def answers(kind: str) -> list[RequestOutput]:
+        if kind not in made:
+            options = OPTIONS | {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 10**6}
+            with LLM(models(kind), **options, max_model_len=LIMITS.max_model_len) as llm:
+                made[kind] = llm.generate(*requests(), use_tqdm=False)
+        return made[kind]
+
+    return answers
+
+
+def answers_of(model: Path, placement: Placement, folder: Path, **options: Any) -> list[RequestOutput]:
+    """What the engine with this placement answers."""
+    file = folder / "plan.json"
+    file.write_text(plan_of(spec_of(model), placement, LIMITS).to_json())
+    with LLM(model, plan=file, disk_path=folder / "disk", **(OPTIONS | options)) as llm:
+        return llm.generate(*requests(), use_tqdm=False)
+
+
+def test_every_family_is_here() -> None:
+    assert set(FAMILIES) == set(MODELS)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_are_those_of_the_resident_engine(
+    kind: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
+) -> None:
+    """Nine requests in rows for three, in GPU batches of one and two; log-probabilities to the last digits."""
+    wanted, spec = expected(kind), spec_of(models(kind))
+    for seed in range(2):
+        placement = random_placement(spec, seed, batch=1 + seed)
+        found = answers_of(models(kind), placement, tmp_path)
+        assert tokens_of(found) == tokens_of(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_tokens_in_many_placements(
+    kind: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
+) -> None:
+    wanted, spec = tokens_of(expected(kind)), spec_of(models(kind))
+    for seed in range(10, 16):
+        placement = random_placement(spec, seed, batch=1 + seed % 4)
+        assert tokens_of(answers_of(models(kind), placement, tmp_path)) == wanted
+
+
+def test_a_model_larger_than_its_device_plans_by_itself(
+    models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
+) -> None:
+    """Half of its weights are on disk; the device's arena is held to its cap; one table says so."""
+    model, spec = models("llama"), spec_of(models("llama"))
+    gib = 2.0**30
+    rest = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 100_000, "max_num_batched_tokens": 40}
+    sizes = {"device_memory": 240_000 / gib, "host_memory": 20_000 / gib, "disk": 1.0, "disk_path": tmp_path}
+    with LLM(model, max_model_len=128, max_num_seqs=3, **OPTIONS, **rest, **sizes) as llm:
+        report = llm.offload
+        found = llm.generate(*requests(), use_tqdm=False)
+    assert tokens_of(found) == tokens_of(expected("llama"))
+    assert report is not None
+    layers = sum(layer.nbytes for layer in spec.layers)
+    assert report.weights["disk"] > 0.5 * layers
+    assert 10_000 < report.weights["host"] <= 20_000
+    assert report.weights["device"] + report.kv + report.ring <= report.device == 240_000 < spec.nbytes() + report.kv
+    assert sum(report.weights.values()) == spec.nbytes()
+    assert report.seconds["disk"] > 0
+
+
+def test_a_model_that_fits_runs_as_ever_within_its_memory(models: Callable[[str], Path]) -> None:
+    with LLM(models("llama"), dtype="float32", device_memory=0.1, max_num_batched_tokens=64, **OPTIONS) as llm:
+        assert llm.plan is None
+        assert llm.offload is None
+        assert llm.stats().total_chunks == int(0.1 * 2**30 * 0.25) // llm.spec.kv.chunk_nbytes()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sentence"),
+    [
+        ({"device_memory": 2e-4}, r"weights are left, but disk is 0 GiB"),
+        ({"device_memory": 1e-4, "disk": 1.0}, r"tables, head, the ring of two layers, KV and buffers take"),
+        ({"device_memory": 2e-4, "kv": 100}, r"one request of max_model_len 128 needs .* of KV, but"),
+    ],
+)
+def test_places_that_are_too_small_are_named(
+    models: Callable[[str], Path], sizes: dict[str, float], sentence: str
+) -> None:
+    kv = int(sizes.pop("kv", 70_000))
+    options = OPTIONS | {"host_memory": 1e-6, "max_num_seqs": 3, "max_num_batched_tokens": 16, **sizes}
+    with pytest.raises(CapacityError, match=sentence):
+        LLM(models("llama"), dtype="float32", max_model_len=128, kv_cache_memory_bytes=kv, **options)
+
+
+def test_what_does_not_run_offloaded_is_refused(models: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="quantized and does not fit device_memory, but quantized weights are not"):
+        LLM(models("llama"), quantization="int8", device_memory=1e-4, **OPTIONS)
+    with pytest.raises(ConfigError, match="host_memory and disk are for what device_memory does not hold"):
+        LLM(models("llama"), disk=1.0, **OPTIONS)
+
+
+def test_a_disk_that_fails_ends_requests_clearly_and_the_engine_goes_on(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the disk is well again, and so are the answers."""
+    model, bad = models("llama"), [False]
+    plain = WeightFile._pread
+
+    def read(self: WeightFile, part: Any, offset: int) -> int:
+        count = plain(self, part, offset)
+        part[0] ^= bad[0]
+        return count
+
+    monkeypatch.setattr(WeightFile, "_pread", read)
+    file = tmp_path / "plan.json"
+    file.write_text(plan_of(spec_of(model), random_placement(spec_of(model), 3), LIMITS).to_json())
+    with LLM(model, plan=file, disk_path=tmp_path, **OPTIONS) as llm:
+        before = tokens_of(llm.generate(*requests(), use_tqdm=False))
+        bad[0] = True
+        for one in llm.generate(*requests(), use_tqdm=False)[1:]:
+            assert one.outputs[0].finish_reason == "error"
+            assert "damaged: a checksum is another" in str(one.outputs[0].stop_reason)
+        bad[0] = False
+        llm.generate([[5, 6]], SamplingParams(max_tokens=2), use_tqdm=False)
+        assert tokens_of(llm.generate(*requests(), use_tqdm=False)) == before
+
+
+def test_the_block_schedule_loads_a_layer_once_for_all_batches(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over three sequences in batches of one takes each layer's weights once."""
+    taken: list[int] = []
+    computed: list[int] = []
+    take = WeightRing.take
+
+    def counted(self: WeightRing, layer: int) -> int:
+        taken.append(layer)
+        return take(self, layer)
+
+    passing = Forward._pass
+
+    def seen(self: Forward, batches: Any, pace: Any) -> Any:
+        computed.append(len(batches))
+        return passing(self, batches, pace)
+
+    monkeypatch.setattr(WeightRing, "take", counted)
+    monkeypatch.setattr(Forward, "_pass", seen)
+    spec = spec_of(models("llama"))
+    answers_of(models("llama"), random_placement(spec, 0, batch=1), tmp_path)
+    assert len(taken) == 4 * len(computed)
+    assert max(computed) == 3
+
+
+# -- planted bugs: each is found by comparing tokens ------------------------------------------------
+
+
+def _given_too_early(patch: pytest.MonkeyPatch) -> None:
+    """The other layer's bytes come into a slot before it was used."""
+    take = WeightRing.take
+
+    def early(self: WeightRing, layer: int) -> int:
+        slot = take(self, layer)
+        self._fill(slot, (layer + 1) % 4)
+        return slot
+
+    patch.setattr(WeightRing, "take", early)
+
+
+def _stale_slot(patch: pytest.MonkeyPatch) -> None:
+    """A slot keeps what it had before."""
+    fill, done = StreamedLayers._fill, set[int]()
+
+    def once(self: StreamedLayers, slot: int, layer: int) -> Fence:
+        if slot in done:
+            return self._mover.moved()
+        done.add(slot)
+        return fill(self, slot, layer)
+
+    patch.setattr(StreamedLayers, "_fill", once)
+
+
+def _off_by_one(patch: pytest.MonkeyPatch) -> None:
+    """The layer after the next is loaded."""
+    fill = StreamedLayers._fill
+    patch.setattr(StreamedLayers, "_fill", lambda self, slot, layer: fill(self, slot, (layer + 1) % 4))
+
+
+@pytest.mark.parametrize("plant", [_given_too_early, _stale_slot, _off_by_one])
+def test_planted_bugs_change_tokens(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    models: Callable[[str], Path],
+    expected: Callable[[str], list[RequestOutput]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = spec_of(models("llama"))
+    # The same rows of each layer are away, so that any layer's bytes fit any slot.
+    plan = capped_plan(spec, Room(240_000, 20_000, 10**6, 90_000), LIMITS, model="tiny", machine="any", device="cpu")
+    assert tokens_of(answers_of(models("llama"), plan.placement, tmp_path)) == tokens_of(expected("llama"))
+    plant(monkeypatch)
+    assert tokens_of(answers_of(models("llama"), plan.placement, tmp_path)) != tokens_of(expected("llama"))
+
+
+# -- plans made of bytes ----------------------------------------------------------------------------
+
+
+def test_plans_fill_the_faster_place_first() -> None:
+    """More of the device: less elsewhere. Nothing is placed twice, and what is counted is what the runtime carves."""
+    from cellar.runtime.offload.layout import placed_rows, planned_nbytes
+    from cellar.runtime.offload.opened import device_nbytes
+
+    spec = open_model(CONFIG | {"num_hidden_layers": 6}, "float32", 16, 64).spec
+    limits = Limits(2, 16, 64)
+    last = 0
+    for device in range(150_000, 330_000, 10_000):
+        for host in (0, 30_000, None):
+            room = Room(device, host, 10**9, 40_000)
+            if fits(spec, room, limits):
+                continue
+            plan = capped_plan(spec, room, limits, model="m", machine="any", device="cpu")
+            rows = placed_rows(plan.placement, spec)
+            found = planned_nbytes(rows, spec)
+            assert device_nbytes(spec, rows, plan.placement.num_chunks) <= device
+            assert host is None or found["host"] <= host
+            assert found["disk"] == 0 or (host is not None and found["host"] > host - 1000 * bool(host))
+            assert sum(found.values()) == spec.nbytes()
+            if host == 0:
+                assert found["device"] >= last
+                last = found["device"]
+
+
+# -- for people -------------------------------------------------------------------------------------
+
+
+def cellar(*arguments: str) -> str:
+    result = CliRunner().invoke(build(), list(arguments))
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+SMALL = ("--dtype", "float32", "--max-num-batched-tokens", "40", "--max-num-seqs", "3", "--num-threads", "1")
+HELD = ("--device-memory", "0.00024", "--host-memory", "0.00002", "--disk", "1", "--kv-cache-memory-bytes", "100000")
+
+
+def test_generate_says_what_goes_where(models: Callable[[str], Path], tmp_path: Path) -> None:
+    model = ("--model", str(models("llama")), "--device", "cpu", "--max-model-len", "128", *SMALL)
+    output = cellar("generate", "Once", *model, *HELD, "--disk-path", str(tmp_path), "--max-tokens", "4")
+    for word in ("What goes where", "device", "host", "disk", "a pass moves", "KV", "ring"):
+        assert word in output
+
+
+def test_batch_runs_an_offloaded_model(models: Callable[[str], Path], tmp_path: Path) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(line))
+    model = ("--model", str(models("llama")), "--device", "cpu", "--max-model-len", "128", "--served-model-name", "m")
+    output = cellar("batch", str(source), "-o", str(tmp_path / "out.jsonl"), *model, *SMALL, *HELD)
+    assert "What goes where" in output
+    assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
