@@ -158,8 +158,9 @@ class OffloadConfig:
     disk_path: str | None = _option(None, "Directory for weights on disk; default: that of temporary files.")
 
     def __post_init__(self) -> None:
-        if isinstance(value := self.disk_path, os.PathLike):
-            object.__setattr__(self, "disk_path", os.fspath(value))
+        for name in ("disk_path",):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
         _check_types(self)
         for name in ("device_memory", "host_memory", "disk"):
             size = getattr(self, name)

@@ -39,7 +39,9 @@ class Room:
 
 def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
     """True if the whole model, KV of `room` and a step's buffers are on the device."""
-    return spec.nbytes() + _kv_nbytes(spec, room) + _buffers(spec, limits) <= room.device
+    # A tied head is multiplied by in a form of its own.
+    second = sum(t.nbytes for t in spec.head if spec.tied_head and t.name == "lm_head")
+    return spec.nbytes() + second + _kv_nbytes(spec, room) + _buffers(spec, limits) <= room.device
 
 
 def capped_plan(spec: ModelSpec, room: Room, limits: Limits, *, model: str, machine: str, device: str) -> SavedPlan:

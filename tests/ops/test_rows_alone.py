@@ -17,6 +17,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation import activate, gated, kinds
 from cellar.ops.linear.half import HalfWeight, half_works
+from cellar.ops.linear.in_place import InPlaceWeight
 from cellar.ops.linear.onednn import OneDnnWeight, onednn_packs
 from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.norm import add_layer_norm, add_rms_norm, rms_norm
@@ -58,6 +59,7 @@ def check_alone(function: RowFunction, columns: int) -> None:
 FORMATS: dict[str, tuple[Callable[[Tensor], LinearWeight], Callable[[], bool]]] = {
     "half": (HalfWeight, half_works),
     "onednn": (OneDnnWeight, lambda: onednn_packs(torch.float32)),
+    "as it lies": (InPlaceWeight, lambda: onednn_packs(torch.float32)),
 }
 
 

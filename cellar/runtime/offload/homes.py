@@ -44,6 +44,7 @@ class Homes:
     """The weights of a model in their places.
 
     `device` is the memory that computes; what lies in host memory and in a file of `directory` gets its room here.
+    `staging` takes a record on its way from or to the disk: while weights are placed and read back, then the loader's.
     Raises CapacityError if something does not fit.
     """
 
@@ -63,7 +64,7 @@ class Homes:
         sizes = [lay.record_nbytes["disk"] for lay in self.layouts]
         self.file = WeightFile(directory, sizes) if any(sizes) else None
         buffer = HeldMemory("host", aligned(max(sizes, default=0), PAGE))
-        self._staging = buffer.carve(buffer.capacity, PAGE)
+        self.staging = buffer.carve(buffer.capacity, PAGE)
         self._digests: dict[tuple[str, int], int] = {}
         self.resident: dict[tuple[str, int], Tensor] = {}
 
@@ -83,7 +84,7 @@ class Homes:
             for tensor in layer.tensors:
                 self._place(f"layers.{layer.index}.{tensor.name}", tensor, make(tensor), layout)
             if self.file is not None and layout.record_nbytes["disk"]:
-                self.file.write(layer.index, self._staging.numpy())
+                self.file.write(layer.index, self.staging.numpy())
         for tensor in self._spec.head:
             if tensor.name in self._tensors:  # a tied one is the embedding
                 self._place(tensor.name, tensor, make(tensor), None)
@@ -106,16 +107,16 @@ class Homes:
     def _record(self, layout: LayerLayout, part: Rows, tensor: str) -> Tensor:
         """Where rows that are away stand in the record of their layer; one on disk is being put together."""
         move = next(m for m in layout.moves if (m.tensor, m.start, m.place) == (tensor, part.start, part.place))
-        record = self._records[layout.index] if part.place == "host" else self._staging
+        record = self._records[layout.index] if part.place == "host" else self.staging
         return record[move.source : move.source + move.nbytes]
 
-    def source(self, place: str, layer: int, staging: Tensor) -> Tensor:
-        """A layer's record in `place`; one on disk is read into `staging`, which is returned. Raises DeviceError."""
+    def source(self, place: str, layer: int) -> Tensor:
+        """A layer's record in `place`; one on disk is read into `staging`. Raises DeviceError."""
         if place == "host":
             return self._records[layer]
         assert self.file is not None
-        self.file.read(layer, staging.numpy())
-        return staging
+        self.file.read(layer, self.staging.numpy())
+        return self.staging
 
     def read_back(self) -> ReadBack:
         """Read all that was placed from where it lies. Raises IntegrityError if rows, bytes or places are not as
@@ -133,7 +134,7 @@ class Homes:
                 if not layout.record_nbytes[place]:
                     continue
                 begin = time.perf_counter()
-                record = self.source(place, layout.index, self._staging)
+                record = self.source(place, layout.index)
                 if place == "disk":  # its rate is the disk's, not that of comparing
                     seconds[place] += time.perf_counter() - begin
                 for move in layout.moves:

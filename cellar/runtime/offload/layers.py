@@ -13,9 +13,9 @@ from cellar.models.loader import LoadedWeights
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.quant.weight import StackedWeight
-from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
-from cellar.runtime.offload.layout import LayerLayout, aligned
+from cellar.runtime.offload.layout import LayerLayout
 from cellar.runtime.offload.mover import Fence, Mover
 from cellar.runtime.offload.ring import WeightRing
 
@@ -36,9 +36,6 @@ class StreamedLayers:
         streamed = [layout for layout in homes.layouts if layout.slot_nbytes]
         size = ring_nbytes(homes.layouts)
         self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
-        records = [layout.record_nbytes["disk"] for layout in streamed]
-        buffer = HeldMemory("host", aligned(max(records, default=0), PAGE))
-        self._staging = buffer.carve(buffer.capacity, PAGE)
         weights = LayerWeights(homes)
         self._weights: dict[tuple[int, int], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
@@ -87,11 +84,7 @@ class StreamedLayers:
     def _fill(self, slot: int, layer: int) -> Fence:
         """The loader's thread: bring a layer's rows into a slot."""
         layout, target = self._homes.layouts[layer], self._slots[slot]
-        records = {
-            place: self._homes.source(place, layer, self._staging)
-            for place in ("host", "disk")
-            if layout.record_nbytes[place]
-        }
+        records = {place: self._homes.source(place, layer) for place in ("host", "disk") if layout.record_nbytes[place]}
         for move in layout.moves:
             if move.place == "device":
                 source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]

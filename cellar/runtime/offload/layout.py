@@ -112,13 +112,13 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Rows, 
     for name, rows in found.items():
         rows.sort(key=lambda r: r.start)
         last = 0
-        for part in rows:
-            if part.start != last:
-                what = "twice" if part.start < last else "nowhere"
+        for run in rows:
+            if run.start != last:
+                what = "twice" if run.start < last else "nowhere"
                 raise ConfigError(
-                    f"the plan places row {min(part.start, last)} of {name} {what}; plan this model again."
+                    f"the plan places row {min(run.start, last)} of {name} {what}; plan this model again."
                 )
-            last = part.stop
+            last = run.stop
         if last != tensors[name].shape[0]:
             raise ConfigError(
                 f"the plan places {last} rows of {name}, but it has {tensors[name].shape[0]}; plan this model again."

@@ -13,7 +13,7 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights, Make
-from cellar.runtime.memory import human
+from cellar.runtime.memory import host_available, human
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
@@ -116,8 +116,15 @@ def open_offloaded(
                 f"the plan has {human(planned)} of weights in the place {place}, but {option} is {human(most)}; raise "
                 "it, or plan again."
             )
+    here = device_nbytes(spec, rows, placement.num_chunks)
+    both, free = here + planned_nbytes(rows, spec)["host"], host_available()
+    if both > free:
+        raise CapacityError(
+            f"what is not on disk takes {human(both)}, but this machine has {human(free)} of memory free; plan with "
+            "less device_memory and host_memory, and more disk."
+        )
     held = capacity.get("device")
-    memory = HeldMemory("device", device_nbytes(spec, rows, placement.num_chunks) if held is None else held)
+    memory = HeldMemory("device", here if held is None else held)
     homes, read = opened_homes(spec, rows, memory, directory, make)
     try:
         before = memory.used

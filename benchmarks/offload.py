@@ -1,0 +1,83 @@
+"""A model on a device held to a part of it: what a pass moves, at which rates, and what of its limit is reached.
+
+    python -m benchmarks.offload MODEL --device-memory 0.5 --host-memory 0.5 --disk 4
+
+Prints one JSON object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate) and the
+seconds of a decode pass; with --resident, the resident engine's tokens beside ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+from cellar import LLM, SamplingParams
+
+
+def main() -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default=None)
+    parser.add_argument("--device-memory", type=float, required=True)
+    parser.add_argument("--host-memory", type=float, default=None)
+    parser.add_argument("--disk", type=float, default=None)
+    parser.add_argument("--disk-path", default=None)
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--generate", type=int, default=16)
+    parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
+    options = parser.parse_args()
+    rest: dict[str, Any] = {
+        "dtype": options.dtype,
+        "load_format": options.load_format,
+        "max_num_seqs": options.batch,
+        "max_model_len": options.prompt + options.generate,
+        "max_num_batched_tokens": options.batch * options.prompt,
+        "skip_tokenizer_init": True,
+        "device": "cpu",
+    }
+    prompts = [[(7 * k + i) % 200 + 3 for i in range(options.prompt)] for k in range(options.batch)]
+    places = {name: getattr(options, name) for name in ("device_memory", "host_memory", "disk", "disk_path")}
+    found: dict[str, Any] = {"batch": options.batch, "prompt": options.prompt, "generate": options.generate}
+    with LLM(options.model, **rest, **places) as llm:
+        report = llm.offload
+        if report is None:
+            raise SystemExit("the model fits device_memory; give it less.")
+        first = _seconds(llm, prompts, 1)[0]
+        seconds, tokens = _seconds(llm, prompts, options.generate)
+    found |= {
+        "weights": dict(report.weights),
+        "kv": report.kv,
+        "ring": report.ring,
+        "moved_a_pass": dict(report.moved),
+        "rates_of_reading_back": dict(report.rates),
+        "o_direct": report.direct,
+        "limit_seconds_a_pass": report.limit,
+        "decode_seconds_a_pass": (seconds - first) / (options.generate - 1),
+        "tokens_per_second": options.batch * options.generate / seconds,
+    }
+    found["share_of_limit"] = report.limit / found["decode_seconds_a_pass"]
+    if options.resident:
+        with LLM(options.model, **rest, kv_cache_memory_bytes=report.kv) as llm:
+            first = _seconds(llm, prompts, 1)[0]
+            seconds, resident = _seconds(llm, prompts, options.generate)
+        found["resident_decode_seconds_a_pass"] = (seconds - first) / (options.generate - 1)
+        found["tokens_equal"] = tokens == resident
+    print(json.dumps(found))
+
+
+def _seconds(llm: LLM, prompts: list[list[int]], generate: int) -> tuple[float, list[list[int]]]:
+    """Seconds of so many tokens of each, none of whose prompts is in the cache; and the tokens."""
+    params = SamplingParams(temperature=0, max_tokens=generate, ignore_eos=True)
+    fresh = [[generate, *prompt[1:]] for prompt in prompts]
+    begin = time.perf_counter()
+    results = llm.generate(fresh, params, use_tqdm=False)
+    return time.perf_counter() - begin, [one.outputs[0].token_ids for one in results]
+
+
+if __name__ == "__main__":
+    main()
