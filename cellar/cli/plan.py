@@ -82,7 +82,7 @@ def plan(
     )
     sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
     if here.device.kind == "cpu" and sizes["device"] is not None:
-        said = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}
+        said: dict[str, Any] = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}
         said |= {"diagonal": diagonal, "compare": compare, "plots": plots, "sources": sources, "json": json}
         without = [name for name, given in said.items() if given]
         if without:

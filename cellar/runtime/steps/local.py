@@ -93,9 +93,9 @@ class LocalRuntime:
             num_slots=num_slots,
             num_rows=num_rows,
             device=device,
-            memory=offloaded and offloaded.memory.carve,
-            layers=offloaded and offloaded.layers,
-            batch=offloaded and offloaded.batch,
+            memory=None if offloaded is None else offloaded.memory.carve,
+            layers=None if offloaded is None else offloaded.layers,
+            batch=None if offloaded is None else offloaded.batch,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)

@@ -18,13 +18,14 @@ from cellar.core.messages import Placement, RequestOutput
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import MODELS, open_model, read_config
 from cellar.planner.capped import Room, capped_plan, fits
-from cellar.planner.saved import Limits
+from cellar.planner.saved import Limits, load_plan
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence
 from cellar.runtime.offload.ring import WeightRing
 from cellar.runtime.steps.forward import Forward
 from tests.conformance.chatglm import config_of
+from tests.engine.test_plan import profile
 from tests.runtime.offload.placements import plan_of, random_placement
 from tests.tiny_checkpoint import CONFIG, write_checkpoint
 
@@ -329,6 +330,23 @@ def test_generate_says_what_goes_where(models: Callable[[str], Path], tmp_path: 
     output = cellar("generate", "Once", *model, *HELD, "--disk-path", str(tmp_path), "--max-tokens", "4")
     for word in ("What goes where", "device", "host", "disk", "a pass moves", "KV", "ring"):
         assert word in output
+
+
+def test_a_plan_for_a_processor_held_to_a_part_runs(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """`cellar plan` writes it, `cellar generate --plan` runs it; options that would change nothing are refused."""
+    machine, file = str(profile(tmp_path / "machine.json")), tmp_path / "plan.json"
+    lengths = ("--prompt", "40", "--generate", "20", "--block-size", "16")
+    held = ("--device-memory", "0.003", "--host-memory", "0.00002", "--disk", "1")
+    output = cellar("plan", str(models(DEEP)), "--machine", machine, *lengths, *held, "-o", str(file))
+    assert "What goes where" in output
+    saved = load_plan(file)
+    places = {part.device for part in saved.placement.weights}
+    assert places == {"device", "host", "disk"}
+    output = cellar("generate", "Once", "--plan", str(file), "--device", "cpu", "--disk-path", str(tmp_path), *held)
+    assert "What goes where, read back" in output
+    refused = CliRunner().invoke(build(), ["plan", str(models(DEEP)), "--machine", machine, *held, "--json"])
+    assert refused.exit_code == 2
+    assert "json has no effect on a processor held to device_memory" in " ".join(refused.output.split())
 
 
 @pytest.mark.long
