@@ -185,11 +185,15 @@ class KeptChunk:
 @dataclass(frozen=True, slots=True)
 class MemoryQuestion:
     """How many tokens of each conversation lie in which tier? With `forget` they are found nowhere after the answer,
-    unless another conversation shares them.
+    unless another conversation shares them. With `pin_seconds` they leave a tier, for so long, after all that is not
+    pinned; 0 ends a pin. With `flush` that tier drops whatever nobody uses, of any conversation; the answer ends with
+    how many chunks that were, or with nothing if there is no such tier.
     """
 
     conversations: tuple[str, ...]
     forget: bool = False
+    pin_seconds: float | None = None
+    flush: Tier | None = None
 
 
 MemoryAnswer = tuple[Mapping[Tier, int], ...]
@@ -351,7 +355,7 @@ class TierStats:
     """Slots of a tier: free + cached + referenced == total, those that only copies use being cached; and what moved.
 
     Counted since the engine started: chunks `loaded` from this tier to the device and `saved` to it from a faster one,
-    the seconds that both took, and chunks `failed` in either.
+    the bytes and seconds of both, chunks `failed` in either, and prompt tokens that were found here (`hit_tokens`).
     """
 
     tier: Tier
@@ -364,11 +368,18 @@ class TierStats:
     failed: int = 0
     load_seconds: float = 0.0
     save_seconds: float = 0.0
+    load_nbytes: int = 0
+    save_nbytes: int = 0
+    hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerStats:
-    """A snapshot for metrics and progress bars; totals count since the engine started. `tiers`: the fastest first."""
+    """A snapshot for metrics and progress bars; totals count since the engine started. `tiers`: the fastest first.
+
+    `recomputed_tokens` had been computed before, as far as is known, and were computed again: holes before what was
+    found, what was found where loading takes longer, and what a suspended request has lost.
+    """
 
     running: int
     waiting: int
@@ -381,6 +392,7 @@ class SchedulerStats:
     prompt_tokens: int
     generation_tokens: int
     tiers: tuple[TierStats, ...] = ()
+    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

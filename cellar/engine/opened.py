@@ -16,8 +16,10 @@ from cellar.engine.own_plan import with_own_plan
 from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
+from cellar.kv.costs import model_costs
 from cellar.kv.identity import root_identity
-from cellar.kv.policy import model_costs, named_policy
+from cellar.kv.policy import named_policy
+from cellar.kv.recovery import Recovery, RecoveryRule
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Runtime
@@ -45,11 +47,17 @@ class Opened:
     offload: OffloadReport | None = None
 
 
-def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persist_seconds: float = 30.0) -> Opened:
+def open_front(
+    config: EngineConfig,
+    wrap: Wrap = lambda runtime: runtime,
+    persist_seconds: float = 30.0,
+    recovery: RecoveryRule = "faster",
+) -> Opened:
     """Load a model and its tokenizer, and put an engine over them.
 
     `wrap` may put something between engine and runtime, e.g. a meter. Closing takes `persist_seconds` at most to bring
-    KV to tiers that outlive the process. Raises CheckpointError, ConfigError,
+    KV to tiers that outlive the process. `recovery` may force that chunks of slower tiers are loaded, or computed
+    again, whichever is faster. Raises CheckpointError, ConfigError,
     CapacityError or DeviceError.
     """
     from cellar.runtime.steps.local import open_local
@@ -67,6 +75,7 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persi
     try:
         opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
+        costs = model_costs(spec)
         scheduler = StepScheduler(
             capacity.num_slots,
             capacity.num_rows,
@@ -76,7 +85,8 @@ def open_front(config: EngineConfig, wrap: Wrap = lambda runtime: runtime, persi
             config.cache.enable_prefix_caching,
             root=root_identity(spec, opened.fingerprint),
             tiers=capacity.tiers,
-            policy=named_policy(config.cache.kv_eviction_policy, model_costs(spec), bool(capacity.tiers)),
+            policy=named_policy(config.cache.kv_eviction_policy, costs, bool(capacity.tiers)),
+            recovery=Recovery(recovery, costs),
         )
     except MemoryError as error:
         raise CapacityError(

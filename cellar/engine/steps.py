@@ -24,7 +24,7 @@ from cellar.schedule.protocol import Scheduler
 class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, SchedulerStats], Protocol):
     """A scheduler of transformer steps, which knows what it remembers of whom."""
 
-    def memory(self, question: MemoryQuestion) -> MemoryAnswer:
+    def memory(self, question: MemoryQuestion, now: float | None = None) -> MemoryAnswer:
         """Where tokens of conversations lie; what is to be forgotten is found no more when this returns."""
 
     @property
@@ -47,8 +47,8 @@ class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStat
     def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
         """Ask, and be told at once, or when what was forgotten has left tiers that outlive the process."""
         self.mark_dirty()
-        answer = self.scheduler.memory(question)
-        if question.forget and self.scheduler.num_erasing:
+        answer = self.scheduler.memory(question, self.clock())
+        if (question.forget or question.flush is not None) and self.scheduler.num_erasing:
             self._forgetting.append(lambda: then(answer))
         else:
             then(answer)

@@ -13,7 +13,7 @@ from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, IntegrityError, RequestError
-from cellar.core.messages import MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats
+from cellar.core.messages import MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.driver import Driver
@@ -114,14 +114,21 @@ class AsyncLLM:
         """Drop a request; its iterator ends with what there is, finish_reason "abort". Unknown ids are ignored."""
         self._driver.post(lambda: self._abort(request_id))
 
-    async def memory(self, *conversations: str, forget: bool = False) -> MemoryAnswer:
+    async def memory(
+        self,
+        *conversations: str,
+        forget: bool = False,
+        pin_seconds: float | None = None,
+        flush: Tier | None = None,
+    ) -> MemoryAnswer:
         """Tokens of each conversation, by the fastest tier that has their K and V.
 
         With `forget`, none of it is found any more when this returns, in any tier or copy under way, unless another
-        conversation shares it. Raises CellarError if the engine has ended.
+        conversation shares it. With `pin_seconds` it leaves tiers last for so long. With `flush` a tier drops whatever
+        nobody uses, and the answer ends with how many chunks that were. Raises CellarError if the engine has ended.
         """
         told: asyncio.Future[MemoryAnswer] = asyncio.get_running_loop().create_future()
-        question = MemoryQuestion(conversations, forget)
+        question = MemoryQuestion(conversations, forget, pin_seconds, flush)
         self._driver.post(lambda: self._ask(question, told))
         return await told
 

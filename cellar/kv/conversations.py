@@ -13,11 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
+from cellar.kv.costs import Floats
 from cellar.kv.identity import name_identity
-from cellar.kv.policy import Floats
 from cellar.kv.turns import NextTurns
 
 MAX_MEMBERS = 8
+
+PINNED = 1e12
+"""How much more a pinned conversation is worth. It is a factor, so that values order the pinned, too."""
 
 MIN_IDLE_SECONDS = 1.0
 """Idle times below this are all alike: who wrote a moment ago is not worth a thousand of those before."""
@@ -35,6 +38,8 @@ class Conversations:
         self._turns = np.zeros(64, np.int32)
         self._active = np.full(64, -np.inf)
         self._serial = np.zeros(64, np.int64)
+        self._pinned = np.full(64, -np.inf)  # until when
+        self._last_pin = -np.inf  # when the last of all pins ends
         self._users: list[int] = []  # requests under way, and audiences
         self._name: list[bytes] = []  # of those that have one
         self._by_name: dict[bytes, int] = {}
@@ -105,6 +110,7 @@ class Conversations:
                 self._active = np.concatenate((self._active, np.full(number, -np.inf)))
                 self._serial = np.concatenate((self._serial, np.zeros(number, np.int64)))
                 self._turns = np.concatenate((self._turns, np.zeros(number, np.int32)))
+                self._pinned = np.concatenate((self._pinned, np.full(number, -np.inf)))
         self._name[number] = name
         if name:
             self._by_name[name] = number
@@ -121,12 +127,18 @@ class Conversations:
                 self._next_turns.forgotten(number)
             self._active[number] = -np.inf
             self._turns[number] = 0
+            self._pinned[number] = -np.inf
             self._free.append(number)
 
     def named(self, name: str) -> list[int]:
         """Conversations that their clients call so, each with a salt of its own."""
         ending = name_identity(name)
         return [number for known, number in self._by_name.items() if known.endswith(ending)]
+
+    def pin(self, number: int, until: float) -> None:
+        """What the conversation has goes after all that is not pinned, until then."""
+        self._pinned[number] = until
+        self._last_pin = max(self._last_pin, until)
 
     # -- audiences --------------------------------------------------------------------------------
 
@@ -201,9 +213,14 @@ class Conversations:
         found: NDArray[np.int32] = np.where(members < 0, np.int32(0), self._turns[members])
         return found
 
-    def scale(self, audiences: NDArray[np.intp]) -> Floats:
-        """How many conversations like the given ones each stands for: 1, or that of a crowd."""
-        return self._scale[audiences]
+    def scale(self, audiences: NDArray[np.intp], now: float) -> Floats:
+        """How many conversations like the given ones each stands for: 1, or that of a crowd; more for pinned ones."""
+        scale = self._scale[audiences]
+        if now < self._last_pin:
+            members = self._members[audiences, : self._width]
+            pinned = ((members >= 0) & (self._pinned[members] > now)).any(1)
+            scale = np.where(pinned, scale * PINNED, scale)
+        return scale
 
     def recency(self, audiences: NDArray[np.intp]) -> NDArray[np.int64]:
         """Grows with the moment at which its last member was active."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import ChunkLabel, CopyBatch, CopyResult, EraseBatch, TierOrder
 from cellar.kv.behind import WriteBehind, sources
+from cellar.kv.links import Link
 from cellar.kv.pool import Chunks, Slots
 from cellar.kv.shelves import NO_SLOTS, Shelves
 from cellar.kv.states import ERASING, LOADING, PRIVATE, RESIDENT, SAVING
@@ -43,11 +44,13 @@ class Moving:
 
 @dataclass(slots=True)
 class Moved:
-    """What has come from a tier, and gone to it: chunks, and the seconds that took."""
+    """What has come from a tier, and gone to it: chunks, bytes, and the seconds that took."""
 
     loaded: int = 0
     saved: int = 0
     failed: int = 0
+    load_nbytes: int = 0
+    save_nbytes: int = 0
     load_seconds: float = 0.0
     save_seconds: float = 0.0
 
@@ -69,6 +72,7 @@ class Movement:
         self._closed_until = [0.0 for _ in shelves.tiers]
         self._pause = [0.0 for _ in shelves.tiers]
         self.moved = [Moved() for _ in shelves.tiers]
+        self.links = [Link() for _ in shelves.tiers]
 
     @property
     def num_moving(self) -> int:
@@ -111,9 +115,15 @@ class Movement:
         """The batch that fills a slot of the device, or -1."""
         return self._loading.get(slot, -1)
 
-    def load(self, source: int, source_slots: Slots, target_slots: Slots, chunks: Chunks) -> int:
+    def seconds_until(self, batch: int, now: float) -> float:
+        """How long it will be until a load has come; 0 if it is not under way."""
+        moving = self._moving.get(batch)
+        return 0.0 if moving is None else self.links[moving.source].wait(now, batch)
+
+    def load(self, source: int, source_slots: Slots, target_slots: Slots, chunks: Chunks, now: float) -> int:
         """Fill slots of the device, which are LOADING, from any tier; -> the batch."""
         number = self._order(source, source_slots, 0, target_slots, chunks)
+        self.links[source].ordered(number, len(source_slots), now)
         for slot in target_slots.tolist():
             self._loading[slot] = number
         held = self._shelves.pools[source].chunk[source_slots]
@@ -242,8 +252,11 @@ class Movement:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def commit(self, result: CopyResult) -> Slots:
-        """Take in a result; -> slots of the device that sequences wait for and that hold nothing."""
+    def commit(self, result: CopyResult, now: float | None = None) -> Slots:
+        """Take in a result; -> slots of the device that sequences wait for and that hold nothing.
+
+        `now`: the moment, if it is not that of the last decision.
+        """
         if (erased := self._erasing.pop(result.number, None)) is not None:
             self._erased(erased, result)
             return NO_SLOTS
@@ -253,6 +266,8 @@ class Movement:
         shelves, batch = self._shelves, moving.batch
         source, target = shelves.pools[moving.source], shelves.pools[moving.target]
         self._count(moving, result)
+        if moving.target == 0:
+            self.links[moving.source].came(result.number, bool(result.ok.any()), self._now if now is None else now)
         source.pins[batch.source_slots] -= 1
         target.pins[batch.target_slots] -= 1
         ok, chunks = np.asarray(result.ok, np.bool_), moving.chunks
@@ -278,10 +293,12 @@ class Movement:
         if moving.target == 0:
             moved = self.moved[moving.source]
             moved.loaded += arrived
+            moved.load_nbytes += result.nbytes
             moved.load_seconds += result.seconds
         else:
             moved = self.moved[moving.target]
             moved.saved += arrived
+            moved.save_nbytes += result.nbytes
             moved.save_seconds += result.seconds
             self._close_or_open(moving.target, arrived > 0)
         moved.failed += len(result.ok) - arrived

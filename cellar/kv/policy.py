@@ -11,10 +11,9 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.specs import ModelSpec
+from cellar.kv.costs import CostCurve, Floats
 from cellar.kv.turns import NextTurns
 
-Floats = NDArray[np.float64]
 Integers = NDArray[np.integer]
 
 PolicyName = Literal["value", "chance", "lru"]
@@ -62,16 +61,11 @@ class RetentionValue:
     next_turns: NextTurns | None = None
 
     def __init__(self, costs: Mapping[int, float]) -> None:
-        self._contexts = np.array(sorted(costs), np.float64)
-        self._costs = np.array([costs[c] for c in sorted(costs)], np.float64)
+        self._curve = CostCurve(costs)
 
     def cost(self, contexts: NDArray[np.integer]) -> Floats:
         """Interpolated between the lengths that were measured."""
-        found = np.interp(contexts, self._contexts, self._costs)
-        if len(self._contexts) > 1:
-            (a, b), (x, y) = self._contexts[-2:], self._costs[-2:]
-            found = np.where(contexts > b, y + (contexts - b) * (y - x) / (b - a), found)
-        return np.asarray(found, np.float64)
+        return self._curve(contexts)
 
     def weight(self, idle: Floats, turns: Integers) -> Floats:
         """The sum of 1 / T."""
@@ -99,13 +93,6 @@ class ChanceValue:
         there = np.isfinite(idle)
         found: Floats = np.where(there, self.next_turns.chance(np.where(there, idle, 0.0), turns), 0.0).sum(1)
         return found
-
-
-def model_costs(spec: ModelSpec) -> dict[int, float]:
-    """FLOPs of computing a chunk at contexts that are powers of two, where nothing was measured."""
-    size = spec.kv.chunk_size
-    contexts = [2**k for k in range(max(1, spec.max_position).bit_length() + 1)]
-    return {c: float(spec.flops(size, c, 0)) for c in contexts}
 
 
 def named_policy(name: PolicyName | None, costs: Mapping[int, float], has_tiers: bool = True) -> Policy:

@@ -18,8 +18,9 @@ from cellar.core.errors import IntegrityError
 from cellar.core.messages import ChunkLabel, Tier
 from cellar.kv.candidates import Candidates
 from cellar.kv.conversations import Conversations
+from cellar.kv.costs import Floats
 from cellar.kv.directory import Directory
-from cellar.kv.policy import Floats, Policy
+from cellar.kv.policy import Policy
 from cellar.kv.pool import Chunks, SlotPool, Slots
 from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
 
@@ -162,7 +163,7 @@ class Shelves:
         """What it is worth to keep each chunk, by the policy."""
         audiences = self.directory.audience[chunks].astype(np.intp)
         talks = self.conversations
-        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences)
+        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences, now)
         found: Floats = self._policy.cost(self.directory.end[chunks]) * weights
         return found
 

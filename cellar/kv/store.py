@@ -18,6 +18,7 @@ from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_ide
 from cellar.kv.movement import Movement
 from cellar.kv.policy import LeastRecentlyUsed, Policy
 from cellar.kv.pool import Chunks, Slots
+from cellar.kv.recovery import Recovery
 from cellar.kv.restored import restore
 from cellar.kv.shelves import NO_SLOTS, Shelves
 from cellar.kv.states import LOADING, PRIVATE, RESIDENT
@@ -52,7 +53,9 @@ class Reservation:
     """Memory for a sequence: the slot of each of its chunks, and how they get their content.
 
     `compute` are the half-open ranges of positions that are nowhere, ascending; what lies between them is resident, or
-    will be once the batches `awaits` have ended well. `conversation` is the one that the sequence belongs to.
+    will be once the batches `awaits` have ended well. `conversation` is the one that the sequence belongs to. `hits`
+    are the cached tokens by the tier that has them (by place on the shelves), `num_recomputed` those of `compute` that
+    lie before cached ones or that a slower tier has.
     """
 
     slots: Slots
@@ -60,13 +63,16 @@ class Reservation:
     num_cached_tokens: int
     conversation: int
     awaits: frozenset[int] = frozenset()
+    hits: tuple[int, ...] = ()
+    num_recomputed: int = 0
 
 
 class KVStore:
     """Chunks of `chunk_size` tokens: `num_slots` on the device, and `tiers` says how many in each slower tier.
 
     `root` is what all identities begin with: see `identity.root_identity`. Without slower tiers a chunk that is
-    reclaimed is lost, and partly filled tails are not kept. `policy` says what goes first.
+    reclaimed is lost, and partly filled tails are not kept. `policy` says what goes first, `recovery` what is loaded
+    and what is computed again.
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class KVStore:
         root: bytes = b"",
         tiers: Mapping[Tier, int] | None = None,
         policy: Policy | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         self.chunk_size = chunk_size
+        self.recovery = recovery or Recovery()
         self._root = root
         self._shelves = Shelves({Tier.DEVICE: num_slots, **(tiers or {})}, policy or LeastRecentlyUsed())
         self._movement = Movement(self._shelves)
@@ -150,11 +158,13 @@ class KVStore:
         *,
         name: tuple[bytes, str] | None = None,
         now: float = 0.0,
+        before: Sequence[tuple[int, int]] = (),
     ) -> Reservation | None:
         """References on what was found on the device, and new slots for the rest of `num_tokens` tokens.
 
-        What other tiers hold is loaded. `name` is the conversation's; without one the sequence belongs to that of the
-        deepest chunk that it extends. None, and nothing is changed, if fewer than `keep_free` slots would stay
+        What other tiers hold is loaded, or computed again if the request ends earlier so; the ranges `before` of other
+        sequences are to be computed before it. `name` is the conversation's; without one the sequence belongs to that
+        of the deepest chunk that it extends. None, and nothing is changed, if fewer than `keep_free` slots would stay
         available.
         """
         shelves, size = self._shelves, self.chunk_size
@@ -162,12 +172,16 @@ class KVStore:
         filled = np.zeros(len(slots), np.int32)
         load = np.zeros(len(slots), np.bool_)
         chunks = NO_SLOTS
+        known = 0
+        hit_tokens = np.zeros(len(shelves.tiers), np.int64)
         if found is not None and (found.chunk >= 0).any():
+            known = int(np.flatnonzero(found.chunk >= 0)[-1]) * size + int(found.tokens[found.chunk >= 0][-1])
             there, chunks = found.chunk >= 0, found.chunk[found.chunk >= 0]
             at_once = there & (found.tier == 0) & ((found.tokens == size) | self._is_free_to_write(found))
             slots[: len(there)][at_once] = found.slot[at_once]
-            filled[: len(there)] = found.tokens
-            load[: len(there)] = there & ~at_once
+            load[: len(there)] = wanted = self._wanted(found, there & ~at_once, found.slot[at_once], now, before)
+            filled[: len(there)] = np.where(at_once | wanted, found.tokens, 0)
+            np.add.at(hit_tokens, found.tier[at_once | wanted], found.tokens[at_once | wanted])
         hits = slots[slots >= 0]
         new = (slots < 0) & ~load
         left = shelves.num_available(0) - int(np.count_nonzero(shelves.may_leave(0, hits)))
@@ -181,11 +195,27 @@ class KVStore:
         slots[new] = self._take(int(new.sum()), PRIVATE, now)
         if found is not None and load.any():
             slots[load] = self._take(int(load.sum()), LOADING, now)
-            awaits |= self._load(found, load[: len(found.chunk)], slots)
+            awaits |= self._load(found, load[: len(found.chunk)], slots, now)
         if len(chunks):
             shelves.share(chunks, conversation, now)
         awaits.discard(-1)
-        return Reservation(slots, _ranges(filled, size, num_tokens), int(filled.sum()), conversation, frozenset(awaits))
+        return Reservation(
+            slots=slots,
+            compute=_ranges(filled, size, num_tokens),
+            num_cached_tokens=int(filled.sum()),
+            conversation=conversation,
+            awaits=frozenset(awaits),
+            hits=tuple(hit_tokens.tolist()),
+            num_recomputed=known - int(filled.sum()),
+        )
+
+    def measured(self, prompts: NDArray[np.int32], seconds: float) -> None:
+        """A step that computed the ranges `prompts` [n, 2] of sequences, besides decodes, took so long (0: unknown)."""
+        if self._has_tiers and seconds > 0:
+            self.recovery.measured(self._cost(prompts) if len(prompts) else 0.0, seconds)
+
+    def _cost(self, ranges: NDArray[np.int32]) -> float:
+        return float(self.recovery.cost(ranges[:, 0], ranges[:, 1], self.chunk_size).sum())
 
     def extend(self, count: int, now: float = 0.0) -> Slots | None:
         """`count` new slots for chunks to be computed, or None (and no change)."""
@@ -268,6 +298,13 @@ class KVStore:
         for number in conversations:
             self._shelves.withdraw(number)
 
+    def pin(self, conversations: Sequence[int], until: float) -> None:
+        """What they have, shared or not, leaves a tier after all that is not pinned, until then. A conversation that
+        has nothing any more, and of which no request runs, loses its pin.
+        """
+        for number in conversations:
+            self._shelves.conversations.pin(number, until)
+
     # -- what outlives a request, and a process ---------------------------------------------------
 
     def restore(self, kept: Mapping[Tier, Sequence[KeptChunk]], now: float) -> None:
@@ -313,9 +350,9 @@ class KVStore:
         """When `copies` will have something to decide, though nothing else happens; None: never."""
         return self._movement.next_moment()
 
-    def commit_copy(self, result: CopyResult) -> Slots:
+    def commit_copy(self, result: CopyResult, now: float | None = None) -> Slots:
         """Take in a result; -> slots that sequences wait for and that hold nothing: the load of their chunk failed."""
-        return self._movement.commit(result)
+        return self._movement.commit(result, now)
 
     # -- counts -----------------------------------------------------------------------------------
 
@@ -342,6 +379,8 @@ class KVStore:
             failed=moved.failed,
             load_seconds=moved.load_seconds,
             save_seconds=moved.save_seconds,
+            load_nbytes=moved.load_nbytes,
+            save_nbytes=moved.save_nbytes,
         )
 
     def check_integrity(self, references: NDArray[np.int32] | None = None) -> None:
@@ -368,7 +407,30 @@ class KVStore:
         free &= found.tier == 0
         return free
 
-    def _load(self, found: Residency, columns: NDArray[np.bool_], slots: Slots) -> set[int]:
+    def _wanted(
+        self,
+        found: Residency,
+        columns: NDArray[np.bool_],
+        hits: Slots,
+        now: float,
+        before: Sequence[tuple[int, int]],
+    ) -> NDArray[np.bool_]:
+        """Which of the chunks in `columns` to load; the others are computed again. `hits` are used as they are, and
+        awaited where another sequence loads them.
+        """
+        wanted = columns.copy()
+        places = np.flatnonzero(columns)
+        if len(places) and self.recovery.rule != "load":
+            recovery, movement = self.recovery, self._movement
+            begins = places * self.chunk_size
+            cost = recovery.cost(begins, begins + found.tokens[places], self.chunk_size)
+            busy = self._cost(np.array(before, np.int32).reshape(-1, 2)) * (recovery.seconds_per_cost or 0.0)
+            coming = {movement.fills(slot) for slot in hits.tolist()}
+            floor = max([busy, *(movement.seconds_until(batch, now) for batch in coming)])
+            wanted[places] = recovery.loads(found.tier[places], cost, movement.links, now, floor)
+        return wanted
+
+    def _load(self, found: Residency, columns: NDArray[np.bool_], slots: Slots, now: float) -> set[int]:
         """Have the chunks in `columns` copied to their new slots; -> the batches."""
         batches = set()
         for tier in np.unique(found.tier[columns]).tolist():
@@ -377,7 +439,7 @@ class KVStore:
             chunks = np.where(found.tokens[part] == self.chunk_size, found.chunk[part], np.int32(-1))
             whole = part[chunks >= 0]
             self._shelves.expect(slots[whole], found.chunk[whole])
-            batches.add(self._movement.load(tier, found.slot[part], slots[part], chunks))
+            batches.add(self._movement.load(tier, found.slot[part], slots[part], chunks, now))
         return batches
 
     def _inherited(self, found: Residency) -> int:

@@ -247,6 +247,7 @@ def build_app(
         for status, text in (
             (400, "the request is not allowed; the error object names the parameter"),
             (401, "no valid API key"),
+            (403, "not for one key of several"),
             (404, "no such model"),
             (413, "the body is too large"),
             (503, "too many wait, or the engine is down; Retry-After says when to come back"),
@@ -275,7 +276,7 @@ def build_app(
     routes |= {("GET", path): endpoint for path, endpoint in get.items()} | service.endpoints
     for (method, path), endpoint in routes.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None, responses=answers)
-    memory.install(app, api.desk, answers)
+    memory.install(app, api.desk, answers, len(keys))
     messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
     pooling.install(app, PoolingApi(api.prepare, api.desk, model, limits), answers)
     # The last added is the outermost.

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from cellar.core.errors import RequestError
-from cellar.core.messages import RequestOutput
+from cellar.core.messages import RequestOutput, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
@@ -127,14 +127,27 @@ class Desk:
             raise _too_long(f"at least {least}", longest)
         return text
 
-    async def memory(self, owner: str, names: Sequence[str], forget: bool = False) -> list[dict[str, int]]:
+    async def flush(self, tier: Tier) -> int:
+        """Have a tier drop whatever nobody uses, of all owners; -> how many chunks.
+
+        Raises ApiError for a tier that there is not, and as `memory`.
+        """
+        dropped = (await self.engine().memory(flush=tier))[-1]
+        if tier not in dropped:
+            raise ApiError(404, f"this engine has no tier {tier.name.lower()}; /engine/status shows those it has.")
+        return dropped[tier]
+
+    async def memory(
+        self, owner: str, names: Sequence[str], forget: bool = False, pin_seconds: float | None = None
+    ) -> list[dict[str, int]]:
         """Tokens of an owner's conversations, by the fastest tier (device, host, disk, remote) that has their KV.
 
-        With `forget`, none of it is found any more when this returns, unless another conversation shares it. Raises
-        ApiError while there is no engine, CellarError if it ends meanwhile.
+        With `forget`, none of it is found any more when this returns, unless another conversation shares it. With
+        `pin_seconds` it leaves each tier last for so long. Raises ApiError while there is no engine, CellarError if it
+        ends meanwhile.
         """
         called = [self._tenants.conversation(owner, name) or name for name in names]
-        answer = await self.engine().memory(*called, forget=forget)
+        answer = await self.engine().memory(*called, forget=forget, pin_seconds=pin_seconds)
         return [{tier.name.lower(): count for tier, count in tokens.items()} for tokens in answer]
 
     def salt(self, owner: str, cache_salt: bytes) -> bytes:

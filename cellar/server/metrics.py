@@ -13,7 +13,7 @@ from time import perf_counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from cellar.core.messages import RequestOutput, SchedulerStats, TierStats
+from cellar.core.messages import RequestOutput, SchedulerStats, Tier, TierStats
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally
 
@@ -184,7 +184,21 @@ class Metrics:
         yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
 
+        yield self._sources(stats)
         yield from self._tiers(stats.tiers[1:])
+
+    def _sources(self, stats: SchedulerStats) -> Metric:
+        """Prompt tokens that were there, by tier, and those that had been and were computed again."""
+        family = CounterMetricFamily(
+            "cellar:prompt_tokens_by_source",
+            "Prompt tokens found in each tier, and computed again though they had been computed before.",
+            labels=[*self._labels, "source"],
+        )
+        hits = {tier.tier: tier.hit_tokens for tier in stats.tiers}
+        for tier in Tier:
+            family.add_metric([*self._labels.values(), tier.name.lower()], hits.get(tier, 0))
+        family.add_metric([*self._labels.values(), "recomputed"], stats.recomputed_tokens)
+        return family
 
     def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
         """What lies below the device, and what has moved."""
@@ -197,6 +211,8 @@ class Metrics:
             (CounterMetricFamily("cellar:kv_tier_failed_chunks", "Chunks not copied.", labels=labels), "failed"),
             (CounterMetricFamily("cellar:kv_tier_load_seconds", "Time of loads.", labels=labels), "load_seconds"),
             (CounterMetricFamily("cellar:kv_tier_save_seconds", "Time of saves.", labels=labels), "save_seconds"),
+            (CounterMetricFamily("cellar:kv_tier_loaded_bytes", "Bytes that came back.", labels=labels), "load_nbytes"),
+            (CounterMetricFamily("cellar:kv_tier_saved_bytes", "Bytes that went there.", labels=labels), "save_nbytes"),
         ):
             for stats in tiers:
                 family.add_metric([*self._labels.values(), stats.tier.name.lower()], getattr(stats, value))

@@ -16,7 +16,7 @@ from cellar import LLM
 from cellar.core.messages import SchedulerStats
 from cellar.runtime.tiers.index import RECORD_NBYTES
 from tests.conformance.test_models import Case, saved_model
-from tests.e2e.test_tiers import CHUNK, FAMILIES, GREEDY, TALKS, Tokens, small_options
+from tests.e2e.test_tiers import CHUNK, FAMILIES, GREEDY, TALKS, Tokens, opened, small_options
 from tests.limits import SECONDS
 
 TURNS = 3
@@ -53,12 +53,12 @@ def run(
     """TURNS turns, each by an engine of its own if there is a disk; -> answers, and the figures of each engine."""
     talks, said = histories()
     if disk is None:
-        with LLM(str(folder), **small_options(folder, chunks), **options) as llm:  # type: ignore[arg-type]
+        with opened(folder, **small_options(folder, chunks), **options) as llm:
             return [turn(llm, talks, said, number) for number in range(TURNS)], [llm.stats()]
     answers, figures = [], []
     for number in range(TURNS):
         options |= {"kv_disk_path": disk, "kv_disk_size": SIZE}
-        with LLM(str(folder), **small_options(folder, chunks), **options) as llm:  # type: ignore[arg-type]
+        with opened(folder, **small_options(folder, chunks), **options) as llm:
             answers.append(turn(llm, talks, said, number))
             figures.append(llm.stats())
         between(disk)
@@ -138,7 +138,7 @@ def test_chunks_of_other_models_are_not_found(tmp_path: Path) -> None:
     for folder, size in (("1", CHUNK), ("0", 32)):
         talks, said = histories()
         options = small_options(tmp_path / folder, 12) | {"block_size": size, "kv_cache_memory_bytes": 2**22}
-        with LLM(str(tmp_path / folder), kv_disk_path=tmp_path / "kv", kv_disk_size=SIZE, **options) as llm:  # type: ignore[arg-type]
+        with opened(tmp_path / folder, kv_disk_path=tmp_path / "kv", kv_disk_size=SIZE, **options) as llm:
             turn(llm, talks, said, 0)
             assert llm.stats().tiers[1].loaded == 0
     assert run(tmp_path / "0", 12, disk=tmp_path / "kv")[0] == answers
@@ -189,7 +189,7 @@ def test_killed_engine_has_written_what_was_idle(tmp_path: Path) -> None:
     talks, said = histories()
     for talk, words, answer in zip(talks, said, plenty[0], strict=True):
         talk += words[0] + answer
-    with LLM(str(folder), **small_options(folder, 60), kv_disk_path=disk, kv_disk_size=SIZE) as llm:  # type: ignore[arg-type]
+    with opened(folder, **small_options(folder, 60), kv_disk_path=disk, kv_disk_size=SIZE) as llm:
         assert turn(llm, talks, said, 1) == plenty[1]
         assert llm.stats().tiers[1].loaded >= 2 * TALKS
         assert llm.stats().tiers[1].failed == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,10 @@ import numpy as np
 import pytest
 
 from cellar import LLM, SamplingParams
+from cellar.core.config import EngineConfig
 from cellar.core.messages import SchedulerStats, Tier, TierStats
+from cellar.engine.opened import open_front
+from cellar.kv.recovery import RecoveryRule
 from cellar.models.registry import MODELS
 from tests.conformance.test_models import CASES, Case, saved_model
 
@@ -24,14 +28,25 @@ FAMILIES = [next(case for case in RUN if case.kind == kind) for kind in MODELS]
 Tokens = list[list[int]]
 
 
-def talk(folder: Path, chunks: int, **options: object) -> tuple[list[Tokens], tuple[TierStats, ...], int]:
+def opened(folder: Path, recovery: RecoveryRule = "load", **options: object) -> LLM:
+    """An engine that loads what slower tiers have, though these models compute it faster, or as it is told."""
+    return LLM.over(open_front(EngineConfig.of(model=str(folder), **options), recovery=recovery))
+
+
+def talk(
+    folder: Path,
+    chunks: int,
+    recovery: RecoveryRule = "load",
+    then: Callable[[SchedulerStats], None] = lambda stats: None,
+    **options: object,
+) -> tuple[list[Tokens], tuple[TierStats, ...], int]:
     """TALKS conversations of TURNS turns, one turn of all at a time, each turn after the other; -> all answers."""
     rng = np.random.default_rng(7)
     common = rng.integers(3, 101, CHUNK + 3).tolist()
     said = [[rng.integers(3, 101, 9).tolist() for _ in range(TURNS)] for _ in range(TALKS)]
     histories = [common[: len(common) * (k % 2)] for k in range(TALKS)]
     answers = []
-    with LLM(str(folder), **small_options(folder, chunks), **options) as llm:  # type: ignore[arg-type]
+    with opened(folder, recovery, **small_options(folder, chunks), **options) as llm:
         for turn in range(TURNS):
             for history, words in zip(histories, said, strict=True):
                 history += words[turn]
@@ -44,6 +59,7 @@ def talk(folder: Path, chunks: int, **options: object) -> tuple[list[Tokens], tu
                 history += answer
             answers.append(order)
         stats = llm.stats()
+        then(stats)
         return answers, stats.tiers, stats.prefix_hits
 
 
@@ -97,7 +113,7 @@ def test_suspended_requests_come_back_from_the_host(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
     def run(chunks: int, **options: object) -> tuple[Tokens, SchedulerStats]:
-        with LLM(str(tmp_path), decode_reserve=0.0, **small_options(tmp_path, chunks), **options) as llm:  # type: ignore[arg-type]
+        with opened(tmp_path, decode_reserve=0.0, **small_options(tmp_path, chunks), **options) as llm:
             found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
             return found, llm.stats()
 

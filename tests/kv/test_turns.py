@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cellar.kv import turns as turns_module
-from cellar.kv.policy import ChanceValue, LeastRecentlyUsed, Policy, RetentionValue, model_costs, named_policy
+from cellar.kv.costs import model_costs
+from cellar.kv.policy import ChanceValue, LeastRecentlyUsed, Policy, RetentionValue, named_policy
 from cellar.kv.store import KVStore
 from cellar.kv.turns import NUM_BUCKETS, NUM_GROUPS, PRIOR_RETURNS, NextTurns, group_of
 from cellar.planner.models import known_spec

@@ -14,6 +14,7 @@ SCORED_COST = 2
 """Tokens of a step's budget that a position takes whose log-probability is asked for: it passes the head, too."""
 
 _NO_INTS = np.empty(0, np.int32)
+_NO_PROMPTS = np.empty((0, 2), np.int32)
 _NO_ROWS = np.empty(0, np.intp)
 _NO_UPDATE = TableUpdate(_NO_INTS, _NO_INTS, _NO_INTS)
 
@@ -23,7 +24,8 @@ class InFlight:
     """What a commit must know of its plan.
 
     `rows` are the rows named, each once; when it commits, their KV is computed up to `stops`. `sampled`
-    are the rows of its results, in the order of the results: `num_decodes` decodes, then ends of prompts.
+    are the rows of its results, in the order of the results: `num_decodes` decodes, then ends of prompts. `prompts`
+    [n, 2] are the positions of prompts that it computes.
     """
 
     step: int
@@ -31,6 +33,7 @@ class InFlight:
     stops: Index
     sampled: Index
     num_decodes: int
+    prompts: IntArray
 
 
 class StepBatch:
@@ -120,7 +123,7 @@ class StepBatch:
         if not count and not self._spans:
             return None
         start = rows.planned[decodes]
-        record = InFlight(step, decodes, start + 1, decodes, count)
+        record = InFlight(step, decodes, start + 1, decodes, count, _NO_PROMPTS)
         spans = Spans(
             row=decodes.astype(np.int32),
             start=start.astype(np.int32),
@@ -130,14 +133,16 @@ class StepBatch:
         )
         tokens, targets = _NO_INTS, None
         if self._spans:
+            planned = np.array(self._spans, np.int32)
             record = InFlight(
                 step,
                 np.concatenate((decodes, self._prompts)).astype(np.intp),
                 np.concatenate((record.stops, self._stops)).astype(np.intp),
                 np.concatenate((decodes, self._sampled)).astype(np.intp),
                 count,
+                planned[:, 1:3],
             )
-            row, begin, stop, emit = np.array(self._spans, np.int32).T
+            row, begin, stop, emit = planned.T
             spans = Spans(
                 row=np.concatenate((spans.row, row)),
                 start=np.concatenate((spans.start, begin)),

@@ -15,6 +15,7 @@ import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from cellar.core.messages import (
     TierOrder,
 )
 from cellar.kv.policy import Policy
+from cellar.kv.recovery import Recovery
 from cellar.kv.store import KVStore, Reservation
 from cellar.schedule.steps.batch import InFlight, StepBatch
 from cellar.schedule.steps.delivery import Ending, deliver
@@ -56,7 +58,8 @@ class StepScheduler:
     `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. `row_depth` is
     how many plans in flight may name one row (default: `config.run_ahead`). `root` is what the
     identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
-    `policy` which chunks leave a tier first. `phases_apart` computes prompts first, by themselves: the schedulers that
+    `policy` which chunks leave a tier first, `recovery` which are loaded and which computed again (default: all are
+    loaded). `phases_apart` computes prompts first, by themselves: the schedulers that
     the unified one is compared with do (Pensieve §3.6.7).
     """
 
@@ -73,6 +76,7 @@ class StepScheduler:
         root: bytes = b"",
         tiers: Mapping[Tier, int] | None = None,
         policy: Policy | None = None,
+        recovery: Recovery | None = None,
         phases_apart: bool = False,
     ) -> None:
         self._phases_apart = phases_apart
@@ -81,7 +85,7 @@ class StepScheduler:
         self._row_depth = row_depth or config.run_ahead
         self._caching = enable_prefix_caching
         self._keep_free = math.ceil(config.decode_reserve * num_slots)
-        self._store = KVStore(num_slots, chunk_size, root, tiers, policy)
+        self._store = KVStore(num_slots, chunk_size, root, tiers, policy, recovery)
         self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
         self._queue = WaitingQueue()
         self._requests: dict[str, RequestState] = {}
@@ -100,6 +104,8 @@ class StepScheduler:
         self._now = 0.0  # of the plan being made
         self._prefix_queries = 0
         self._prefix_hits = 0
+        self._hits = np.zeros(1 + len(tiers or {}), np.int64)  # of the prefix hits, by place on the shelves
+        self._recomputed = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
@@ -153,6 +159,7 @@ class StepScheduler:
         output = StepOutput()
         self._rows.in_flight[record.rows] -= 1
         if result.error is None:
+            self._store.measured(record.prompts, result.seconds)
             self._take_in(record, result, output)
         else:
             # Who has been dropped meanwhile has no KV of this step either, though later ones may have computed.
@@ -184,7 +191,7 @@ class StepScheduler:
         anew, when the hole will be computed.
         """
         self._now = now
-        failed = self._store.commit_copy(result)
+        failed = self._store.commit_copy(result, now)
         for state in tuple(self._loading):
             state.awaits.discard(result.number)
             assert state.reservation is not None
@@ -228,12 +235,19 @@ class StepScheduler:
         if state is not None:
             self._drop(state)
 
-    def memory(self, question: MemoryQuestion) -> MemoryAnswer:
+    def memory(self, question: MemoryQuestion, now: float | None = None) -> MemoryAnswer:
         """Where the conversations' tokens lie. What is forgotten is found no more from now on; requests of such a
-        conversation that are under way go on, and leave nothing.
+        conversation that are under way go on, and leave nothing. `now`: the moment, if it is not that of the last plan.
         """
+        self._now = self._now if now is None else now
         named = [self._store.named(name) for name in question.conversations]
         answer = tuple(self._store.memory(numbers) for numbers in named)
+        if question.flush is not None:
+            there = any(stats.tier is question.flush for stats in self._store.tier_stats())
+            answer += ({question.flush: self._store.flush(question.flush)} if there else {},)
+        if question.pin_seconds is not None:
+            for numbers in named:
+                self._store.pin(numbers, self._now + question.pin_seconds)
         if question.forget:
             names, gone = set(question.conversations), {number for numbers in named for number in numbers}
             for state in (*self._requests.values(), *filter(None, self._rows.states)):
@@ -277,7 +291,11 @@ class StepScheduler:
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
-            tiers=self._store.tier_stats(),
+            tiers=tuple(
+                replace(stats, hit_tokens=hits)
+                for stats, hits in zip(self._store.tier_stats(), self._hits.tolist(), strict=True)
+            ),
+            recomputed_tokens=self._recomputed,
         )
 
     # -- planning (§3.4.2) ------------------------------------------------------------------------
@@ -390,7 +408,14 @@ class StepScheduler:
             found = self._store.find(state.chain, state.known)
         request, busy = state.request, self._running or self._loading
         name = None if request.conversation is None else (request.salt, request.conversation)
-        return self._store.reserve(found, len(state.known), self._keep_free if busy else 0, name=name, now=self._now)
+        return self._store.reserve(
+            found,
+            len(state.known),
+            self._keep_free if busy else 0,
+            name=name,
+            now=self._now,
+            before=[span for other in self._prompts for span in other.todo],
+        )
 
     def _open(self, state: RequestState, reservation: Reservation) -> None:
         row = self._rows.open(state, reservation.slots)
@@ -408,6 +433,10 @@ class StepScheduler:
             self._prompt_tokens += state.num_prompt
             self._prefix_queries += state.num_prompt
             self._prefix_hits += state.num_cached
+            self._hits += reservation.hits
+            self._recomputed += reservation.num_recomputed
+        else:  # it has been suspended; only the KV of its last token was not computed then
+            self._recomputed += len(state.known) - 1 - reservation.num_cached_tokens
 
     # -- memory (§3.4.3.5) ------------------------------------------------------------------------
 

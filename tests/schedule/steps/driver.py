@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -27,7 +28,11 @@ from cellar.core.messages import (
     Tier,
 )
 from cellar.core.sampling import Pooling, SamplingParams
+from cellar.kv.links import Link
 from cellar.kv.policy import RetentionValue
+from cellar.kv.recovery import Recovery
+from cellar.kv.states import LOADING
+from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.runtime.steps.fake.model import hidden_states
@@ -65,6 +70,8 @@ class Setting:
     copy_fails_every: int = 0
     pressure: bool = False
     """Short prompts, long outputs, hardly an end before max_tokens: memory runs out in the middle of decodes."""
+    recovery: str = "load"
+    """What slower tiers have is loaded, computed ("compute"), or either: "faster" by what is measured, "any" by lot."""
     owners: int = 0
     """Requests are of so many owners, who take turns; 0: each is its own."""
 
@@ -112,6 +119,48 @@ def pooled_by_hand(request: Request) -> list[float]:
     return vector.astype(np.float32).tolist()
 
 
+class AnyRecovery(Recovery):
+    """Draws lots for each chunk."""
+
+    def __init__(self) -> None:
+        super().__init__("faster")
+        self._random = np.random.default_rng(0)
+
+    def loads(
+        self, tier: np.ndarray, cost: np.ndarray, links: Sequence[Link], now: float, floor: float = 0.0
+    ) -> np.ndarray:
+        return (tier == 0) | (self._random.random(len(tier)) < 0.5)
+
+
+def reserve_checked(store: KVStore) -> None:
+    """From now on each reservation is held against what it must be."""
+    reserve = store.reserve
+
+    def checked(found: Residency | None, num_tokens: int, *rest: Any, **options: Any) -> Reservation | None:
+        before = None if found is None else (found.chunk.copy(), found.tier.copy(), found.state.copy())
+        made = reserve(found, num_tokens, *rest, **options)
+        if made is None:
+            return None
+        computed = np.zeros(num_tokens, np.bool_)
+        for start, stop in made.compute:
+            assert not computed[start:stop].any(), "computed twice"
+            computed[start:stop] = True
+        assert computed.sum() + made.num_cached_tokens == num_tokens, "a token is lost, or computed though it is there"
+        assert sum(made.hits) == made.num_cached_tokens
+        assert 0 <= made.num_recomputed <= computed.sum()
+        coming = np.flatnonzero(store._shelves.device.state[made.slots] == LOADING)
+        assert {store._movement.fills(slot) for slot in made.slots[coming].tolist()} == made.awaits
+        for column in coming.tolist():
+            assert not computed[column * store.chunk_size], "loaded and computed"
+        if found is not None and before is not None:
+            size = store.chunk_size
+            for column in np.flatnonzero((before[0] >= 0) & (before[1] == 0) & (before[2] == LOADING)).tolist():
+                assert found.tokens[column] < size or not computed[column * size], "another loads it"
+        return made
+
+    setattr(store, "reserve", checked)  # noqa: B010
+
+
 class World:
     """Scheduler, fake runtime, and the truth about every request."""
 
@@ -152,7 +201,9 @@ class World:
             row_depth=s.row_depth,
             tiers=self.tiers,
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
+            recovery=AnyRecovery() if s.recovery == "any" else Recovery(s.recovery, {1: 1.0, s.max_model_len: 4.0}),  # type: ignore[arg-type]
         )
+        reserve_checked(self.scheduler._store)
         self.runtime = FakeRuntime(
             Capacity(s.num_slots, s.num_rows, s.chunk_size, s.max_model_len),
             vocab_size=VOCAB,
@@ -290,6 +341,7 @@ class World:
                 self.scheduler.commit_copy(result, self.now)
                 self.check()
                 continue
+            result = dataclasses.replace(result, seconds=0.3 * (result.step * 7919 % 7))
             names = self.scheduler._rows.ids[self.scheduler._in_flight[0].sampled].tolist()
             output = self.scheduler.commit(result, self.now)
             if result.error is None:
@@ -547,6 +599,7 @@ def random_case(
         error_every=rng.choice((0, 0, 0, 9)),
         pressure=pressure,
         owners=rng.choice((0, 0, 0, 2, 3)),
+        recovery=random.Random(seed).choice(("load", "faster", "any", "compute")) if tiers else "load",
     )
     kinds = (*KINDS, "forget", "restart") if tiers else KINDS
     return setting, [(rng.choice(kinds), rng.randrange(256), rng.randrange(256)) for _ in range(num_ops)]

@@ -20,7 +20,7 @@ from cellar.kv.movement import Movement
 from cellar.kv.pool import SlotPool
 from cellar.kv.shelves import Shelves
 from cellar.kv.states import State
-from cellar.kv.store import KVStore
+from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.schedule.steps import batch as batch_module
 from cellar.schedule.steps.batch import StepBatch
 from cellar.schedule.steps.queue import WaitingQueue
@@ -651,6 +651,41 @@ def forgotten_conversation_keeps_what_copies_are_writing(patch: pytest.MonkeyPat
             shelves.directory.slot[:, chunk] = -1
 
     patch.setattr(Shelves, "remove", some)
+
+
+@bug(tiers=True, host=40, recovery="load")
+def what_is_loaded_is_computed_as_well(patch: pytest.MonkeyPatch) -> None:
+    reserve = KVStore.reserve
+
+    def twice(store: KVStore, found: Residency | None, count: int, *rest: Any, **options: Any) -> Reservation | None:
+        made = reserve(store, found, count, *rest, **options)
+        return dataclasses.replace(made, compute=((0, count),)) if made is not None and made.awaits else made
+
+    patch.setattr(KVStore, "reserve", twice)
+
+
+@bug(tiers=True, host=40, recovery="any")
+def what_is_not_loaded_is_taken_for_there(patch: pytest.MonkeyPatch) -> None:
+    load = KVStore._load
+
+    def less(store: KVStore, found: Residency, columns: np.ndarray, slots: np.ndarray, now: float) -> set[int]:
+        first = columns & (np.cumsum(columns) <= max(1, columns.sum() - 1))
+        return load(store, found, first, slots, now)
+
+    patch.setattr(KVStore, "_load", less)
+
+
+@bug(tiers=True, host=40, recovery="any")
+def what_is_computed_again_counts_as_a_hit(patch: pytest.MonkeyPatch) -> None:
+    reserve = KVStore.reserve
+
+    def more(store: KVStore, *rest: Any, **options: Any) -> Reservation | None:
+        made = reserve(store, *rest, **options)
+        if made is None:
+            return None
+        return dataclasses.replace(made, num_cached_tokens=made.num_cached_tokens + made.num_recomputed)
+
+    patch.setattr(KVStore, "reserve", more)
 
 
 def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed: Any) -> None:

@@ -1,0 +1,97 @@
+"""Recovery: which chunks of slower tiers a request loads, and which it computes again (Pensieve §3.4.3.4).
+
+By what lets its computing end earlier, with what is queued on the links before it. See docs/decisions/0035.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cellar.kv.costs import CostCurve, Floats
+from cellar.kv.links import MEMORY, Link
+
+RecoveryRule = Literal["faster", "load", "compute"]
+
+MARGIN = 0.1
+"""Computing takes the device from others: what is longer by so much to load is loaded none the less."""
+
+RETRY_SECONDS = 30.0
+"""A tier from which nothing came for so long is asked for one chunk, though it was too slow."""
+
+
+class Recovery:
+    """`rule` "load" and "compute" force one or the other; "faster" decides.
+
+    `costs` are what computing a chunk costs by context length, in any unit: seconds per unit are learned from steps
+    (`measured`). Until there is one, everything is loaded.
+    """
+
+    def __init__(self, rule: RecoveryRule = "load", costs: Mapping[int, float] | None = None) -> None:
+        self.rule = rule
+        self._curve = CostCurve(costs or {1: 1.0})
+        self._decode_seconds = 0.0  # of a step without prompts
+        self._sums = (0.0, 0.0)  # of costs * seconds, costs * costs
+
+    def cost(self, start: NDArray[np.integer], stop: NDArray[np.integer], chunk_size: int) -> Floats:
+        """Of computing positions [start, stop), which lie in one chunk or many: [n], [n] -> [n]."""
+        found: Floats = (stop - start) / chunk_size * self._curve((start + stop) / 2)
+        return found
+
+    def measured(self, cost: float, seconds: float) -> None:
+        """A step took so long, in which prompts of so much cost were computed: 0 for decodes alone."""
+        if cost <= 0:
+            share = 1 - MEMORY if self._decode_seconds else 1.0
+            self._decode_seconds += share * (seconds - self._decode_seconds)
+            return
+        # What a step takes anyhow is no part of it; at least half is, or a short prompt would seem to cost nothing.
+        alone = min(self._decode_seconds, seconds / 2)
+        both, square = self._sums
+        self._sums = MEMORY * both + cost * (seconds - alone), MEMORY * square + cost * cost
+
+    @property
+    def seconds_per_cost(self) -> float | None:
+        """Seconds of one unit of cost; None: no step with prompts has run."""
+        both, square = self._sums
+        return both / square if square else None
+
+    def loads(
+        self, tier: NDArray[np.integer], cost: Floats, links: Sequence[Link], now: float, floor: float = 0.0
+    ) -> NDArray[np.bool_]:
+        """Which chunks to load: [n], of each the tier that has it (0: a copy within the device) and its cost [n].
+
+        `links` [tier] are the ways from the tiers. Nothing is computed for the request before `floor` seconds have
+        gone by.
+        """
+        load = np.ones(len(tier), np.bool_)
+        if self.rule == "load" or not len(tier):
+            return load
+        if self.rule == "compute":
+            return np.asarray(tier == 0)
+        rate = self.seconds_per_cost
+        asked = [t for t in np.unique(tier).tolist() if t > 0 and links[t].known]
+        if rate is None or not asked:
+            return load
+        orders, times, gains = [], [], []
+        for t in asked:
+            places = np.flatnonzero(tier == t)
+            order = places[np.argsort(-cost[places], kind="stable")]
+            fixed, each = links[t].rate()
+            orders.append(order)
+            times.append(links[t].wait(now) + fixed + each * np.arange(1, len(order) + 1))
+            gains.append(np.concatenate(([0.0], np.cumsum(cost[order]))) * (rate * (1 + MARGIN)))
+        # If all loads are to be done at a moment, each tier brings what it can until then.
+        moments = np.concatenate(([0.0], *times))
+        counts = [np.searchsorted(ready, moments, side="right") for ready in times]
+        ends = np.maximum(moments, floor) - sum(gain[count] for gain, count in zip(gains, counts, strict=True))
+        good = np.flatnonzero(ends <= ends.min() + 1e-12 * np.abs(ends).max())
+        best = good[np.argmax(np.sum(counts, 0)[good])]
+        for t, order, count in zip(asked, orders, counts, strict=True):
+            number = int(count[best])
+            if not number and now >= links[t].last + RETRY_SECONDS:
+                number = 1
+            load[order[number:]] = False
+        return load
