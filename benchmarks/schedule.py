@@ -1,8 +1,10 @@
 """Time of the scheduler alone: one plan and one commit of n running decodes, without any runtime.
 
-    python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned]
+    python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned] [--chunks 100000]
 
-The limits are the project's own: 2 ms with 1,000 requests, 150 us with 16, 80 us with one. The last line is JSON.
+The limits are the project's own: 2 ms with 1,000 requests, 150 us with 16, 80 us with one. With `--chunks` so many lie
+in three tiers, memory is short, and deciding on copies and taking in their results counts, too: 1 ms. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from cellar.core.config import ScheduleConfig
-from cellar.core.messages import Request, StepPlan, StepResult
+from cellar.core.messages import ChunkLabel, CopyResult, KeptChunk, Request, StepPlan, StepResult, Tier, TierOrder
 from cellar.core.sampling import SamplingParams
+from cellar.kv.policy import RetentionValue
 from cellar.schedule.steps.scheduler import StepScheduler
 
 LIMIT_SECONDS = {1: 80e-6, 16: 150e-6, 1000: 2e-3}
+TIERS_LIMIT_SECONDS = 1e-3
 CHUNK_SIZE = 32
+TALK_CHUNKS = 16
+STEP_SECONDS = 0.02
 VOCAB = 4096
 
 
@@ -67,15 +73,84 @@ def measure(requests: int, steps: int, *, aligned: bool = False, seed: int = 0, 
         if plan is None or len(delivered.ids) != requests or len(plan.spans) != requests:
             raise RuntimeError(f"not all of {requests} requests decode")
         flying.append(plan)
-    timed = sorted(seconds[warm_up:])
+    return _timing(requests, steps, seconds[warm_up:], LIMIT_SECONDS.get(requests))
+
+
+def _timing(requests: int, steps: int, seconds: list[float], limit: float | None) -> Timing:
+    timed = sorted(seconds)
     return Timing(
         requests=requests,
         steps=steps,
         best=timed[0],
         median=statistics.median(timed),
         p99=timed[min(len(timed) - 1, int(0.99 * len(timed)))],
-        limit=LIMIT_SECONDS.get(requests),
+        limit=limit,
     )
+
+
+def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_ahead: int = 2) -> Timing:
+    """`measure` with `chunks` chunks of conversations of `TALK_CHUNKS` at rest in device, host and disk.
+
+    The device has room for what runs and a tenth of the chunks, so chunks leave as decodes need slots; each copy's
+    result comes with the next step.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(16, 513, requests)
+    warm_up = 40
+    output = steps + warm_up + run_ahead + 2
+    running = sum(-(-(int(n) + output) // CHUNK_SIZE) for n in lengths)
+    shares = {Tier.DEVICE: chunks // 10, Tier.HOST: 4 * chunks // 10, Tier.DISK: chunks // 2}
+    config = ScheduleConfig(max_num_seqs=requests, max_num_batched_tokens=1 << 20, run_ahead=run_ahead)
+    scheduler = StepScheduler(
+        running + shares[Tier.DEVICE],
+        requests,
+        CHUNK_SIZE,
+        1024 + output,
+        config,
+        tiers={Tier.HOST: shares[Tier.HOST] + 64, Tier.DISK: shares[Tier.DISK] + 64},
+        policy=RetentionValue({1: 1.0, 1024: 2.0}),
+    )
+    scheduler.restore({tier: _kept(tier, count, rng) for tier, count in shares.items()}, 0.0)
+    params = SamplingParams(temperature=0.0, max_tokens=output, seed=0)
+    now = 100.0
+    for k, n in enumerate(lengths.tolist()):
+        prompt = rng.integers(3, VOCAB, n, dtype=np.int32)
+        scheduler.add(Request(f"request-{k}", prompt, params, frozenset({1, 2}), output), now=now)
+    flying, copies = [_plan(scheduler) for _ in range(run_ahead)], list[TierOrder]()
+    seconds: list[float] = []
+    moved = 0
+    for _ in range(steps + warm_up):
+        result = _result(flying.pop(0), rng)
+        came = [CopyResult(order.number, np.ones(len(order), np.bool_)) for order in copies]
+        moved += sum(map(len, copies))
+        now += STEP_SECONDS
+        begin = time.perf_counter()
+        for copied in came:
+            scheduler.commit_copy(copied, now)
+        delivered = scheduler.commit(result, now)
+        plan = scheduler.plan(0, now)
+        copies = list(scheduler.copies(now))
+        seconds.append(time.perf_counter() - begin)
+        if plan is None or len(delivered.ids) != requests or len(plan.spans) != requests:
+            raise RuntimeError(f"not all of {requests} requests decode")
+        flying.append(plan)
+    if moved < steps:
+        raise RuntimeError(f"only {moved} chunks were copied in {steps} steps; memory is not short")
+    return _timing(requests, steps, seconds[warm_up:], TIERS_LIMIT_SECONDS)
+
+
+def _kept(tier: Tier, count: int, rng: np.random.Generator) -> list[KeptChunk]:
+    """Chunks of conversations that were active up to 100 s ago."""
+    found = []
+    parent, age = b"", 0.0
+    for slot in range(count):
+        place = slot % TALK_CHUNKS
+        if not place:
+            parent, age = b"root" + bytes([tier]), float(rng.uniform(0, 100))
+        identity = rng.bytes(16)
+        found.append(KeptChunk(slot, ChunkLabel(identity, parent, (place + 1) * CHUNK_SIZE), age))
+        parent = identity
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, nargs="+", default=sorted(LIMIT_SECONDS))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--aligned", action="store_true", help="all requests cross chunk borders together")
+    parser.add_argument("--chunks", type=int, help="in three tiers, with memory short")
     options = parser.parse_args(argv)
-    timings = [measure(count, options.steps, aligned=options.aligned) for count in options.requests]
+    if options.chunks:
+        timings = [measure_tiers(count, options.steps, options.chunks) for count in options.requests]
+    else:
+        timings = [measure(count, options.steps, aligned=options.aligned) for count in options.requests]
     print(f"{'requests':>8}  {'best us':>8}  {'median us':>9}  {'p99 us':>8}  {'limit us':>8}")
     for t in timings:
         limit = "-" if t.limit is None else f"{t.limit * 1e6:.0f}"

@@ -35,7 +35,7 @@ class Candidates:
         self._sizes: dict[int, int] = {}
         self._heads = np.full(64, _NONE)
         self._doubtful: set[int] = set()  # audiences whose head may have left
-        self._costs: list[float] = []  # by context length
+        self._costs = np.empty(0)  # by context length
 
     def __len__(self) -> int:
         return self._count
@@ -103,10 +103,14 @@ class Candidates:
         heads = self._heads[audiences]
         ends = heads >> 32
         talks = self._conversations
-        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences)
-        values = self._policy.cost(ends) * weights
+        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences, now)
+        self._know_costs(int(ends.max()))
+        values = self._costs[ends] * weights
+        if count < len(values):  # no audience beyond the first `count` can be among the lowest; equal ones all stay
+            low = np.flatnonzero(values <= np.partition(values, count - 1)[count - 1])
+            values, heads, audiences, weights = values[low], heads[low], audiences[low], weights[low]
         recency = talks.recency(audiences)
-        order = np.lexsort((heads, recency, values))[:count]  # no other audience can be among the lowest
+        order = np.lexsort((heads, recency, values))[:count]
         columns = (values, recency, heads, audiences, weights)
         merged = list(zip(*(column[order].tolist() for column in columns), strict=True))
         found: list[tuple[float, int]] = []
@@ -120,14 +124,15 @@ class Candidates:
             if following == _NONE:
                 heappop(merged)
             else:
-                heapreplace(merged, (self._cost(following >> 32) * weight, recent, following, audience, weight))
+                end = following >> 32
+                self._know_costs(end)
+                heapreplace(merged, (float(self._costs[end]) * weight, recent, following, audience, weight))
         return found
 
-    def _cost(self, end: int) -> float:
-        """Of one chunk, from a table that is as long as the longest context so far."""
+    def _know_costs(self, end: int) -> None:
+        """Costs come from a table that is as long as the longest context so far."""
         if end >= len(self._costs):
-            self._costs = self._policy.cost(np.arange(2 * end + 1)).tolist()
-        return self._costs[end]
+            self._costs = self._policy.cost(np.arange(2 * end + 1))
 
     def check(self, members: NDArray[np.bool_]) -> None:
         """Raise IntegrityError unless exactly these chunks are in the set, and in the heaps."""
