@@ -20,7 +20,11 @@ from cellar.runtime.tiers.disk import DiskTier
 from tests.conformance.test_models import Case, saved_model
 from tests.e2e.test_tiers import CHUNK, FAMILIES, Tokens, opened, small_options, talk
 
-THREE = {"kv_offloading_size": 0.002, "kv_disk_size": 0.02}
+
+def three(folder: Path, disk: Path, host: int = 12) -> dict[str, object]:
+    """Options for so many chunks of host memory, and a disk that holds all."""
+    nbytes = int(str(small_options(folder, host)["kv_cache_memory_bytes"]))
+    return {"kv_offloading_size": nbytes / 2**30, "kv_disk_path": disk, "kv_disk_size": 0.02}
 
 
 class Lots(Recovery):
@@ -40,6 +44,7 @@ HOLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_tokens_over_three_tiers_are_those_of_plenty(
     case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -49,12 +54,13 @@ def test_tokens_over_three_tiers_are_those_of_plenty(
     plenty = talk(tmp_path / "model", 400)[0]
 
     def scarce(name: str, recovery: str = "load") -> SchedulerStats:
-        answers, stats = talked(tmp_path / "model", 12, recovery, kv_disk_path=tmp_path / name, **THREE)
+        answers, stats = talked(tmp_path / "model", 12, recovery, **three(tmp_path / "model", tmp_path / name))
         assert answers == plenty, name
         return stats
 
     loaded = scarce("load")
-    assert min(loaded.tiers[1].hit_tokens, loaded.tiers[2].saved) > 0
+    assert loaded.tiers[1].hit_tokens > 0
+    assert loaded.tiers[2].hit_tokens > 0
     assert sum(tier.hit_tokens for tier in loaded.tiers) == loaded.prefix_hits
     computed = scarce("compute", "compute")
     assert computed.tiers[1].loaded == computed.tiers[2].loaded == 0
@@ -91,6 +97,7 @@ def _lose(patch: pytest.MonkeyPatch, lost: object) -> None:
     patch.setattr(KVStore, "find", holed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FAMILIES, ids=lambda case: case.name)
 def test_suspended_sequences_go_on_over_three_tiers(case: Case, tmp_path: Path) -> None:
     """Long answers at once in memory for two: most are suspended in the middle."""
@@ -105,7 +112,7 @@ def test_suspended_sequences_go_on_over_three_tiers(case: Case, tmp_path: Path) 
             return found, llm.stats()
 
     plenty, calm = run(400)
-    scarce, stats = run(14, decode_reserve=0.0, kv_disk_path=tmp_path / "kv", **THREE)
+    scarce, stats = run(14, decode_reserve=0.0, **three(tmp_path / "model", tmp_path / "kv", 60))
     assert calm.preemptions == 0
     assert stats.preemptions > 1
     assert stats.tiers[1].loaded > 0, "they do not begin anew"
@@ -113,20 +120,19 @@ def test_suspended_sequences_go_on_over_three_tiers(case: Case, tmp_path: Path) 
 
 
 def test_disk_slower_than_computing_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second a chunk, where a prompt takes milliseconds: once that is known, chunks are computed again."""
+    """A fifth of a second a chunk, where a prompt takes milliseconds: once that is known, chunks are computed again."""
     (tmp_path / "model").mkdir()
     saved_model(FAMILIES[0], tmp_path / "model")
     read = DiskTier.read
 
     def slowly(tier: DiskTier, *arguments: object) -> None:
-        time.sleep(0.5)
+        time.sleep(0.2)
         read(tier, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(DiskTier, "read", slowly)
     plenty = talk(tmp_path / "model", 400)[0]
     options: dict[str, object] = {"kv_disk_path": tmp_path / "kv", "kv_disk_size": 0.02}
-    _, first = talked(tmp_path / "model", 40, "load", **options)  # what is there after a restart
-    assert first.tiers[1].saved > 0
+    talked(tmp_path / "model", 40, "load", **options)  # what is there after a restart
+    monkeypatch.setattr(DiskTier, "read", slowly)
     answers, stats = talked(tmp_path / "model", 12, "faster", **options)
     assert answers == plenty
     assert stats.recomputed_tokens > 2 * CHUNK
