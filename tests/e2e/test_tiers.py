@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,8 +29,9 @@ FAMILIES = [next(case for case in RUN if case.kind == kind) for kind in MODELS]
 Tokens = list[list[int]]
 
 
-def opened(folder: Path, recovery: RecoveryRule = "load", **options: object) -> LLM:
-    """An engine that loads what slower tiers have, though these models compute it faster, or as it is told."""
+def opened(folder: Path, /, **options: Any) -> LLM:
+    """An engine that loads what slower tiers have, though these models compute it faster; or as `recovery` says."""
+    recovery: RecoveryRule = options.pop("recovery", "load")
     return LLM.over(open_front(EngineConfig.of(model=str(folder), **options), recovery=recovery))
 
 
@@ -46,7 +48,7 @@ def talk(
     said = [[rng.integers(3, 101, 9).tolist() for _ in range(TURNS)] for _ in range(TALKS)]
     histories = [common[: len(common) * (k % 2)] for k in range(TALKS)]
     answers = []
-    with opened(folder, recovery, **small_options(folder, chunks), **options) as llm:
+    with opened(folder, recovery=recovery, **small_options(folder, chunks), **options) as llm:
         for turn in range(TURNS):
             for history, words in zip(histories, said, strict=True):
                 history += words[turn]
