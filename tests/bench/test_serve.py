@@ -17,6 +17,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from benchmarks.serve_overhead import Pace, main
+from cellar.bench.serve.cached import cache_section
 from cellar.bench.serve.client import Answer, EventReader, LoadClient
 from cellar.bench.serve.command import build_load
 from cellar.bench.serve.comparison import Row
@@ -617,3 +618,16 @@ def test_options_have_what_a_library_would_use() -> None:
     assert ResultOptions(goodput=["ttft:200,tpot:50"]).bounds() == {"ttft": 0.2, "tpot": 0.05}
     with pytest.raises(ConfigError):
         ResultOptions(goodput=["ttft:-1"])
+
+
+def test_report_says_what_the_server_found_of_the_prompts() -> None:
+    def answer(cached: int | None) -> Answer:
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return Answer(0.0, usage={"prompt_tokens": 40, **details})
+
+    (section,) = cache_section([answer(10), answer(30), answer(None), Answer(0.0)])
+    assert [(key, figure) for _, key, figure in section.rows] == [
+        ("cached_prompt_tokens", 40.0),
+        ("cached_prompt_share", 50.0),
+    ]
+    assert cache_section([answer(None), Answer(0.0)]) == ()

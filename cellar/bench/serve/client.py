@@ -40,6 +40,12 @@ class Answer:
         told = (self.usage or {}).get("completion_tokens")
         return int(told) if told is not None else len(self.times)
 
+    @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the server found in its cache, in whichever tier; None if it does not say."""
+        told = ((self.usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens")
+        return None if told is None else int(told)
+
     def timing(self, origin: float, asked_tokens: int, conversation: int, turn: int, delay: float) -> RequestTiming:
         """Its place in a report, with times from `origin` on."""
         told = (self.usage or {}).get("prompt_tokens")

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from cellar.bench.serve.cached import cache_section
 from cellar.bench.serve.client import LoadClient
 from cellar.bench.serve.comparison import Comparison
 from cellar.bench.serve.options import DatasetOptions, ResultOptions, TargetOptions, TrafficOptions, pairs
@@ -234,7 +235,7 @@ class ServeBench:
             request_rate=rate,
             max_concurrency=bound,
             label=" ".join(labels),
-            sections=(run.client.section(), *self._turns(run)),
+            sections=(run.client.section(), *self._turns(run), *cache_section(run.answers)),
         )
 
     def _turns(self, run: Run) -> tuple[Section, ...]:
