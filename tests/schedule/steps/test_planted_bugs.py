@@ -691,7 +691,7 @@ def what_is_computed_again_counts_as_a_hit(patch: pytest.MonkeyPatch) -> None:
 def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed: Any) -> None:
     for seed in range(cases):
         setting, ops = random_case(seed, pressure=pressure, tiers=tiers)
-        drive(dataclasses.replace(setting, **fixed), ops)
+        drive(dataclasses.replace(setting, **{"recovery": "load"} | fixed), ops)
 
 
 @pytest.mark.parametrize("name", BUGS)
