@@ -111,6 +111,8 @@ SAMPLING = OptionGroup(
             "structured_outputs",
             "thinking",
             "pooling",
+            "bad_words",
+            "allowed_token_ids",
             "include_stop_str_in_output",
             "skip_special_tokens",
         }

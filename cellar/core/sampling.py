@@ -130,6 +130,7 @@ class SamplingParams:
     `logprobs` = n returns the chosen token's log-probability and the n best; `prompt_logprobs` likewise
     for each prompt token. `max_tokens` None means up to the model's context. With `thinking` the answer's
     reasoning comes apart from its text, and stop strings are looked for in the text alone.
+    Of `bad_words` none is written; with `allowed_token_ids` no other token is made, be it an end symbol.
     With `pooling` no token is made: the request's answer is one vector of its prompt's hidden states.
     Raises RequestError (with the field's name) for a value out of range.
     """
@@ -157,6 +158,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | None = None
     thinking: Thinking | None = None
     pooling: Pooling | None = None
+    bad_words: Sequence[str] | None = None
+    allowed_token_ids: Sequence[int] | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
@@ -202,6 +205,14 @@ class SamplingParams:
         for token, bias in biases.items():
             _check("logit_bias", token, _token(token), _TOKEN_IDS)
             _check("logit_bias", bias, _finite(bias) and -100 <= bias <= 100, "from -100 to 100")
+        words = self._all("bad_words", "non-empty strings")
+        ok = not isinstance(self.bad_words, str) and all(isinstance(word, str) and word for word in words)
+        _check("bad_words", self.bad_words, ok, "non-empty strings")
+        allowed = self._all("allowed_token_ids", _TOKEN_IDS)
+        ok = self.allowed_token_ids is None or bool(allowed)
+        _check(
+            "allowed_token_ids", self.allowed_token_ids, ok and all(map(_token, allowed)), f"one or more {_TOKEN_IDS}"
+        )
         if self.pooling is not None:
             self._check_pooling()
 
@@ -227,7 +238,13 @@ class SamplingParams:
     @property
     def masked(self) -> bool:
         """True if not every token may come next."""
-        return self.structured_outputs is not None or (self.thinking is not None and self.thinking.budget is not None)
+        bounded = self.thinking is not None and self.thinking.budget is not None
+        return bounded or self.structured_outputs is not None or self.picks
+
+    @property
+    def picks(self) -> bool:
+        """True if some tokens or words are forbidden by themselves."""
+        return bool(self.bad_words) or self.allowed_token_ids is not None
 
     @property
     def penalized(self) -> bool:

@@ -35,6 +35,7 @@ from cellar.planner.saved import SavedPlan
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.text.generation import GenerationConfig
 from cellar.text.pooling import read_pooling
+from cellar.text.prefill import begun_answer
 from cellar.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -96,9 +97,18 @@ class LLM:
         *,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several (a list of such lists), as `generate` does."""
+        """Answer one conversation (a list of messages) or several (a list of such lists), as `generate` does.
+
+        With `continue_final_message` (and without `add_generation_prompt`) the answer goes on with the last message.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "continue_final_message goes on with the last message, add_generation_prompt begins another; set one.",
+                "continue_final_message",
+            )
         many = (
             bool(messages)
             and not isinstance(messages, (str, bytes, Mapping))
@@ -106,7 +116,9 @@ class LLM:
         )
         conversations = messages if many else [messages]
         extra = dict(chat_template_kwargs or {})
-        prompts = [self._chat_prompt(one, add_generation_prompt, extra) for one in conversations]
+        prompts = [
+            self._chat_prompt(one, add_generation_prompt, extra, continue_final_message) for one in conversations
+        ]
         return self._complete(prompts, sampling_params, use_tqdm)
 
     def embed(
@@ -234,13 +246,16 @@ class LLM:
 
     # -- how --------------------------------------------------------------------------------------
 
-    def _chat_prompt(self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any]) -> Prompt:
+    def _chat_prompt(
+        self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any], continues: bool = False
+    ) -> Prompt:
         templates = self._front.templates
         if templates is None:
             raise RequestError(
                 "messages need a tokenizer, but there is none; open the LLM without skip_tokenizer_init."
             )
         text = templates.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        text = begun_answer(text, messages) if continues else text
         return self._front.reader.read_text(text, add_special_tokens=False)
 
     def _complete(

@@ -101,6 +101,7 @@ class PromptReader:
         """Refuse parameters that this model cannot honour. Raises RequestError."""
         _check_ids("stop_token_ids", params.stop_token_ids or (), self.vocab_size)
         _check_ids("logit_bias", params.logit_bias or (), self.vocab_size)
+        _check_ids("allowed_token_ids", params.allowed_token_ids or (), self.vocab_size)
         if params.stop_strings and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, but there is none; use stop_token_ids, or load the tokenizer.", "stop"

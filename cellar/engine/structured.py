@@ -75,7 +75,9 @@ class StructuredOutput:
         if not request.params.masked:
             return False
         if self.masker is None:
-            raise RequestError("structured output needs a tokenizer; load one.", "structured_outputs")
+            wanted = "bad_words" if request.params.bad_words else "structured_outputs"
+            wanted = "allowed_token_ids" if request.params.allowed_token_ids is not None else wanted
+            raise RequestError(f"{wanted} needs a tokenizer; load one.", wanted)
         constraint = request.params.structured_outputs
         if constraint is None or self.masker.ready(constraint):
             return False

@@ -29,7 +29,7 @@ from cellar.server.host import EngineHost
 _ID = "batch_req_"
 _BEGINNING = f'{{"id":"{_ID}'.encode()
 
-URLS = ("/v1/completions", "/v1/chat/completions")
+URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _read_line(number: int, data: bytes, seen: dict[str, int]) -> BatchRequest |
         return BadLine(number, custom_id, "invalid_method", f"the method of line {number} must be POST.")
     url = line.get("url")
     if url not in URLS:
-        return BadLine(number, custom_id, "invalid_url", f"the url of line {number} must be {' or '.join(URLS)}.")
+        return BadLine(number, custom_id, "invalid_url", f"the url of line {number} must be one of {', '.join(URLS)}.")
     body = line.get("body")
     if not isinstance(body, dict):
         return BadLine(number, custom_id, "missing_required_parameter", f"line {number} has no body; give an object.")

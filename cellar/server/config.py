@@ -27,7 +27,13 @@ class ServerConfig:
 
     host: str = _option("127.0.0.1", "Address to listen on; 0.0.0.0 for all.")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.")
-    served_model_name: str | None = _option(None, "Name of the model in the API; several separated by commas.")
+    served_model_name: str | Sequence[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Name of the model in the API; several times, or separated by commas. Answers have the first.",
+            "option": list[str] | None,
+        },
+    )
     api_key: str | Sequence[str] | None = _secrets(
         "Key that clients must present; several times, or separated by commas. Others on this machine see it in the "
         "list of processes until the server has read it: better use --api-key-file, or CELLAR_API_KEY in the "

@@ -35,15 +35,13 @@ COMMON: Mapping[str, tuple[Accepts, str]] = {
     "use_beam_search": (_one_of(False), "false"),
     "length_penalty": (_one_of(1, 1.0), "1"),
     "spaces_between_special_tokens": (_one_of(True), "true"),
-    "truncate_prompt_tokens": (_NONE, "null"),
-    "allowed_token_ids": (_NONE, "null"),
-    "bad_words": (_one_of([]), "an empty list"),
+    "best_of": (_one_of(1), "1: ask for n, and choose"),
+    "return_tokens_as_token_ids": (_one_of(False), "false"),
 }
 
 COMPLETION: Mapping[str, tuple[Accepts, str]] = {
     **COMMON,
     "suffix": (_one_of(""), "null: the model cannot fill in the middle"),
-    "best_of": (_one_of(1), "1: ask for n, and choose"),
 }
 
 CHAT: Mapping[str, tuple[Accepts, str]] = {
@@ -55,7 +53,7 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
     "audio": (_NONE, "null"),
     "web_search_options": (_NONE, "null"),
     "echo": (_one_of(False), "false"),
-    "continue_final_message": (_one_of(False), "false"),
+    "include_reasoning": (_one_of(True), "true"),
     "functions": (_one_of([]), "null: use tools"),
     "function_call": (_one_of("none"), "none: use tool_choice"),
     "documents": (_NONE, "null"),
@@ -63,7 +61,6 @@ CHAT: Mapping[str, tuple[Accepts, str]] = {
 
 POOLING: Mapping[str, tuple[Accepts, str]] = {
     **{name: COMMON[name] for name in ("user", "safety_identifier", "metadata", "service_tier")},
-    "truncate_prompt_tokens": (_NONE, "null"),
 }
 
 RESPONSE: Mapping[str, tuple[Accepts, str]] = {
@@ -85,10 +82,12 @@ RESPONSE: Mapping[str, tuple[Accepts, str]] = {
 def check_extra(extra: Mapping[str, Any], neutral: Mapping[str, tuple[Accepts, str]]) -> None:
     """Refuse fields beyond the model's own, unless they are neutral. Raises ApiError with the field's name."""
     for name, value in extra.items():
+        if value is None:  # clients send it for what they leave out
+            continue
         if name not in neutral:
             raise unknown(name)
         accepts, allowed = neutral[name]
-        if value is not None and not accepts(value):
+        if not accepts(value):
             raise refused(f"{name} has no effect here and must be {allowed}; leave it out.", name)
 
 

@@ -30,9 +30,11 @@ from cellar.text.continuation import PromptText, new_ids
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck
 from cellar.text.incremental import IncrementalTokenizer, IntArray
+from cellar.text.prefill import begun_answer
 from cellar.text.rendering import Rendering
 from cellar.text.tokenizer import Tokenizer
 from cellar.text.tools.registry import parser_of
+from cellar.text.truncation import Side, cut, cut_text
 
 LONG_TEXT = 4096
 """Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
@@ -135,8 +137,13 @@ class Preparer:
         special = bool(body.add_special_tokens)
         continued, salt = False, self._desk.salt(owner, body.salt)
 
+        keep = self._keep(body.truncate_prompt_tokens)
+
         def read(text: str) -> Prompt:
             nonlocal continued
+            if keep is not None:
+                ids = cut_text(self.tokenizer, whole_characters(text), special, keep, "left")
+                return self._desk.read({"prompt": text, "prompt_token_ids": ids})
             prompt = None if known is None else self._continued(known, text)
             continued = prompt is not None
             return prompt or self.read_text(text, special, salt)
@@ -171,15 +178,22 @@ class Preparer:
         if taken:
             raise refused(f"chat_template_kwargs cannot set {sorted(taken)[0]}.", "chat_template_kwargs")
 
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise refused(
+                "continue_final_message goes on with the last message, add_generation_prompt begins another; set one.",
+                "continue_final_message",
+            )
+
         def rendered() -> T:
             text = templates.render(
                 messages,
                 tools,
-                add_generation_prompt=body.add_generation_prompt is not False,
+                add_generation_prompt=body.add_generation_prompt is not False and not continues,
                 now=datetime.now(),
                 **variables,
             )
-            return then(text)
+            return then(begun_answer(text, messages) if continues else text)
 
         return await asyncio.to_thread(rendered)
 
@@ -209,17 +223,29 @@ class Preparer:
         prompts = body.prompts()
         check_sequences(len(prompts), body.n or 1, self._limits)
 
+        keep = self._keep(body.truncate_prompt_tokens)
+
         def read(prompt: str | list[int]) -> Prompt:
+            if keep is not None:
+                return self._cut(prompt, body.add_special_tokens is not False, keep, "left")
             if isinstance(prompt, str) and body.add_special_tokens is False:
                 return self.read_text(prompt, False, self._desk.salt(owner, body.salt))
             return self._desk.read(prompt)
 
         return await beside(sum(map(len, prompts)), lambda: [read(prompt) for prompt in prompts])
 
-    async def inputs(self, inputs: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
-        """Prompts that are to be pooled: they need no room for a token. Raises RequestError, ApiError."""
+    async def inputs(
+        self, inputs: Sequence[str | list[int]], add_special_tokens: bool, truncate: int | None
+    ) -> list[Prompt]:
+        """Prompts that are to be pooled: they need no room for a token. `truncate` keeps their beginnings.
+
+        Raises RequestError, ApiError.
+        """
+        keep = self._keep(truncate, room=0)
 
         def read(prompt: str | list[int]) -> Prompt:
+            if keep is not None:
+                return self._cut(prompt, add_special_tokens, keep, "right", room=0)
             if isinstance(prompt, str) and not add_special_tokens:
                 self._desk.check_length(prompt, room=0)
                 return self._desk.read({"prompt": prompt, "prompt_token_ids": self.encode(prompt, False)}, room=0)
@@ -236,6 +262,18 @@ class Preparer:
         else:
             ids = self._incremental.encode(text, salt)
         return self._desk.read({"prompt": text, "prompt_token_ids": ids})
+
+    def _keep(self, truncate: int | None, room: int = 1) -> int | None:
+        """To how many tokens a prompt is cut, where it is; -1 means as many as fit. Raises ApiError."""
+        if truncate == 0:
+            raise refused("truncate_prompt_tokens is 0, but must be 1 or more, or -1.", "truncate_prompt_tokens")
+        return self._model.max_model_len - room if truncate == -1 else truncate
+
+    def _cut(self, prompt: str | list[int], add_special_tokens: bool, keep: int, side: Side, room: int = 1) -> Prompt:
+        """A prompt that was cut; its text is what is left of it."""
+        if isinstance(prompt, str):
+            prompt = cut_text(self.tokenizer, whole_characters(prompt), add_special_tokens, keep, side)
+        return self._desk.read(cut(prompt, keep, side), room)
 
     def _continued(self, known: Known, text: str) -> Prompt | None:
         """A prompt that goes on from known ids; None if its text does not."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
-from cellar.server.errors import refused
+from cellar.server.errors import refused, whole_characters
 from cellar.server.fields import CHAT, COMPLETION, Accepts, check_extra, unknown
 from cellar.text.generation import NEUTRAL, GenerationConfig
 
@@ -30,10 +30,12 @@ Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
+Keep = Annotated[int, Field(ge=-1, lt=2**31, description="Tokens that a prompt is cut to; -1: what fits.")]
+
 _SHARED = (
     *("n", "temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "prompt_logprobs"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "ignore_eos", "skip_special_tokens"),
-    *("stop", "stop_token_ids", "include_stop_str_in_output"),
+    *("stop", "stop_token_ids", "include_stop_str_in_output", "bad_words", "allowed_token_ids"),
 )
 """Fields that SamplingParams has under the same name."""
 
@@ -86,6 +88,9 @@ class _Sampling(_Body):
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    bad_words: Texts | None = None
+    allowed_token_ids: Tokens | None = None
+    truncate_prompt_tokens: Keep | None = None
 
     def check(self) -> None:
         """Refuse fields that nobody reads, and combinations without a meaning. Raises ApiError."""
@@ -95,12 +100,16 @@ class _Sampling(_Body):
                 raise refused("stream_options is for streams; set stream to true or leave it out.", "stream_options")
             for name in self.stream_options.model_extra or {}:
                 raise unknown(f"stream_options.{name}")
-        length = sum(map(len, [self.stop] if isinstance(self.stop, str) else self.stop or ()))
-        if length > MAX_STOP:
-            raise refused(
-                f"the stop strings have {length} characters, but together they may have {MAX_STOP}; use shorter ones.",
-                "stop",
-            )
+        strings = [self.stop] if isinstance(self.stop, str) else self.stop or ()
+        for name, what, given in (("stop", "stop strings", strings), ("bad_words", "bad words", self.bad_words or ())):
+            length = sum(map(len, given))
+            if length > MAX_STOP:
+                raise refused(
+                    f"the {what} have {length} characters, but together they may have {MAX_STOP}; use shorter ones.",
+                    name,
+                )
+            for one in given:
+                whole_characters(one)
         if self.stream and self.prompt_logprobs is not None:
             raise refused("prompt_logprobs cannot be streamed; set stream to false.", "prompt_logprobs")
 
@@ -200,6 +209,7 @@ class ChatRequest(_Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     thinking_token_budget: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
@@ -233,6 +243,7 @@ class TokenizeRequest(_Body):
     messages: Objects | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Objects | None = None

@@ -89,7 +89,9 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     if server.served_model_name is None:
         names: tuple[str, ...] = (engine.model.model or "cellar-demo",)
     else:
-        names = tuple(name.strip() for name in server.served_model_name.split(",") if name.strip())
+        given = server.served_model_name
+        listed = ",".join([given] if isinstance(given, str) else given).split(",")
+        names = tuple(dict.fromkeys(name.strip() for name in listed if name.strip()))
     if not names:
         raise ConfigError("served_model_name is empty; give a name, or leave the option out.")
     for name in names:

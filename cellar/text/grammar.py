@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import RequestError
-from cellar.core.sampling import StructuredOutputsParams, Thinking
+from cellar.core.sampling import SamplingParams, StructuredOutputsParams, Thinking
 from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
 from cellar.text.reasoning.budget import BudgetMatcher, Unbound
 from cellar.text.reasoning.deferred import DeferredMatcher, FreeTokens
 from cellar.text.schema import enforceable
 from cellar.text.tokenizer import Tokenizer
+from cellar.text.words import WordsMatcher, forbidden_words, mask_of
 
 Mask = NDArray[np.int32]
 """int32 [ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set."""
@@ -105,6 +106,12 @@ class GrammarCompiler:
         if thinking is None or thinking.budget is None:
             return matcher
         return BudgetMatcher(matcher, thinking, thinking.budget, free)
+
+    def with_words(self, matcher: Matcher, params: SamplingParams) -> Matcher:
+        """The same without the words and tokens that the parameters forbid."""
+        words = forbidden_words(self._tokenizer, params.bad_words or (), self._vocab_size)
+        allowed = params.allowed_token_ids
+        return WordsMatcher(matcher, None if allowed is None else mask_of(allowed, len(self.nothing())), words)
 
     def nothing(self) -> Mask:
         """A mask that allows no token."""

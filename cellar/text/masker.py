@@ -160,7 +160,8 @@ class Masker:
         def make() -> Matcher:
             constraint = params.structured_outputs
             matcher = None if constraint is None else self._start(constraint).copy()
-            return self._compiler.with_reasoning(matcher, params.thinking)
+            matcher = self._compiler.with_reasoning(matcher, params.thinking)
+            return self._compiler.with_words(matcher, params) if params.picks else matcher
 
         key = () if params.structured_outputs is None else params.structured_outputs.key
         return MaskRow(name, key, make, self._compiler.nothing(), output)

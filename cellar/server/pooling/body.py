@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cellar.core.pooling import PoolingParams
 from cellar.server.errors import refused
 from cellar.server.fields import POOLING, check_extra
-from cellar.server.requests import MAX_NAME, Texts, Tokens
+from cellar.server.requests import MAX_NAME, Keep, Texts, Tokens
 
 Input = str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
 
@@ -25,6 +25,7 @@ class _Pooled(BaseModel):
     model: str | None = None
     pooling: Literal["last", "mean"] | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Keep | None = None
     priority: int | None = None
     request_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_NAME)] | None = None

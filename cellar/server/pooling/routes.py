@@ -102,7 +102,8 @@ class PoolingApi:
         owner = owner_of(request.scope)
         try:
             params = body.params().sampling(self._model.hidden_size, self._model.pooling)
-            prompts = await self._prepare.inputs(inputs, body.add_special_tokens is not False)
+            special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens
+            prompts = await self._prepare.inputs(inputs, special, cut)
             name = name_of(request.scope)
             return self._desk.open(id, prompts, params, body.priority or 0, None, body.salt, name, owner=owner)
         except RequestError as error:
