@@ -20,7 +20,12 @@ LIMITS = OptionGroup(
     "Limits",
     (LimitConfig,),
     # Bounds that no honest client meets; who builds the server in Python can set them.
-    skip=frozenset({"max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"}),
+    skip=frozenset(
+        {
+            *("max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"),
+            *("max_listed_tokens", "max_request_logprobs"),
+        }
+    ),
 )
 
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse, Response
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams
-from cellar.server import errors, memory, page
+from cellar.server import errors, memory, page, reference
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
@@ -139,6 +139,15 @@ class Api:
         found["token_strs"] = [tokenizer.id_to_piece(id) for id in ids] if body.return_token_strs else None
         return JSONResponse(found)
 
+    async def tokenizer_info(self) -> Response:
+        """What a client needs that renders chats itself: special tokens, the chat template, the context."""
+        tokenizer, templates = self.prepare.tokenizer, self.model.templates
+        sources = {} if templates is None else templates.sources
+        found: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
+        found |= {"model_max_length": self.model.max_model_len, "vocab_size": tokenizer.vocab_size}
+        found["chat_template"] = sources.get("default", next(iter(sources.values()), None))
+        return JSONResponse(found)
+
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """Text of ids."""
         _no_extra(body.model_extra)
@@ -234,6 +243,7 @@ def build_app(
         logger.info("the model's own defaults hold: %s (--generation-config vllm leaves them out)", said)
     errors.install(app)
     page.install(app)
+    reference.install(app)
     keys = read_keys(server.api_key, server.api_key_file)
     hosts = hosts_of(server, bool(keys))
     engine_status = EngineStatus(host, model, bool(keys), api.prepare.templates)
@@ -269,6 +279,7 @@ def build_app(
         "/load": api.load,
         "/health_generate": api.health_generate,
         "/version": api.version,
+        "/tokenizer_info": api.tokenizer_info,
         "/metrics": api.metrics_text,
         STATUS: engine_now,
     }

@@ -40,6 +40,8 @@ class ServerConfig:
         "environment."
     )
     api_key_file: str | None = _option(None, "File with one key per line; # begins a comment.")
+    ssl_certfile: str | None = _option(None, "Certificate chain in PEM: serve HTTPS.")
+    ssl_keyfile: str | None = _option(None, "Its key in PEM, without a password; default: in the same file.")
     share_prefixes: bool = _option(False, "Let clients with different keys share cached prompts.")
     allowed_hosts: str | None = _option(
         None,
@@ -67,6 +69,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port is {self.port}; it must be in [0, 65536).")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given without a certificate; give ssl_certfile, too.")
         if self.api_server_count < 1:
             raise ConfigError(f"api_server_count is {self.api_server_count}; it must be at least 1.")
         if self.api_server_count > 1 and self.disable_frontend_multiprocessing:

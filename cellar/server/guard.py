@@ -17,7 +17,9 @@ from cellar.server.keys import digest_of, set_owner
 from cellar.server.page import PREFIX
 from cellar.server.stream import ending
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/load", "/metrics", "/version", "/engine/status", "/"})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/load", "/metrics", "/version", "/engine/status", "/", "/docs", "/openapi.json"}
+)
 """What probes and scrapers ask for, and the page, which asks for the key itself: it tells nothing of anybody's
 requests."""
 

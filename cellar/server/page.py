@@ -25,7 +25,7 @@ _TYPES = {
     ".svg": "image/svg+xml; charset=utf-8",
 }
 
-_HEADERS = {
+HEADERS = {
     # Nothing from elsewhere, no code in attributes, and no way to make elements from a model's text.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -56,7 +56,7 @@ class PageFile:
 
     def answer(self, if_none_match: str) -> Response:
         """The file, or 304 for a client that has it (RFC 9110, section 13.1.2)."""
-        headers = {**_HEADERS, "etag": self.etag}
+        headers = {**HEADERS, "etag": self.etag}
         held = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
         if self.etag in held or "*" in held:
             return Response(status_code=304, headers=headers)

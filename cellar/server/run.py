@@ -23,6 +23,7 @@ from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config
+from cellar.server.tls import check_certificate, scheme_of
 
 Say = Callable[[str], None]
 
@@ -32,6 +33,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     one_heap()
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server = with_keys(server)
+    check_certificate(server)
     names = model_names(engine, server)
     if server.api_server_count > 1:
         serve_by_several(partial(open_config, engine, limits.shutdown_timeout), names, server, limits, say)
@@ -80,7 +82,8 @@ def serve_by_several(
 def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:
     """The lines that say so: the API's address, and the page's, which a browser on this machine can open."""
     nearby = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(server.host, server.host)
-    api, page = (f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in (server.host, nearby))
+    scheme = scheme_of(server)
+    api, page = (f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}" for host in (server.host, nearby))
     return f"{names[0]} is served at {api}/v1\nOpen {page}/ in a browser to talk with it."
 
 

@@ -101,6 +101,8 @@ def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uv
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout)),
         server_header=False,
+        ssl_certfile=server.ssl_certfile,
+        ssl_keyfile=server.ssl_keyfile,
     )
 
 

@@ -247,6 +247,7 @@ def test_options_are_the_fields() -> None:
     assert engine == fields - ENGINE.skip
     assert ENGINE.skip == {"machine_profile", "decode_reserve", "run_ahead"}
     fixed = {"max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"}
+    fixed |= {"max_listed_tokens", "max_request_logprobs"}
     assert set(LIMITS.names()) == {f.name for f in dataclasses.fields(LimitConfig)} - fixed
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip

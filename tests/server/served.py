@@ -22,6 +22,7 @@ from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.host import SameProcess, ServedModel
 from cellar.server.serving import server_config
+from cellar.server.tls import scheme_of
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
@@ -97,15 +98,16 @@ def serve(server: dict[str, Any] | None = None, limits: dict[str, Any] | None = 
 
 
 @contextmanager
-def running(app: Any, limits: LimitConfig | None = None) -> Iterator[str]:
+def running(app: Any, limits: LimitConfig | None = None, options: ServerConfig | None = None) -> Iterator[str]:
     """An application on a free port, in a thread; gives its address."""
-    server = uvicorn.Server(server_config(app, ServerConfig(log_level="warning"), limits or LimitConfig()))
+    options = options or ServerConfig(log_level="warning")
+    server = uvicorn.Server(server_config(app, options, limits or LimitConfig()))
     sock = socket.create_server(("127.0.0.1", 0), backlog=512)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
     thread.start()
     until(lambda: server.started)
     try:
-        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        yield f"{scheme_of(options)}://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
         join_all([thread])

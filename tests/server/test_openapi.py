@@ -37,6 +37,7 @@ PATHS = {
     "/v1/models/{model}",
     "/tokenize",
     "/detokenize",
+    "/tokenizer_info",
     "/health",
     "/health_generate",
     "/ping",

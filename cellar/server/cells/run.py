@@ -12,6 +12,7 @@ from cellar.server.cells.app import PATH, build_cells_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.keys import with_keys
 from cellar.server.serving import listen, run
+from cellar.server.tls import check_certificate, scheme_of
 
 UNUSED = frozenset(
     {
@@ -30,13 +31,14 @@ def serve_cells(
 ) -> None:
     """Serve until a signal comes. Raises CellarError if it cannot start."""
     check_options(server, limits)
+    check_certificate(server)
     server = with_keys(server)
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = listen(server.host, server.port)  # before models are read: a port in use is found at once
     engine = opener()
     try:
         app = build_cells_app(engine, server, limits)
-        address = f"http://{server.host}:{listener.getsockname()[1]}{PATH}"
+        address = f"{scheme_of(server)}://{server.host}:{listener.getsockname()[1]}{PATH}"
         run(app, listener, server, limits, lambda: say(f"{', '.join(engine.models)} served at {address}/MODEL"))
     finally:
         engine.close()
