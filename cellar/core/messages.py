@@ -379,6 +379,7 @@ class SchedulerStats:
 
     `recomputed_tokens` had been computed before, as far as is known, and were computed again: holes before what was
     found, what was found where loading takes longer, and what a suspended request has lost.
+    `steps[b]` steps computed more than 2**(b - 1) tokens and at most 2**b, `step_tokens` in all of them.
     """
 
     running: int
@@ -393,6 +394,8 @@ class SchedulerStats:
     generation_tokens: int
     tiers: tuple[TierStats, ...] = ()
     recomputed_tokens: int = 0
+    steps: tuple[int, ...] = ()
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

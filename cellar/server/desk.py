@@ -183,7 +183,7 @@ class Desk:
             for id, prompt in zip(ids, prompts, strict=True)
         ]
         tickets = self.admission.enter(lengths, params.n)
-        timings = [self._metrics.arrived(length, conversation is not None) for length in lengths]
+        timings = [self._metrics.arrived(length, params, conversation is not None) for length in lengths]
         if self._log_requests:
             called = f" ({name})" if name not in request_id else ""
             sizes = f"{lengths[0]}" if len(lengths) == 1 else f"{sum(lengths)} in {len(lengths)} prompts"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cellar.core.messages import SchedulerStats
@@ -13,6 +14,9 @@ from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig
 from cellar.text.pooling import read_pooling
 from cellar.text.tokenizer import Tokenizer
+
+_PLACES = ("kv_disk_path",)
+"""Options that say where something lies, which is nobody's business."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class ServedModel:
     generation: GenerationConfig = NEUTRAL
     hidden_size: int = 1
     pooling: str = "last"
+    cache: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, opened: Opened, names: tuple[str, ...]) -> ServedModel:
@@ -46,6 +51,7 @@ class ServedModel:
             opened.generation,
             opened.spec.hidden_size,
             read_pooling(opened.checkpoint),
+            {name: str(value) for name, value in vars(opened.config.cache).items() if name not in _PLACES},
         )
 
 

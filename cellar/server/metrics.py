@@ -8,18 +8,31 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 
 from cellar.core.messages import RequestOutput, SchedulerStats, Tier, TierStats
+from cellar.core.sampling import SamplingParams
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally
+from cellar.server.vllm_names import with_vllm_names
 
 _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_COUNTS = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+
+_STEP_BUCKETS = 17
+"""Bounds of a step's tokens: 1, 2, 4, ... 65,536."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,18 +83,24 @@ class Histogram:
 
 
 class Metrics:
-    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine.
+    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine. `cache` are the
+    options of its KV cache.
 
     One thread counts, except that `restarted` may come from another.
     """
 
     def __init__(
-        self, model_name: str, stats: Callable[[], SchedulerStats | None], shared: Shared | None = None
+        self,
+        model_name: str,
+        stats: Callable[[], SchedulerStats | None],
+        shared: Shared | None = None,
+        cache: Mapping[str, str] | None = None,
     ) -> None:
         self._tally = Tally() if shared is None else shared.tally()
         self._counts = self._tally.counts if shared is None else shared.counts
         self._labels = {"model_name": model_name}
         self._stats = stats
+        self._cache = dict(cache or {})
         tally = self._tally
         self.first_token = Histogram(tally, "time_to_first_token_seconds", "From arrival to the first token.", _LONG)
         self.inter_token = Histogram(tally, "inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
@@ -93,11 +112,22 @@ class Metrics:
         )
         self.end_to_end = Histogram(tally, "e2e_request_latency_seconds", "From arrival to the end.", _LONG)
         self.queue = Histogram(tally, "request_queue_time_seconds", "From arrival to the first step.", _LONG)
+        self.prefill = Histogram(
+            tally, "request_prefill_time_seconds", "From the first step to the first token.", _LONG
+        )
+        self.decode = Histogram(tally, "request_decode_time_seconds", "From the first token to the last.", _LONG)
+        self.inference = Histogram(tally, "request_inference_time_seconds", "From the first step to the end.", _LONG)
         self.prompt_length = Histogram(tally, "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = Histogram(tally, "request_generation_tokens", "Tokens made for a request.", _TOKENS)
+        self.longest = Histogram(
+            tally, "request_max_num_generation_tokens", "Tokens of the longest of a request's sequences.", _TOKENS
+        )
+        self.asked_n = Histogram(tally, "request_params_n", "The n of a request.", _COUNTS)
+        self.asked_tokens = Histogram(tally, "request_params_max_tokens", "The max_tokens of a request.", _TOKENS)
         self._histograms = (
-            *(self.first_token, self.inter_token, self.per_token, self.end_to_end, self.queue),
-            *(self.prompt_length, self.output_length),
+            *(self.first_token, self.inter_token, self.per_token, self.end_to_end, self.queue, self.prefill),
+            *(self.decode, self.inference, self.prompt_length, self.output_length, self.longest),
+            *(self.asked_n, self.asked_tokens),
         )
         for reason in REASONS:
             tally.place(f"ended/{reason}")
@@ -106,9 +136,12 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def arrived(self, num_prompt: int, named: bool = False) -> Timing:
+    def arrived(self, num_prompt: int, params: SamplingParams, named: bool = False) -> Timing:
         """A request begins. `named`: it said to which conversation it belongs."""
         self.prompt_length.observe(num_prompt)
+        self.asked_n.observe(params.n)
+        if params.max_tokens is not None and params.pooling is None:
+            self.asked_tokens.observe(params.max_tokens)
         return Timing(self, named)
 
     def ended(self, reason: str) -> None:
@@ -144,7 +177,10 @@ class Metrics:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """All families, under our names and vLLM's."""
+        return with_vllm_names(self._families())
+
+    def _families(self) -> Iterator[Metric]:
         counts = self._counts()
         for histogram in self._histograms:
             yield histogram.family(self._labels, counts)
@@ -183,7 +219,11 @@ class Metrics:
         yield self._counter("num_preemptions", "Requests suspended for want of memory.", stats.preemptions)
         yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
         yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-
+        yield self._steps(stats)
+        cache = InfoMetricFamily("cellar:cache_config", "How the KV cache is set up.", labels=list(self._labels))
+        blocks = {"num_gpu_blocks": str(stats.total_chunks)}
+        cache.add_metric(list(self._labels.values()), {**self._cache, **blocks})
+        yield cache
         yield self._sources(stats)
         yield from self._tiers(stats.tiers[1:])
 
@@ -198,6 +238,16 @@ class Metrics:
         for tier in Tier:
             family.add_metric([*self._labels.values(), tier.name.lower()], hits.get(tier, 0))
         family.add_metric([*self._labels.values(), "recomputed"], stats.recomputed_tokens)
+        return family
+
+    def _steps(self, stats: SchedulerStats) -> Metric:
+        """Tokens of a step, those of prompts and those made."""
+        family = HistogramMetricFamily(
+            "cellar:iteration_tokens_total", "Tokens that a step computes.", labels=list(self._labels)
+        )
+        *bounded, last = accumulate(stats.steps or (0,))
+        buckets = [(str(float(2**b)), float(count)) for b, count in enumerate(bounded[:_STEP_BUCKETS])]
+        family.add_metric(list(self._labels.values()), [*buckets, ("+Inf", float(last))], stats.step_tokens)
         return family
 
     def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
@@ -266,10 +316,21 @@ class Timing:
         if self._named:
             metrics.returned(len(output.prompt_token_ids), output.num_cached_tokens)
         longest = max(len(completion.token_ids) for completion in output.outputs)
+        metrics.longest.observe(longest)
+        self._phases(elapsed, output.queue_seconds)
         if self.first is not None and longest > 1:
             metrics.per_token.observe((elapsed - (self.first - self._arrived)) / (longest - 1))
         for completion in output.outputs:
             metrics.ended(completion.finish_reason or "abort")
+
+    def _phases(self, elapsed: float, queued: float) -> None:
+        """Where the time went that it did not wait; what makes no token is all prefill."""
+        metrics, last = self._metrics, max(self._last.values(), default=0.0)
+        first = elapsed if self.first is None else self.first - self._arrived
+        metrics.prefill.observe(max(0.0, first - queued))
+        metrics.inference.observe(max(0.0, (last - self._arrived if last else elapsed) - queued))
+        if self.first is not None:
+            metrics.decode.observe(last - self.first)
 
     def left(self, num_sequences: int) -> None:
         """The client went away before the end."""

@@ -28,7 +28,7 @@ def test_the_dashboard_knows_every_metric_it_asks_for() -> None:
     assert len(asked) > 15
     for name in asked:
         assert re.search(rf"^{name}\b", text, re.MULTILINE), name
-    assert all(name.startswith("cellar:") for name in names)
+    assert all(name.startswith(("cellar:", "vllm:")) for name in names)
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(ids) == len(set(ids))
 

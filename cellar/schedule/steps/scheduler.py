@@ -109,6 +109,8 @@ class StepScheduler:
         self._preemptions = 0
         self._prompt_tokens = 0
         self._generation_tokens = 0
+        self._step_sizes = [0] * 32  # see SchedulerStats.steps
+        self._step_tokens = 0
 
     # -- the protocol -----------------------------------------------------------------------------
 
@@ -146,6 +148,9 @@ class StepScheduler:
             self._closes.clear()
             self._in_flight.append(built[1])
             self._steps += 1
+            count = built[1].num_decodes + len(built[0].tokens)
+            self._step_sizes[(count - 1).bit_length()] += 1
+            self._step_tokens += count
         if self._crowded:
             self._make_way()
         return None if built is None else built[0]
@@ -296,6 +301,8 @@ class StepScheduler:
                 for stats, hits in zip(self._store.tier_stats(), self._hits.tolist(), strict=True)
             ),
             recomputed_tokens=self._recomputed,
+            steps=tuple(self._step_sizes),
+            step_tokens=self._step_tokens,
         )
 
     # -- planning (§3.4.2) ------------------------------------------------------------------------
