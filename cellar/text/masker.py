@@ -11,10 +11,12 @@ Nothing is computed here: a `MaskRow` is what somebody may compute, in whatever 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +27,14 @@ from cellar.text.grammar import GrammarCompiler, Mask, Matcher
 logger = logging.getLogger(__name__)
 
 _CHOSEN = (Flag.OK, Flag.FELL_BACK)
+
+
+def resident_bytes(path: Path = Path("/proc/self/statm")) -> int:
+    """Bytes of memory that this process has; 0 where the system does not say (not Linux)."""
+    try:
+        return int(path.read_text().split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +85,14 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    """A compiled grammar, and by how much the process grew while it was made."""
+
+    matcher: Matcher
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Pending:
     """A step on its way: rows of its results in order, those that are masked with their state."""
 
@@ -84,13 +102,26 @@ class _Pending:
 
 
 class Masker:
-    """Holds one matcher per masked row. One thread, except `ready` and `prepare`."""
+    """Holds one matcher per masked row. One thread, except `ready` and `prepare`.
 
-    def __init__(self, compiler: GrammarCompiler, max_grammars: int = 256) -> None:
+    Compiled grammars are kept for whoever asks for them again: the latest, and before it as many as `max_grammars` and
+    `max_bytes` allow. `resident` says how large this process is; a grammar of 10 KB may take 140 MB.
+    """
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        max_grammars: int = 256,
+        max_bytes: int = 256 * 2**20,
+        resident: Callable[[], int] = resident_bytes,
+    ) -> None:
         self._compiler = compiler
         self._max_grammars = max_grammars
+        self._max_bytes = max_bytes
+        self._resident = resident
         self._lock = threading.Lock()
-        self._grammars: OrderedDict[tuple[object, ...], Matcher] = OrderedDict()
+        self._grammars: OrderedDict[tuple[object, ...], _Kept] = OrderedDict()
+        self._num_bytes = 0
         self._rows: dict[int, MaskRow] = {}
         self._parked: dict[str, MaskRow] = {}  # by request: late, and to be opened again
         self._pending: deque[_Pending] = deque()
@@ -173,13 +204,19 @@ class Masker:
             found = self._grammars.get(key)
             if found is not None:
                 self._grammars.move_to_end(key)
-                return found
-        found = self._compiler.compile(constraint)
+                return found.matcher
+        before = self._resident()
+        matcher = self._compiler.compile(constraint)
+        made = _Kept(matcher, max(0, self._resident() - before))
         with self._lock:
-            self._grammars[key] = found
-            if len(self._grammars) > self._max_grammars:
-                self._grammars.popitem(last=False)
-        return found
+            replaced = self._grammars.pop(key, None)
+            self._num_bytes += made.nbytes - (0 if replaced is None else replaced.nbytes)
+            self._grammars[key] = made
+            while len(self._grammars) > 1 and (
+                len(self._grammars) > self._max_grammars or self._num_bytes > self._max_bytes
+            ):
+                self._num_bytes -= self._grammars.popitem(last=False)[1].nbytes
+        return matcher
 
 
 def sampled_rows(plan: StepPlan) -> tuple[int, ...]:
