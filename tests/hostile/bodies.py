@@ -75,7 +75,7 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"prompt": "once", "add_special_tokens": True}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
 )
-FINE = frozenset({200, 400, 401, 404, 405, 413, 415, 422, 431, 499, 503, 504})
+FINE = frozenset({200, 400, 401, 404, 405, 413, 415, 422, 429, 431, 499, 503, 504})
 
 
 def send_spoilt(url: str, seed: int, go_on: Callable[[int], bool], headers: dict[str, str]) -> Counter[int | str]:

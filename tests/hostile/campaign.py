@@ -66,6 +66,8 @@ class Held:
     mebibytes: list[float] = field(default_factory=list)
     descriptors: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
+    by_process: dict[int, list[float]] = field(default_factory=dict)
+    """MiB of each process, by its id: tells what has grown from what was started again."""
 
 
 def honest(url: str, seed: int, go_on: Callable[[int], bool], figures: Figures, patience: float = SECONDS) -> None:
@@ -143,10 +145,12 @@ def look(pid: int, held: dict[str, Held]) -> None:
             pages = int(Path(f"/proc/{child}/statm").read_text().split()[1])
             files, threads = (len(os.listdir(f"/proc/{child}/{what}")) for what in ("fd", "task"))
             total = sums.setdefault(kind, [0.0, 0, 0])
-            for k, value in enumerate((pages * os.sysconf("SC_PAGE_SIZE") / 2**20, files, threads)):
+            mebibytes = pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+            for k, value in enumerate((mebibytes, files, threads)):
                 total[k] += value
+            held.setdefault(kind, Held()).by_process.setdefault(child, []).append(round(mebibytes))
     for kind, (mebibytes, files, threads) in sums.items():
-        one = held.setdefault(kind, Held())
+        one = held[kind]
         one.mebibytes.append(round(mebibytes))
         one.descriptors.append(int(files))
         one.threads.append(int(threads))
@@ -169,8 +173,13 @@ def quantile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
 
 
-def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: bool = True) -> dict[str, Any]:
-    """Everything at once for so long; -> the figures. Raises AssertionError if the server does not end in order."""
+def run(
+    seconds: float, seed: int, kill_every: float | None = 20.0, offline: bool = True, rest: float = 0.0
+) -> dict[str, Any]:
+    """Everything at once for so long; -> the figures. Raises AssertionError if the server does not end in order.
+
+    Attackers rest so many seconds between two attacks.
+    """
     figures, held, ending = Figures(), dict[str, Held](), threading.Event()
     statuses, killed, connections = Counter[int | str](), Counter[str](), Counter[str]()
     driven: list[Any] = []
@@ -182,15 +191,20 @@ def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: boo
         def go_on(count: int) -> bool:
             return time.monotonic() < end
 
+        def attack_on(count: int) -> bool:
+            time.sleep(rest)
+            return go_on(count)
+
         def drive_on() -> None:
             turn = 0
-            while go_on(turn):
+            while attack_on(turn):
                 turn += 1
-                driven.append(drive(seed + turn, lambda count: count < 400 and go_on(count)))
+                driven.append(drive(seed + turn, lambda count: count < 400 and attack_on(count)))
 
         def try_on() -> None:
             turn = 0
-            while go_on(turn):
+            while attack_on(turn):
+                time.sleep(25 * rest)
                 spoilt.append(try_many(seed + 50 * turn, 50))
                 turn += 1
 
@@ -212,9 +226,9 @@ def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: boo
         honest(url, seed, lambda count: count < 25, quiet)
         works: list[Callable[[], object]] = [
             *(lambda k=k: honest(url, seed + k, go_on, figures) for k in range(3)),
-            *(lambda k=k: statuses.update(send_spoilt(url, seed + k, go_on, HOSTILE)) for k in range(2)),
-            lambda: statuses.update(grow(url, seed, go_on, HOSTILE)),
-            lambda: connections.update({"made": crowd(url, seed, go_on, "x-api-key: hostile-key\r\n")}),
+            *(lambda k=k: statuses.update(send_spoilt(url, seed + k, attack_on, HOSTILE)) for k in range(2)),
+            lambda: statuses.update(grow(url, seed, attack_on, HOSTILE)),
+            lambda: connections.update({"made": crowd(url, seed, attack_on, "x-api-key: hostile-key\r\n")}),
         ]
         works += [kill_on] if kill_every is not None else []
         works += [drive_on, try_on] if offline else []
@@ -262,6 +276,9 @@ def run(seconds: float, seed: int, kill_every: float | None = 20.0, offline: boo
             kind: {
                 "MiB": one.mebibytes[:: max(1, len(one.mebibytes) // 10)],
                 "MiB first, last, peak": [one.mebibytes[0], one.mebibytes[-1], max(one.mebibytes)],
+                "each process: looks, MiB first, middle, last, peak": [
+                    [len(m), m[0], m[len(m) // 2], m[-1], max(m)] for m in one.by_process.values() if len(m) > 5
+                ],
                 "descriptors first, last, peak": [one.descriptors[0], one.descriptors[-1], max(one.descriptors)],
                 "threads first, last, peak": [one.threads[0], one.threads[-1], max(one.threads)],
             }
@@ -299,8 +316,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kill-every", type=float, default=20.0, help="seconds, about; 0 for never")
+    parser.add_argument("--rest", type=float, default=0.0, help="seconds that an attacker rests between two attacks")
     options = parser.parse_args()
-    report = run(60 * options.minutes, options.seed, options.kill_every or None)
+    report = run(60 * options.minutes, options.seed, options.kill_every or None, rest=options.rest)
     print(json.dumps(report, indent=1))
     sys.exit(not is_clean(report))
 
