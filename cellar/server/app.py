@@ -260,6 +260,7 @@ def build_app(
             (403, "not for one key of several"),
             (404, "no such model"),
             (413, "the body is too large"),
+            (429, "too much of this API key waits; Retry-After says when to come back"),
             (503, "too many wait, or the engine is down; Retry-After says when to come back"),
             (504, "the deadline has passed"),
         )

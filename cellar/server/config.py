@@ -92,6 +92,9 @@ _AT_LEAST_ONE = (
     *("max_request_sequences", "max_listed_tokens", "max_request_logprobs", "max_queued_requests"),
     *("max_queued_tokens", "max_body_bytes", "max_head_bytes", "max_grammar_bytes", "conversation_bytes"),
 )
+_AT_LEAST_ONE_IF_GIVEN = (
+    *("max_key_queued_requests", "max_key_queued_tokens", "max_connections", "max_connections_per_address"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,10 @@ class LimitConfig:
     )
     max_queued_requests: int = _option(4096, "Most sequences that may wait for their first token; more get a 503.")
     max_queued_tokens: int = _option(4_000_000, "Most prompt tokens that may wait; more get a 503.")
+    max_key_queued_requests: int | None = _option(
+        None, "Most sequences of one API key that may wait; more get a 429; default: as of all together."
+    )
+    max_key_queued_tokens: int | None = _option(None, "Most prompt tokens of one API key that may wait, likewise.")
     max_body_bytes: int = _option(8 * 2**20, "Largest request body.")
     max_head_bytes: int = _option(64 * 2**10, "Largest head of a request: its line and headers.")
     max_connections: int | None = _option(None, "Most open connections; default: what file descriptors allow.")
@@ -121,7 +128,7 @@ class LimitConfig:
     shutdown_timeout: float = _option(30.0, "Seconds for running requests to finish after SIGTERM.")
 
     def __post_init__(self) -> None:
-        for name in (*_AT_LEAST_ONE, "max_connections", "max_connections_per_address"):
+        for name in (*_AT_LEAST_ONE, *_AT_LEAST_ONE_IF_GIVEN):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1.")
         if self.max_prompt_len is not None and self.max_prompt_len < 1:

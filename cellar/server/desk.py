@@ -178,11 +178,11 @@ class Desk:
         own_id, salt = self._tenants.id(owner, request_id), self._tenants.salt(owner, salt)
         conversation = self._tenants.conversation(owner, conversation)
         ids = [own_id if len(prompts) == 1 else f"{own_id}-{k}" for k in range(len(prompts))]
+        whose: dict[str, Any] = {"conversation": conversation, "salt": salt, "owner": own_id, "tenant": owner}
         news = [
-            llm.deltas(prompt, params, id, priority=priority, conversation=conversation, salt=salt, owner=own_id)
-            for id, prompt in zip(ids, prompts, strict=True)
+            llm.deltas(prompt, params, id, priority=priority, **whose) for id, prompt in zip(ids, prompts, strict=True)
         ]
-        tickets = self.admission.enter(lengths, params.n)
+        tickets = self.admission.enter(lengths, params.n, owner)
         timings = [self._metrics.arrived(length, params, conversation is not None) for length in lengths]
         if self._log_requests:
             called = f" ({name})" if name not in request_id else ""

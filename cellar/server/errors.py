@@ -30,6 +30,7 @@ _TYPES = {
     405: "invalid_request_error",
     413: "invalid_request_error",
     422: "invalid_request_error",
+    429: "rate_limit_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
@@ -45,6 +46,7 @@ _ANTHROPIC_TYPES = {
     404: "not_found_error",
     405: "invalid_request_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -114,6 +116,11 @@ def refused(message: str, parameter: str | None = None, code: str | None = None)
 def unavailable(message: str, retry_after: int = 1) -> ApiError:
     """The same request may succeed later."""
     return ApiError(503, message, code="unavailable", retry_after=retry_after)
+
+
+def over_quota(message: str, retry_after: int = 2) -> ApiError:
+    """The client has enough on its way; the same request may succeed later."""
+    return ApiError(429, message, code="rate_limit_exceeded", retry_after=retry_after)
 
 
 def whole_characters(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.errors import ConfigError
-from cellar.server.config import ServerConfig
+from cellar.server.config import LimitConfig, ServerConfig
 
 VARIABLE = "CELLAR_API_KEY"
 """Of the environment: keys, separated by commas."""
@@ -51,6 +51,18 @@ def with_keys(server: ServerConfig) -> ServerConfig:
 def digest_of(key: bytes) -> str:
     """Whom a key belongs to: 24 hexadecimal digits that tell nothing of a key which cannot be guessed."""
     return blake2b(key, digest_size=12, person=b"cellar-owner").hexdigest()
+
+
+def owners_of(server: ServerConfig) -> tuple[str, ...]:
+    """Whom the keys of a server belong to, in their order. Raises ConfigError."""
+    return tuple(digest_of(os.fsencode(key)) for key in read_keys(server.api_key, server.api_key_file))
+
+
+def check_quota(server: ServerConfig, limits: LimitConfig) -> None:
+    """Raises ConfigError for limits on what one key may do if there are no keys: nobody would be held to them."""
+    for name in ("max_key_queued_requests", "max_key_queued_tokens"):
+        if getattr(limits, name) is not None and not read_keys(server.api_key, server.api_key_file):
+            raise ConfigError(f"{name} counts for each API key, and there is none; give keys, or leave it out.")
 
 
 def owner_of(scope: MutableMapping[str, Any]) -> str:

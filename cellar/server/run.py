@@ -17,7 +17,7 @@ from cellar.server.engine_process import Opener
 from cellar.server.fronts import FrontPlan, Fronts
 from cellar.server.heap import one_heap
 from cellar.server.host import EngineHost, SameProcess, ServedModel
-from cellar.server.keys import with_keys
+from cellar.server.keys import check_quota, owners_of, with_keys
 from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
 from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
@@ -34,6 +34,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     server = with_keys(server)
     check_certificate(server)
+    check_quota(server, limits)
     names = model_names(engine, server)
     if server.api_server_count > 1:
         serve_by_several(partial(open_config, engine, limits.shutdown_timeout), names, server, limits, say)
@@ -65,7 +66,8 @@ def serve_by_several(
 ) -> None:
     """Serve by `server.api_server_count` front processes over one engine, until a signal comes."""
     with PrivateDirectory() as directory, listen_beside(server.host, server.port) as place:
-        shared = Shared(directory, server.api_server_count, server.api_server_count)
+        owners = owners_of(server)
+        shared = Shared(directory, server.api_server_count, server.api_server_count, owners)
         tally = shared.tally()
         tally.places((ENGINE_RESTARTS, FRONT_RESTARTS))  # now: two threads add to them
         restarted = partial(tally.add, ENGINE_RESTARTS)

@@ -13,12 +13,14 @@ from cellar.server.tally import Tally, summed
 class Shared:
     """The place of one front among `count`; the process that keeps the fronts has the place `count`.
 
-    The directory holds the socket of the engine, the tallies of all places, and who waits at each.
+    The directory holds the socket of the engine, the tallies of all places, and who waits at each; `owners` are those
+    of the server's keys.
     """
 
     directory: Path
     index: int
     count: int
+    owners: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
@@ -35,11 +37,11 @@ class Shared:
 
     def waiting(self) -> SharedWaiting:
         """Who waits, here and at all."""
-        return SharedWaiting(self.directory / "waiting", self.index, self.count)
+        return SharedWaiting(self.directory / "waiting", self.index, self.count, self.owners)
 
     def at(self, index: int) -> Shared:
         """Another place."""
-        return Shared(self.directory, index, self.count)
+        return Shared(self.directory, index, self.count, self.owners)
 
     def _tally(self, index: int) -> Path:
         return self.directory / f"tally-{index}"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +42,16 @@ def plain(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def raw(url: str, body: dict[str, Any], path: str = "/v1/completions") -> socket.socket:
+def raw(
+    url: str, body: dict[str, Any], path: str = "/v1/completions", headers: Mapping[str, str] | None = None
+) -> socket.socket:
     """A request on a socket of its own; to close it is to hang up."""
     sent = json.dumps(body).encode()
     host, port = url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)))
+    more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{more}"
         f"content-type: application/json\r\ncontent-length: {len(sent)}\r\n\r\n"
     )
     sock.sendall(head.encode() + sent)

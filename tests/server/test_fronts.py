@@ -276,3 +276,16 @@ def test_who_waits_is_counted_together(tmp_path: Path) -> None:
     assert seen.is_set()
     one.clear()
     assert two.totals() == (1, 7)
+
+
+def test_what_waits_of_one_key_is_counted_at_all_fronts(tmp_path: Path) -> None:
+    one, two = (Shared(tmp_path, k, 2, ("a", "b")).waiting() for k in range(2))
+    one.add(2, 50, "a")
+    two.add(1, 7, "a")
+    two.add(4, 9, "b")
+    one.add(1, 1)
+    assert one.of("a") == two.of("a") == (3, 57)
+    assert one.of("b") == (4, 9)
+    assert one.totals() == (8, 67)
+    two.clear()
+    assert (one.of("a"), one.of("b"), one.totals()) == ((2, 50), (0, 0), (3, 51))

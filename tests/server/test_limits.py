@@ -16,12 +16,14 @@ import openai
 import pytest
 
 from cellar.core.errors import ConfigError
-from cellar.server.keys import read_keys
+from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.keys import check_quota, read_keys
 from tests.fake_front import ENDLESS, ROOMY
 from tests.limits import SECONDS, join_all, until
 from tests.server.served import Served, raw, serve
 
 LONG: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": 200, "ignore_eos": True}
+MESSAGE: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
 LONGER = {**LONG, "max_tokens": ENDLESS}
 
 
@@ -57,6 +59,45 @@ def test_prompt_tokens_that_wait_are_limited_too() -> None:
         first.close()
         second.close()
         served.settle()
+
+
+def test_one_key_has_a_quota_and_others_do_not_notice() -> None:
+    limits = {"max_key_queued_requests": 2, "max_key_queued_tokens": 100}
+    greedy, other = {"authorization": "Bearer greedy"}, {"x-api-key": "other"}
+    with serve({"api_key": "greedy,other"}, limits, num_rows=1, latency=0.02, **ROOMY) as served:
+        admission = served.app.state.api.desk.admission
+        engine = served.opened.front.engine
+        first = raw(served.url, LONGER, headers=greedy)
+        until(lambda: engine.stats().running == 1 and admission.num_requests == 0)
+        waiting = [raw(served.url, LONG, headers=greedy) for _ in range(2)]
+        until(lambda: admission.num_requests == 2)
+        with served.http() as http:
+            for path, more in (("/v1/completions", LONG), ("/v1/messages", MESSAGE)):
+                answer = http.post(path, json=more, headers=greedy)
+                assert answer.status_code == 429
+                assert int(answer.headers["retry-after"]) >= 1
+                assert answer.json()["error"]["type"] == "rate_limit_error"
+                assert "2 sequences of this API key" in answer.json()["error"]["message"]
+            with pytest.raises(openai.RateLimitError) as refused:
+                served.client().with_options(api_key="greedy").completions.create(model="fake", prompt="hi")
+            assert refused.value.code == "rate_limit_exceeded"
+            others = raw(served.url, {**LONG, "prompt": [1] * 99}, headers=other)
+            until(lambda: admission.num_requests == 3)
+            answer = http.post("/v1/completions", json=LONG, headers=other)
+            assert answer.status_code == 429
+            assert "99 prompt tokens" in answer.json()["error"]["message"]
+        for sock in (first, *waiting, others):
+            sock.close()
+        served.settle()
+        assert admission._waiting.of("") == (0, 0)
+
+
+def test_a_quota_without_keys_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_key_queued_tokens counts for each API key, and there is none"):
+        check_quota(ServerConfig(), LimitConfig(max_key_queued_tokens=5))
+    check_quota(ServerConfig(api_key="k"), LimitConfig(max_key_queued_tokens=5))
+    with pytest.raises(ConfigError, match="max_key_queued_requests is 0"):
+        LimitConfig(max_key_queued_requests=0)
 
 
 def test_the_longest_prompt() -> None:

@@ -26,7 +26,7 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.errors import ApiError, refused, unavailable
 from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit
 from cellar.server.hosts import AllowedHosts, hosts_of
-from cellar.server.keys import read_keys
+from cellar.server.keys import owner_of, read_keys
 from cellar.server.metrics import CONTENT_TYPE
 from cellar.server.request_id import HEADER, RequestIds, new_id
 from cellar.server.stream import ClientGone, EventStream, event, until_gone
@@ -77,10 +77,11 @@ class CellApi:
         if stream and not served.grows:
             raise refused("nothing of this model's response grows, so there is nothing to stream.", "stream")
         id = new_id("cells", None, request)
+        owner = owner_of(request.scope)
         if stream:
-            return EventStream(self._events(served, id, fields), None, self.limits.request_timeout)
+            return EventStream(self._events(served, id, fields, owner), None, self.limits.request_timeout)
         try:
-            content = await until_gone(request, self._in_time(self._whole(served, id, fields)))
+            content = await until_gone(request, self._in_time(self._whole(served, id, fields, owner)))
         except ClientGone:
             return GONE
         return cells_body.answer(request, content)
@@ -133,14 +134,16 @@ class CellApi:
 
     # -- how --------------------------------------------------------------------------------------
 
-    async def _whole(self, served: Served, id: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        async with self._admitted(served, fields) as (unfolded, _, timing):
+    async def _whole(self, served: Served, id: str, fields: Mapping[str, Any], owner: str) -> dict[str, Any]:
+        async with self._admitted(served, fields, owner) as (unfolded, _, timing):
             future = self.engine.submit_unfolded(served.name, unfolded, id=id)
             response = await asyncio.wrap_future(future)
             timing.end("stop")
             return _answer(served, id, "cells.result", plain(response))
 
-    async def _events(self, served: Served, id: str, fields: Mapping[str, Any]) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, served: Served, id: str, fields: Mapping[str, Any], owner: str
+    ) -> AsyncGenerator[bytes, None]:
         """New values by name as they come, then the whole response."""
         loop = asyncio.get_running_loop()
         steps: asyncio.Queue[tuple[str, Any] | None] = asyncio.Queue()
@@ -148,7 +151,7 @@ class CellApi:
         def on_step(name: str, value: Any) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, (name, value))
 
-        async with self._admitted(served, fields) as (unfolded, ticket, timing):
+        async with self._admitted(served, fields, owner) as (unfolded, ticket, timing):
             future = self.engine.submit_unfolded(served.name, unfolded, id=id, on_step=on_step)
             future.add_done_callback(lambda _: loop.call_soon_threadsafe(steps.put_nowait, None))
             try:
@@ -178,11 +181,11 @@ class CellApi:
 
     @asynccontextmanager
     async def _admitted(
-        self, served: Served, fields: Mapping[str, Any]
+        self, served: Served, fields: Mapping[str, Any], owner: str
     ) -> AsyncIterator[tuple[Any, Ticket, CellTiming]]:
-        """A request that waits until its first answer; unfolded. Raises ApiError (503), RequestError."""
+        """A request that waits until its first answer; unfolded. Raises ApiError (503, 429), RequestError."""
         self._check_running()
-        (entry,) = self.admission.enter([0])
+        (entry,) = self.admission.enter([0], owner=owner)
         unfolded_ticket: Ticket | None = None
         timing: CellTiming | None = None
         try:
@@ -190,7 +193,7 @@ class CellApi:
             unfolded = await loop.run_in_executor(self._unfolders, self.engine.unfold, served.name, fields)
             num_nodes = unfolded.graph.num_nodes
             entry.served()
-            (unfolded_ticket,) = self.admission.enter([num_nodes])
+            (unfolded_ticket,) = self.admission.enter([num_nodes], owner=owner)
             timing = self.metrics.arrived(served.name, num_nodes)
             yield unfolded, unfolded_ticket, timing
         except (asyncio.CancelledError, GeneratorExit):
@@ -275,6 +278,7 @@ def _add_model(app: FastAPI, api: CellApi, served: Served) -> None:
             401: {"description": "no valid API key"},
             413: {"description": "the body is too large"},
             415: {"description": "a body that is neither JSON nor msgpack"},
+            429: {"description": "too much of this API key waits; Retry-After says when to come back"},
             503: {"description": "too many wait, or the engine is down; Retry-After says when to come back"},
             504: {"description": "the deadline has passed"},
         },

@@ -10,7 +10,7 @@ from cellar.core.errors import ConfigError
 from cellar.engine.cells import CellEngine
 from cellar.server.cells.app import PATH, build_cells_app
 from cellar.server.config import LimitConfig, ServerConfig
-from cellar.server.keys import with_keys
+from cellar.server.keys import check_quota, with_keys
 from cellar.server.serving import listen, run
 from cellar.server.tls import check_certificate, scheme_of
 
@@ -33,6 +33,7 @@ def serve_cells(
     check_options(server, limits)
     check_certificate(server)
     server = with_keys(server)
+    check_quota(server, limits)
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     listener = listen(server.host, server.port)  # before models are read: a port in use is found at once
     engine = opener()

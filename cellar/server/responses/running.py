@@ -65,6 +65,6 @@ async def _in_time(news: AsyncGenerator[T, None], deadline: float | None) -> Asy
 def failed(answer: Answer, error: BaseException, name: str) -> ApiError:
     """The answer ends with an error; -> the same for the client. `name` is for the log."""
     found = as_api_error(error, None, name)
-    code = "rate_limit_exceeded" if found.status == 503 else "server_error"
+    code = "rate_limit_exceeded" if found.status in (429, 503) else "server_error"
     answer.stop("failed", {"code": code, "message": str(found)})
     return found
