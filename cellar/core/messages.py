@@ -72,7 +72,7 @@ class Request:
     requests of equal `salt` only. `conversation` names the conversation
     that it continues, if its sender said so; it changes no token and no lookup. `seed` is this sequence's own; without
     it that of `params`, which is set then. Requests of one `owner` share its turns: see `schedule/steps/queue.py`;
-    without a name each is its own.
+    without a name each is its own. Owners of one `tenant` share that one's; without tenants all owners are equal.
     """
 
     id: str
@@ -85,6 +85,7 @@ class Request:
     conversation: str | None = None
     seed: int | None = None
     owner: str = ""
+    tenant: str = ""
 
     @property
     def drawn_seed(self) -> int:
@@ -278,7 +279,8 @@ class StepResult:
 
     `logprobs.index` counts results; `prompt_logprobs` maps a row to the log-probabilities of the
     *targets* of its ALL spans, `index` being the target's position in the sequence. `hidden` maps a row to its
-    final hidden states: [positions, hidden] of HIDDEN spans, their sum [1, hidden] of SUM spans.
+    final hidden states: [positions, hidden] of HIDDEN spans, their sum [1, hidden] of SUM spans. `failed` says of rows
+    why they could not be opened: all results of theirs are void.
     `error` is set, and all else empty, if the step failed as a whole.
     """
 
@@ -291,6 +293,7 @@ class StepResult:
     hidden: Mapping[int, FloatArray] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
+    failed: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

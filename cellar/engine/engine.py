@@ -100,8 +100,8 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
     ends the books are checked, but not more often than every `check_seconds`. Closing may take `persist_seconds` to
     bring what would be lost to tiers that outlive the process.
 
-    Whatever a request causes when it is added, finished or dropped ends that request alone. What `turn` raises has
-    broken the engine.
+    Whatever a request causes when it is added, planned, opened, delivered, finished or dropped ends that request alone,
+    as long as the books balance without it. What `turn` raises has broken the engine.
     """
 
     def __init__(
@@ -230,7 +230,12 @@ class Engine(Generic[RequestT, PlanT, ResultT, OutputT, StatsT]):
                 if companion is not None:
                     companion.submitted(plan)
             flying += count
-        if not flying:
+        if failed := scheduler.failed():
+            outputs.append(self._refusal(failed))
+            if companion is not None:
+                for request_id in failed:
+                    companion.drop(request_id)
+        elif not flying:
             timeout = self._idle(timeout, now)
         for result in runtime.poll(0.0 if outputs else timeout):
             if isinstance(result, CopyResult):

@@ -55,9 +55,10 @@ class Front:
         conversation: str | None = None,
         salt: bytes = b"",
         owner: str = "",
+        tenant: str = "",
     ) -> Prepared:
         """Check a request and start nothing. Raises RequestError."""
-        sequences = self.reader.requests(request_id, prompt, params, priority, conversation, salt, owner)
+        sequences = self.reader.requests(request_id, prompt, params, priority, conversation, salt, owner, tenant)
         return Prepared(request_id, prompt, params, sequences)
 
     def start(self, prepared: Sequence[Prepared], stream: bool = False) -> None:

@@ -116,6 +116,7 @@ class PromptReader:
         conversation: str | None = None,
         salt: bytes = b"",
         owner: str = "",
+        tenant: str = "",
     ) -> tuple[Request, ...]:
         """The `params.n` sequences of one request, each with a seed of its own; all else is shared.
 
@@ -141,6 +142,7 @@ class PromptReader:
                 conversation=conversation,
                 seed=_signed(seed + k),
                 owner=owner or (request_id if params.n > 1 else ""),
+                tenant=tenant,
             )
             for k in range(params.n)
         )

@@ -92,13 +92,14 @@ class AsyncLLM:
         conversation: str | None = None,
         salt: bytes = b"",
         owner: str = "",
+        tenant: str = "",
     ) -> AsyncIterator[Delta | RequestOutput]:
         """As `generate`, but yields what each step added, and at the end the whole request as a RequestOutput.
 
         `conversation` names what the request belongs to; KV is shared with requests of equal `salt` only. Prompts of
-        one `owner` share its turns; without a name the request has turns of its own.
+        one `owner` share its turns; without a name the request has turns of its own. Tenants take turns, too.
         """
-        prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt, owner)
+        prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt, owner, tenant)
         return self._news(prepared, deltas=True)
 
     def read(self, prompt: object, room: int = 1) -> Prompt:
@@ -191,10 +192,11 @@ class AsyncLLM:
         conversation: str | None = None,
         salt: bytes = b"",
         owner: str = "",
+        tenant: str = "",
     ) -> Prepared:
         id = request_id if request_id is not None else f"cellar-{next(self._numbers)}"
         params = sampling_params or self.get_default_sampling_params()
-        return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt, owner)
+        return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt, owner, tenant)
 
     async def _outputs(self, prepared: Prepared) -> AsyncIterator[RequestOutput]:
         async for news in self._news(prepared, deltas=False):

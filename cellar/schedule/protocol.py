@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from cellar.core.messages import CopyResult, Event, FinishReason, TierOrder
@@ -28,6 +28,9 @@ class Scheduler(Protocol[RequestT_contra, PlanT_co, ResultT_contra, OutputT_co, 
 
     def commit(self, result: ResultT_contra, now: float) -> OutputT_co:
         """Take in a result; results of one worker arrive in the order of their plans."""
+
+    def failed(self) -> Mapping[str, str]:
+        """Requests that have failed by themselves in `plan` since the last call, and why: they have ended."""
 
     def copies(self, now: float) -> Sequence[TierOrder]:
         """Copies decided since the last call; they are handed over before the plan that was made last."""

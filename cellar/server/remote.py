@@ -233,4 +233,5 @@ class RemoteEngine:
 def _shared(request: Request) -> tuple[object, ...]:
     """What siblings have in common; the large parts by identity."""
     large = (id(request.params), id(request.stop_ids), id(request.prompt))
-    return *large, request.max_tokens, request.priority, request.salt, request.conversation, request.owner
+    whose = (request.salt, request.conversation, request.owner, request.tenant)
+    return *large, request.max_tokens, request.priority, *whose

@@ -85,13 +85,14 @@ class Add:
     salt: bytes
     conversation: str | None
     owner: str
+    tenant: str
 
     @classmethod
     def of(cls, terms: int, numbers: tuple[int, ...], requests: Sequence[Request]) -> Add:
         """Of requests that differ in their seeds only."""
         one = requests[0]
         seeds = tuple(request.drawn_seed for request in requests)
-        rest = (one.prompt, one.max_tokens, one.priority, one.salt, one.conversation, one.owner)
+        rest = (one.prompt, one.max_tokens, one.priority, one.salt, one.conversation, one.owner, one.tenant)
         return cls(terms, numbers, seeds, *rest)
 
     def requests(self, params: SamplingParams, stop_ids: frozenset[int], front: int) -> list[Request]:
@@ -108,6 +109,7 @@ class Add:
                 conversation=self.conversation,
                 seed=seed,
                 owner=f"{front}.{self.owner}" if self.owner else "",
+                tenant=self.tenant,
             )
             for number, seed in zip(self.numbers, self.seeds, strict=True)
         ]

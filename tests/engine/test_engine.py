@@ -353,6 +353,9 @@ class _Quiet:
     def copies(self, now: float) -> tuple[()]:
         return ()
 
+    def failed(self) -> dict[str, str]:
+        return {}
+
     def next_event(self, now: float) -> Event | None:
         return self.event
 

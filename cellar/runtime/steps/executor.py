@@ -105,8 +105,9 @@ class StepExecutor:
         """
         clock = _clock(self._device)
         try:
-            delta = self.rows.apply(plan)
-            return self._run(plan, delta, masks, clock, pace)
+            applied = self.rows.apply(plan)
+            finish = self._run(plan, applied.delta, masks, clock, pace)
+            return (lambda: replace(finish(), failed=applied.failed)) if applied.failed else finish
         finally:
             self.rows.close(plan.closes)
 

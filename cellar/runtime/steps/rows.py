@@ -10,6 +10,7 @@ On the CPU the mirror of the table is the table.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,13 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cellar.core.errors import IntegrityError
+from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import IntArray, RowOpen, StepPlan, TableUpdate
 from cellar.core.sampling import SamplingParams
 from cellar.ops.sampling import LEAST_TEMPERATURE, Bans, Biases, Penalties, SamplingRows
+from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.steps.counts import TokenCounts
 from cellar.runtime.steps.inputs import LongArray
 from cellar.runtime.transfer import Upload
+
+logger = logging.getLogger(__name__)
 
 _UNASKED = -1
 
@@ -59,6 +63,16 @@ class Drawing:
         self.arrays: list[NDArray[Any]] = []
         self.num_logprobs = 0
         self.asking: LongArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A plan's deltas have been applied: `delta` is what `mirror` needs on the device, empty on the CPU; `failed` says
+    why rows could not be opened.
+    """
+
+    delta: list[NDArray[Any]]
+    failed: dict[int, str]
 
 
 class Rows:
@@ -100,15 +114,21 @@ class Rows:
 
     # -- deltas -----------------------------------------------------------------------------------
 
-    def apply(self, plan: StepPlan) -> list[NDArray[Any]]:
-        """Opens, then table entries. Returns what `mirror` needs on the device; empty on the CPU."""
+    def apply(self, plan: StepPlan) -> Applied:
+        """Opens, then table entries. A row that cannot be opened has its table, and no wishes."""
+        failed = {}
         for opened in plan.opens:
-            self._open(opened)
+            try:
+                self._open(opened)
+            except Exception as error:  # of one request, whatever it is
+                logger.error("row %d could not be opened for request %s", opened.row, opened.name, exc_info=error)
+                self._clear(opened.row)
+                failed[opened.row] = _why(error)
         update = plan.table
         if not len(update.row):
-            return []
+            return Applied([], failed)
         self.table_host[update.row, update.column] = update.slot
-        return self._delta(update) if self._mirrored else []
+        return Applied(self._delta(update) if self._mirrored else [], failed)
 
     def mirror(self, places: Tensor, slots: Tensor) -> None:
         """Write entries of the device's table. places: int64 [n] into the flat table; slots: int32 [n]."""
@@ -266,6 +286,14 @@ class Rows:
                 cut=False,
             )
         return self._plain[count]
+
+
+def _why(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return "there was no memory to count this request's tokens for its penalties; leave those out, or try again."
+    if isinstance(error, CellarError):
+        return str(error)
+    return f"the request has failed ({type(error).__name__}: {' '.join(str(error).split())[:300]})."
 
 
 def _stacked(rows: LongArray, listed: dict[int, _Listed]) -> list[NDArray[Any]]:

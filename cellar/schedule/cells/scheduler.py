@@ -196,6 +196,10 @@ class CellScheduler:
             self.waiting[found.model].leave(found)
         return None
 
+    def failed(self) -> Mapping[str, str]:
+        """None: what is planned was counted when it was added, and nodes that fail are told by results."""
+        return {}
+
     def copies(self, now: float) -> Sequence[TierOrder]:
         """None: rows stay where they are."""
         return ()

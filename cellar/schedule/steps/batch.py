@@ -116,6 +116,16 @@ class StepBatch:
         else:
             self._spans.append((row, start, stop, Emit.NONE))
 
+    def withdraw(self, row: int) -> None:
+        """Take out all that was said of a row after the decodes."""
+        self._opens = [opened for opened in self._opens if opened.row != row]
+        self._spans = [span for span in self._spans if span[0] != row]
+        self._sampled = [other for other in self._sampled if other != row]
+        kept = [k for k, other in enumerate(self._prompts) if other != row]
+        self._prompts, self._stops = [self._prompts[k] for k in kept], [self._stops[k] for k in kept]
+        stays = [(rows != row, rows, columns, slots) for rows, columns, slots in self._updates]
+        self._updates = [(rows[at], columns[at], slots[at]) for at, rows, columns, slots in stays]
+
     def build(self, step: int, closes: tuple[int, ...]) -> tuple[StepPlan, InFlight] | None:
         """The plan, and the rows' arrays moved on by it. None if there is nothing to compute."""
         rows, decodes = self._rows, self._decodes

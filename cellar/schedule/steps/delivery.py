@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,17 +26,24 @@ class Ending:
     detail: int | str | None = None
 
 
-def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput) -> list[Ending]:
+Said = Callable[[str, Exception], str]
+
+
+def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput, said: Said) -> list[Ending]:
     """Fill `output`, append the tokens to their rows, and say which requests end.
 
-    Results of rows whose request has ended meanwhile are void. A row without finite logits, or without a
-    token, ends with an error; one whose mask was late gets no token. Nothing of a request is delivered after its end.
+    Results of rows whose request has ended meanwhile are void. A row that failed on the device, without finite logits,
+    or without a token, ends with an error; one whose mask was late gets no token. Nothing of a request is delivered
+    after its end. Of a request whose part of the result cannot be read `said` makes a sentence from its id and the
+    exception.
     """
     rows_, tokens, flags = record.sampled, result.tokens, result.flags
     if len(tokens) != len(rows_):
         raise IntegrityError(f"step {record.step} has {len(tokens)} results, but sampled {len(rows_)} rows")
-    endings: list[Ending] = []
+    endings = [Ending(row, FinishReason.ERROR, why) for row, why in result.failed.items() if rows.accepts[row]]
     accepted = rows.accepts[rows_]
+    if result.failed:
+        accepted = accepted & ~np.isin(rows_, list(result.failed))
     if np.count_nonzero(flags) or np.count_nonzero(result.num_tokens) < len(rows_):
         accepted = accepted & (flags != Flag.LATE)
         bad = (flags == Flag.NAN) | (flags == Flag.VOID) | (result.num_tokens == 0)
@@ -43,10 +51,14 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
         for row, flag in zip(rows_[bad].tolist(), flags[bad].tolist(), strict=True):
             endings.append(Ending(row, FinishReason.ERROR, NOT_FINITE if flag == Flag.NAN else NO_TOKEN))
         accepted = accepted & ~bad
+    spoilt: list[Ending] = []
     if result.prompt_logprobs:
-        _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings})
+        spoilt = _deliver_prompt_logprobs(rows, result, output, {ending.row for ending in endings}, said)
+        endings += spoilt
+        if spoilt:
+            accepted = accepted & ~np.isin(rows_, [ending.row for ending in spoilt])
     if result.hidden:
-        endings += _deliver_pooled(rows, result, output)
+        endings += _deliver_pooled(rows, result, output, {ending.row for ending in endings}, said)
     if not len(rows_):
         return endings
     sampled = rows_
@@ -62,8 +74,12 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
             output.num_cached_tokens[state.request.id] = state.num_cached
             output.queue_seconds[state.request.id] = state.queue_seconds
     if result.logprobs is not None:
-        _deliver_logprobs(rows, sampled, accepted, result.logprobs, output)
+        unread = _deliver_logprobs(rows, sampled, accepted, result.logprobs, output, said)
+        endings += unread
+        spoilt += unread
     ended = stopped | (lengths >= rows.limit[rows_])
+    if spoilt:
+        ended &= ~np.isin(rows_, [ending.row for ending in spoilt])
     if np.count_nonzero(ended):
         for k in np.flatnonzero(ended).tolist():
             row = int(rows_[k])
@@ -74,46 +90,40 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     return endings
 
 
-def _deliver_pooled(rows: Rows, result: StepResult, output: StepOutput) -> list[Ending]:
-    """Add up the states of prompts that are pooled; one that is computed to its end is delivered, and ends."""
-    endings: list[Ending] = []
-    for row, states in result.hidden.items():
-        if not rows.accepts[row]:
-            continue
-        state = rows.state(row)
-        more = states.sum(axis=0, dtype=np.float64)
-        state.total = more if state.total is None else state.total + more
-        if rows.computed[row] < state.num_prompt:
-            continue
-        id, vector = state.request.id, state.total / (state.num_prompt if state.needs_all else 1)
-        state.total = None
-        if not np.isfinite(vector).all():
-            endings.append(Ending(row, FinishReason.ERROR, NO_VECTOR))
-            continue
-        output.pooled[id] = vector.astype(np.float32)
-        output.num_cached_tokens[id] = state.num_cached
-        output.queue_seconds[id] = state.queue_seconds
-        endings.append(Ending(row, FinishReason.STOP))
-    return endings
-
-
-def _deliver_logprobs(rows: Rows, sampled: Index, accepted: np.ndarray, logprobs: Logprobs, output: StepOutput) -> None:
+def _deliver_logprobs(
+    rows: Rows, sampled: Index, accepted: np.ndarray, logprobs: Logprobs, output: StepOutput, said: Said
+) -> list[Ending]:
+    spoilt = []
+    if result.hidden:
+        endings += _deliver_pooled(rows, result, output, {ending.row for ending in endings}, said)
     for m, k in enumerate(logprobs.index.tolist()):
         if accepted[k]:
-            state = rows.state(int(sampled[k]))
-            if state.request.params.logprobs is not None:
-                output.logprobs[state.request.id] = _part(logprobs, np.array([m]))
+            row = int(sampled[k])
+            request = rows.state(row).request
+            if request.params.logprobs is not None:
+                try:
+                    output.logprobs[request.id] = _part(logprobs, np.array([m]))
+                except Exception as error:
+                    spoilt.append(Ending(row, FinishReason.ERROR, said(request.id, error)))
+    return spoilt
 
 
-def _deliver_prompt_logprobs(rows: Rows, result: StepResult, output: StepOutput, failed: set[int]) -> None:
+def _deliver_prompt_logprobs(
+    rows: Rows, result: StepResult, output: StepOutput, failed: set[int], said: Said
+) -> list[Ending]:
     """A prompt that is computed again after a suspension delivers only what it had not delivered yet."""
+    spoilt = []
     for row, logprobs in result.prompt_logprobs.items():
         if rows.accepts[row] and row not in failed and len(logprobs.index):
             state = rows.state(row)
-            fresh = np.flatnonzero(logprobs.index >= state.num_scored)
-            if len(fresh):
-                state.num_scored = int(logprobs.index[fresh[-1]]) + 1
-                output.prompt_logprobs[state.request.id] = _part(logprobs, fresh)
+            try:
+                fresh = np.flatnonzero(logprobs.index >= state.num_scored)
+                if len(fresh):
+                    state.num_scored = int(logprobs.index[fresh[-1]]) + 1
+                    output.prompt_logprobs[state.request.id] = _part(logprobs, fresh)
+            except Exception as error:
+                spoilt.append(Ending(row, FinishReason.ERROR, said(state.request.id, error)))
+    return spoilt
 
 
 def _part(logprobs: Logprobs, entries: Index) -> Logprobs:

@@ -77,6 +77,11 @@ class RequestState:
         return self.request.owner or self.request.id
 
     @property
+    def tenant(self) -> str:
+        """Whose owners share turns; "" without tenants."""
+        return self.request.tenant
+
+    @property
     def num_prompt(self) -> int:
         """Prompt tokens."""
         return len(self.request.prompt)

@@ -68,8 +68,20 @@ class Rows:
         return len(self._free)
 
     def open(self, state: RequestState, slots: IntArray) -> int:
-        """Give a free row to a request whose chunks lie in `slots`; nothing is planned or computed yet."""
-        row = self._free.pop()
+        """Give a free row to a request whose chunks lie in `slots`; nothing is planned or computed yet.
+
+        Whatever it raises, the row is free.
+        """
+        row = self._free[-1]
+        try:
+            self._fill(row, state, slots)
+        except Exception:
+            self._blank(row)
+            raise
+        self._free.pop()
+        return row
+
+    def _fill(self, row: int, state: RequestState, slots: IntArray) -> None:
         known, request = state.known, state.request
         count = len(known)
         self.tokens[row, :count] = known
@@ -95,17 +107,19 @@ class Rows:
             self._num_stops = max(self._num_stops, len(stops))
         else:
             self._many_stops.add(row)
-        return row
 
     def free(self, row: int) -> None:
         """Take a row back."""
+        self._blank(row)
+        self._free.append(row)
+
+    def _blank(self, row: int) -> None:
         self.decodes[row] = self.accepts[row] = self.masked[row] = False
         self.next_named[row] = NEVER
         self.num_chunks[row] = self.capacity[row] = 0
         self.ids[row] = ""
         self.states[row] = None
         self._many_stops.discard(row)
-        self._free.append(row)
 
     def state(self, row: int) -> RequestState:
         """The owner of a row that has one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +43,7 @@ from cellar.kv.recovery import Recovery
 from cellar.kv.store import KVStore, Reservation
 from cellar.schedule.steps.batch import InFlight, StepBatch
 from cellar.schedule.steps.delivery import Ending, deliver
+from cellar.schedule.steps.failures import Failures
 from cellar.schedule.steps.integrity import check_requests, check_rows
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
@@ -89,12 +90,14 @@ class StepScheduler:
         self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
         self._queue = WaitingQueue()
         self._requests: dict[str, RequestState] = {}
+        self._failures = Failures(self.check_integrity)
         self._prompts: list[RequestState] = []  # running, with known tokens left to plan; in order of key
         self._loading: list[RequestState] = []  # their chunks are on the way; in order of key
         self._in_flight: deque[InFlight] = deque()
         self._closes: set[int] = set()
         self._running = 0
         self._shares: Counter[str] = Counter()  # running rows by owner
+        self._tenants: Counter[str] = Counter()  # and by tenant
         self._crowded = False  # somebody could not be admitted to the plan being made
         self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._releasing = 0  # rows that ended or are suspending, kept by plans in flight
@@ -121,7 +124,10 @@ class StepScheduler:
         CapacityError if prompt and max_tokens need more chunks than there are.
         """
         limit = self._check(request)
-        key = (request.priority if self._config.scheduling_policy == "priority" else 0, self._queue.turn())
+        key = (
+            request.priority if self._config.scheduling_policy == "priority" else 0,
+            self._queue.turn(request.tenant),
+        )
         self._now = now
         prompt = np.ascontiguousarray(request.prompt, np.int32)
         state = RequestState(request, key, limit, self._store.chain(request.salt), prompt, arrived=now)
@@ -130,6 +136,10 @@ class StepScheduler:
 
     def plan(self, worker: int, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the next commit or add."""
+        with self._failures.checked():
+            return self._plan(now)
+
+    def _plan(self, now: float) -> StepPlan | None:
         self._now = now
         batch = StepBatch(self._rows, self._config.max_num_batched_tokens or self._rows.tokens.size)
         if self._phases_apart:
@@ -157,6 +167,14 @@ class StepScheduler:
 
     def commit(self, result: StepResult, now: float) -> StepOutput:
         """Take in the result of the oldest plan in flight: deliver tokens, name chunks, give back memory."""
+        with self._failures.checked():
+            return self._commit(result, now)
+
+    def failed(self) -> Mapping[str, str]:
+        """Requests that have failed by themselves in `plan` since the last call, and why: they have ended."""
+        return self._failures.take()
+
+    def _commit(self, result: StepResult, now: float) -> StepOutput:
         self._now = now
         record = self._in_flight.popleft() if self._in_flight else None
         if record is None or record.step != result.step:
@@ -343,7 +361,11 @@ class StepScheduler:
             self._prompts = [state for state in self._prompts if state.todo]
 
     def _plan_prompt(self, batch: StepBatch, state: RequestState) -> None:
-        batch.prompt(state)
+        try:
+            batch.prompt(state)
+        except Exception as error:
+            self._fail(state, error, batch)
+            return
         if not state.todo:
             self._rows.decodes[state.row] = True
 
@@ -358,7 +380,12 @@ class StepScheduler:
             favoured, self._favoured = self._favoured, None
             state = favoured if favoured is not None and favoured in self._queue else self._queue.first()
             has_row = self._rows.num_free > len(self._loading)
-            reservation = self._reserve(state) if state is not None and has_row else None
+            try:
+                reservation = self._reserve(state) if state is not None and has_row else None
+            except Exception as error:
+                assert state is not None
+                self._fail(state, error, batch)
+                continue
             if state is None or reservation is None:
                 self._crowded = state is not None
                 return
@@ -371,25 +398,36 @@ class StepScheduler:
                 self._start(batch, state, reservation)
 
     def _make_way(self) -> None:
-        """Who waits for its first row is given that of an owner with twice its share or more, the latest it has.
+        """Who waits for its first row is given that of a tenant, or else of an owner, with twice its share or more: the
+        latest it has.
 
         One suspension at a time, and none while a row or memory is about to come back. No batch is being made.
         """
         self._crowded = False
-        owner, count = max(self._shares.items(), key=lambda share: share[1], default=("", 0))
-        if count < 2 or count * (len(self._shares) + 1) < 2 * self._running or self._is_memory_coming():
+        if self._is_memory_coming():
             return
-        state = self._queue.first(without=self._shares)
+        if self._queue.tenants - self._tenants.keys() and self._make_way_for(self._tenants, lambda s: s.tenant):
+            return
+        self._make_way_for(self._shares, lambda state: state.owner)
+
+    def _make_way_for(self, shares: Mapping[str, int], name: Callable[[RequestState], str]) -> bool:
+        """Somebody without a share, if somebody has twice its own; -> whether a row is suspended."""
+        largest, count = max(shares.items(), key=lambda share: share[1], default=("", 0))
+        if count < 2 or count * (len(shares) + 1) < 2 * self._running:
+            return False
+        state = self._queue.first(shares, name)
         if state is None:
-            return
+            return False
         rows = self._rows.owned(Phase.RUNNING)
-        theirs = np.array([row for row in rows.tolist() if self._rows.state(row).owner == owner], np.intp)
+        theirs = np.array([row for row in rows.tolist() if name(self._rows.state(row)) == largest], np.intp)
         victim = int(self._rows.in_order(theirs)[-1])
         loser = self._rows.state(victim)
-        if loser.key[0] >= state.key[0]:  # else it has a better priority
-            self._suspend(victim)
-            loser.key = loser.key[0], self._queue.turn()
-            self._favoured = state
+        if loser.key[0] < state.key[0]:  # it has a better priority
+            return False
+        self._suspend(victim)
+        loser.key = loser.key[0], self._queue.turn(loser.tenant)
+        self._favoured = state
+        return True
 
     def _start_loaded(self, batch: StepBatch) -> None:
         """Requests whose chunks have come."""
@@ -398,12 +436,19 @@ class StepScheduler:
                 assert state.reservation is not None
                 self._loading.remove(state)
                 self._start(batch, state, state.reservation)
-                state.reservation = None
 
     def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:
         """Give an admitted request its row, and plan as much of it as the budget allows."""
-        self._open(state, reservation)
-        batch.open(state)
+        try:
+            self._open(state, reservation)
+            batch.open(state)
+        except Exception as error:
+            if state.row < 0:  # it has its memory alone, as one that loads
+                state.phase, state.reservation = Phase.LOADING, reservation
+                self._loading.append(state)
+            self._fail(state, error, batch)
+            return
+        state.reservation = None
         self._plan_prompt(batch, state)
         if state.todo:
             insort(self._prompts, state, key=lambda other: other.key)
@@ -434,6 +479,7 @@ class StepScheduler:
         self._closes.discard(row)  # the open clears the row as well
         self._running += 1
         self._shares[state.owner] += 1
+        self._tenants[state.tenant] += 1
         if state.num_cached < 0:
             state.num_cached = reservation.num_cached_tokens
             state.queue_seconds = self._now - state.arrived
@@ -488,7 +534,8 @@ class StepScheduler:
         rows = self._rows
         rows.computed[record.rows] = record.stops
         late = record.sampled[(result.flags == Flag.LATE) & rows.accepts[record.sampled]]
-        endings = deliver(rows, record, result, output)
+        late = late[~np.isin(late, list(result.failed))] if result.failed else late
+        endings = deliver(rows, record, result, output, self._failures.said)
         for row in late.tolist():
             self._park(row)
         self._generation_tokens += len(output.ids)
@@ -498,9 +545,22 @@ class StepScheduler:
                 self._store.forget(rows.slots(ending.row))
         done = rows.completed(record.rows)
         for row in done[:MAX_NAMED_PER_COMMIT].tolist():
-            self._name(row)
+            error = self._named(row)
+            if error is not None and rows.accepts[row]:
+                endings = [ending for ending in endings if ending.row != row]
+                endings.append(Ending(row, FinishReason.ERROR, error))
         for ending in endings:
             self._end(ending, output)
+
+    def _named(self, row: int) -> str | None:
+        """Name a row's chunks; -> why that could not be done, and then none of them is found again."""
+        try:
+            self._name(row)
+        except Exception as error:
+            self._rows.next_named[row] = NEVER
+            self._store.forget(self._rows.slots(row))
+            return self._failures.said(self._rows.state(row).request.id, error)
+        return None
 
     def _name(self, row: int) -> None:
         """Give a row's complete chunks their identity: KV computed, tokens committed and counted."""
@@ -521,6 +581,17 @@ class StepScheduler:
         if ending.reason is FinishReason.ERROR:
             self._rows.next_named[ending.row] = NEVER
         self._drop(state)
+
+    def _fail(self, state: RequestState, error: Exception, batch: StepBatch) -> None:
+        """A request has failed while `batch` was made: it ends, and leaves nothing. Raises an IntegrityError."""
+        self._failures.note(state.request.id, error)
+        row = state.row
+        if row >= 0:
+            batch.withdraw(row)
+            self._rows.next_named[row] = NEVER
+        self._drop(state)
+        if row >= 0 and not self._rows.planned[row]:
+            self._closes.discard(row)  # no plan has opened it
 
     def _drop(self, state: RequestState) -> None:
         """A request ends, wherever it stands."""
@@ -549,6 +620,9 @@ class StepScheduler:
         self._shares[state.owner] -= 1
         if not self._shares[state.owner]:
             del self._shares[state.owner]
+        self._tenants[state.tenant] -= 1
+        if not self._tenants[state.tenant]:
+            del self._tenants[state.tenant]
         if state.todo:
             self._prompts = [other for other in self._prompts if other is not state]
         if self._rows.in_flight[row]:
@@ -569,7 +643,7 @@ class StepScheduler:
         rows = self._rows
         state, slots = rows.state(row), rows.slots(row)
         if len(rows.completed(np.array([row]))):
-            self._name(row)
+            self._named(row)
         if rows.next_named[row] != NEVER:
             count = int(min(rows.computed[row], rows.length[row]))
             whole = count // self._store.chunk_size
@@ -630,6 +704,6 @@ class StepScheduler:
         suspending, running = owned.count(Phase.SUSPENDING), owned.count(Phase.RUNNING)
         if (running, suspending, len(owned) - running) != (self._running, self._suspending, self._releasing):
             raise IntegrityError("the counts of running, suspending and ended rows are not true")
-        owners = Counter(s.owner for s in self._rows.states if s is not None and s.phase is Phase.RUNNING)
-        if owners != self._shares:
+        states = [s for s in self._rows.states if s is not None and s.phase is Phase.RUNNING]
+        if Counter(s.owner for s in states) != self._shares or Counter(s.tenant for s in states) != self._tenants:
             raise IntegrityError("the counts of rows by owner are not true")

@@ -99,6 +99,36 @@ def test_chunked_prompts_decodes_and_another_prompt_in_one_step(runtime: LocalRu
     ]
 
 
+def test_a_row_that_cannot_be_opened_costs_no_other_anything(
+    runtime: LocalRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stops it, half opened: the others of its step, and whoever has the row later, do not notice."""
+    a, b = prompt_of(20, 1), prompt_of(9, 2)
+    punished = SamplingParams(temperature=0.0, repetition_penalty=1.3)
+    told = {"prompt": np.array([2], np.int32), "output": np.empty(0, np.int32)}
+    first = Step(0).open(0).open(1, punished).open(2).place(0, [1, 2]).place(1, [3]).place(2, [4])
+    first.prompt(0, a).prompt(1, [2]).prompt(2, b)
+    result, after = run(runtime, first, Step(1).decode(0, 20).decode(1, 1).decode(2, 9))
+    assert list(result.failed) == [1]
+    assert "without its tokens" in result.failed[1]
+    assert not after.failed
+    assert (tokens_of(result)[0], tokens_of(after)[0]) == tuple(greedy(MODEL, WEIGHTS, a, 2))
+    assert (tokens_of(result)[2], tokens_of(after)[2]) == tuple(greedy(MODEL, WEIGHTS, b, 2))
+    # while its tokens are counted, too: the counts' slot is free again
+    executor = runtime.executor
+    assert executor is not None
+    counts = executor.rows._counts
+    with monkeypatch.context() as patched:
+        patched.setattr(executor.rows, "_upload", lambda arrays: 1 / 0)
+        again = Step(2).open(1, punished, **told).place(1, [5]).prompt(1, [2]).decode(0, 21)
+        (result,) = run(runtime, again)
+    assert list(result.failed) == [1]
+    assert "ZeroDivisionError" in result.failed[1]
+    (result,) = run(runtime, Step(3).open(1, punished, **told).place(1, [5]).prompt(1, [2]))
+    assert not result.failed
+    assert len(counts._free) == len(counts.prompt) - 1
+
+
 def test_holes_and_tail_in_one_step(runtime: LocalRuntime) -> None:
     """Chunks 0 and 2 of a finished turn are gone; a new turn recomputes both beside its own tokens."""
     prompt, more = prompt_of(4 * CHUNK, 4), prompt_of(7, 5)
@@ -391,7 +421,6 @@ def broken_plans() -> list[tuple[str, Step]]:
         ("has an empty span", Step(1).open(0).place(0, [0]).prompt(0, [])),
         ("that does not exist", Step(1).open(0).place(0, [0]).prompt(0, [1], 10_000)),
         ("not as many targets", no_targets),
-        ("opened without its tokens", Step(1).open(0, SamplingParams(presence_penalty=1.0)).place(0, [0])),
     ]
 
 

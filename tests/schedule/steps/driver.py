@@ -295,6 +295,7 @@ class World:
             salt=rng.choice((b"", b"", b"other")),
             conversation=rng.choice((None, None, None, "a", "b")),
             owner="xyz"[rng.randrange(self.setting.owners)] if self.setting.owners else "",
+            tenant="AB"[rng.randrange(2)] if self.setting.owners > 1 else "",
         )
         pooling: Pooling | None = rng.choice((None, None, None, None, None, "last", "mean"))
         if pooling is not None:
@@ -500,7 +501,7 @@ class World:
 
 def request(name: str, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = (), **more: Any) -> Request:
     """A greedy request; `more` are sampling parameters, and priority and salt."""
-    own = {key: more.pop(key) for key in ("priority", "salt", "owner") if key in more}
+    own = {key: more.pop(key) for key in ("priority", "salt", "owner", "tenant") if key in more}
     params = SamplingParams(temperature=0, seed=0, max_tokens=max_tokens, **more)
     return Request(name, np.array(prompt, np.int32), params, frozenset(stop), max_tokens, **own)
 

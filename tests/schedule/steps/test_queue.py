@@ -18,8 +18,8 @@ from cellar.schedule.steps.request import RequestState
 from tests.schedule.steps.driver import request
 
 
-def waiting(priority: int, arrival: int, owner: str = "") -> RequestState:
-    asked = request(f"r{arrival}", [1], 1, owner=owner)
+def waiting(priority: int, arrival: int, owner: str = "", tenant: str = "") -> RequestState:
+    asked = request(f"r{arrival}", [1], 1, owner=owner, tenant=tenant)
     return RequestState(asked, (priority, arrival), 2, Chain(b"", 4), np.array([1], np.int32))
 
 
@@ -117,7 +117,7 @@ def next_at_once(queue: WaitingQueue, name: tuple[int, str], line: Any) -> None:
     key = line.head.key[0], line.head.key[1] - 10**6
     WaitingQueue.__dict__["_kept"](queue, name, line)
     if name in queue._lines:
-        queue._heap.remove((line.head.key, line.head))
+        queue._heap.remove(next(entry for entry in queue._heap if entry[2] is line.head))
         heapq.heapify(queue._heap)
         line.head.key = key
         queue.push(line.head)
@@ -149,3 +149,83 @@ def test_a_thousand_of_one_owner_stand_behind_one_of_another() -> None:
     assert queue.first() is other
     queue.remove(other)
     assert queue.first() is many[1]
+
+
+def queued(queue: WaitingQueue, tenant: str, owner: str = "") -> RequestState:
+    state = waiting(0, queue.turn(tenant), owner, tenant)
+    queue.add(state)
+    return state
+
+
+def served(queue: WaitingQueue, count: int) -> list[RequestState]:
+    """The next so many, in order."""
+    order = []
+    for _ in range(count):
+        state = queue.first()
+        assert state is not None
+        queue.remove(state)
+        order.append(state)
+    return order
+
+
+def test_tenants_take_turns_however_many_requests_each_sends() -> None:
+    queue = WaitingQueue()
+    many = [queued(queue, "A") for _ in range(100)]
+    assert served(queue, 10) == many[:10]
+    few = [queued(queue, "B") for _ in range(3)]
+    late = queued(queue, "C")
+    order = served(queue, 8)
+    assert [state for state in order if state.tenant == "A"] == many[10:14]
+    assert [state for state in order if state.tenant == "B"] == few
+    assert order.index(few[0]) <= 2, "it comes with the next turn, not after all that others have waiting"
+    assert order.index(late) <= 2
+    assert order.index(few[2]) > order.index(many[11]), "who has waited is not overtaken again and again"
+    assert served(queue, 86) == many[14:]
+    assert not queue.tenants
+    assert not queue._last, "who has nothing waiting is not remembered"
+
+
+def test_who_was_away_has_saved_up_nothing() -> None:
+    queue = WaitingQueue()
+    queued(queue, "B")
+    for _ in range(50):
+        queued(queue, "A")
+    served(queue, 51)
+    theirs, mine = ([queued(queue, tenant) for _ in range(6)] for tenant in "AB")
+    order = served(queue, 12)
+    for k in range(6):
+        assert {order[2 * k], order[2 * k + 1]} == {theirs[k], mine[k]}
+
+
+def test_a_tenants_owners_share_its_turns() -> None:
+    """A's request of many sequences stands behind A's other one, and both together have half of the turns."""
+    queue = WaitingQueue()
+    many = [queued(queue, "A", "a1") for _ in range(20)]
+    single = queued(queue, "A", "a2")
+    for _ in range(5):
+        queued(queue, "B")
+    order = served(queue, 8)
+    assert order.index(single) <= 3
+    assert sum(state.tenant == "B" for state in order) == 4
+    assert served(queue, 18)[-1] is many[-1]
+
+
+@given(st.lists(st.tuples(st.sampled_from(("add", "add", "serve")), st.integers(0, 99)), max_size=200))
+def test_no_tenant_is_overtaken_again_and_again(ops: list[tuple[str, int]]) -> None:
+    """Between two turns of a tenant that waits all the time, any other has two at most."""
+    queue = WaitingQueue()
+    waits: list[RequestState] = []
+    since: dict[str, dict[str, int]] = {}  # by who waits: how often others were served since it came, or was served
+    for kind, a in ops:
+        if kind == "add":
+            waits.append(queued(queue, "ABC"[a % 3]))
+        elif waits:
+            (first,) = served(queue, 1)
+            assert next(state for state in waits if state.tenant == first.tenant) is first
+            waits.remove(first)
+            since.pop(first.tenant, None)
+            for tenant in {state.tenant for state in waits} - {first.tenant}:
+                seen = since.setdefault(tenant, {})
+                seen[first.tenant] = seen.get(first.tenant, 0) + 1
+                assert seen[first.tenant] <= 2
+        assert queue.tenants == {state.tenant for state in waits}

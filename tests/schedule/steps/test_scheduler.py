@@ -333,6 +333,26 @@ def test_one_owner_makes_way_for_the_first_of_another() -> None:
     assert list(bench.reasons).index("second") < list(bench.reasons).index("m4"), "its turn came before the rest"
 
 
+def test_one_tenant_makes_way_for_the_first_of_another() -> None:
+    """Each request of the greedy one is an owner of its own, so as owners all have their share."""
+    bench = Bench(rows=4, run_ahead=1)
+    many = [request(f"m{k}", [k + 1] * 4, 24, tenant="greedy") for k in range(9)]
+    bench.add(*many)
+    bench.step()
+    bench.add(request("first", [50] * 4, 8, tenant="modest"), request("second", [51] * 4, 8, tenant="modest"))
+    names = []
+    for _ in range(4):
+        _, output = bench.step()
+        names += [name for name in output.ids if name == "first"]
+        bench.scheduler.check_integrity()
+    assert names, "it waits, though another has all the rows"
+    assert bench.scheduler.stats().preemptions == 1, "the second has no claim on another row"
+    bench.run()
+    for r in many:
+        assert bench.tokens[r.id] == by_hand(r, 64)[0]
+    assert list(bench.reasons).index("second") < list(bench.reasons).index("m5"), "its turn came before the rest"
+
+
 def test_nobody_makes_way_for_requests_of_their_own() -> None:
     bench = Bench(rows=4, run_ahead=1)
     bench.add(*(request(f"r{k}", [k + 1] * 4, 24) for k in range(4)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,7 @@ class FakeBehavior:
     end_token: int | None
     end_period: int
     fail: Callable[[StepPlan], str | None]
+    fail_open: Callable[[RowOpen], str | None]
     nan: Callable[[int, int], bool]
 
 
@@ -84,15 +85,14 @@ class FakeModel:
     def run(self, plan: StepPlan, masks: Masks) -> StepResult:
         """Order: opens, table, all K and V, attention and sampling, closes."""
         self.num_steps += 1
-        for opened in plan.opens:
-            self._open(opened)
+        failed = {opened.row: why for opened in plan.opens if (why := self._open(opened)) is not None}
         self._memory.update(plan.table)
         for row in set(plan.spans.row.tolist()):
             if row not in self._rows:
                 raise IntegrityError(f"step {plan.step} computes row {row}, which is not open")
         reason = self._failure(plan)
         if reason is None:
-            result = self._compute(plan, masks)
+            result = replace(self._compute(plan, masks), failed=failed)
         else:
             for row in plan.spans.row.tolist():
                 self._rows[row].broken = True
@@ -112,14 +112,18 @@ class FakeModel:
             return reason or "another rank has failed"
         return reason
 
-    def _open(self, opened: RowOpen) -> None:
+    def _open(self, opened: RowOpen) -> str | None:
+        """Open a row -> why it could not be; then it is there, and broken."""
         penalized = None
         if opened.params.penalized:
             if opened.prompt is None or opened.output is None or len(opened.output) != opened.num_output:
                 raise IntegrityError(f"row {opened.row} has penalties, but was opened without its tokens")
             penalized = penalty(opened.prompt, opened.output)
-        self._rows[opened.row] = _Row(opened.params, opened.stop_ids, opened.num_output, penalized)
+        why = self._behavior.fail_open(opened)
+        broken = why is not None
+        self._rows[opened.row] = _Row(opened.params, opened.stop_ids, opened.num_output, penalized, broken=broken)
         self._memory.clear(opened.row)
+        return why
 
     def _compute(self, plan: StepPlan, masks: Masks) -> StepResult:
         spans = list(

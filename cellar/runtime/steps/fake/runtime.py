@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyResult, KeptChunk, StepPlan, StepResult, Tier, TierOrder
+from cellar.core.messages import CopyResult, KeptChunk, RowOpen, StepPlan, StepResult, Tier, TierOrder
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks.star import HostComm
 from cellar.runtime.steps.fake.memory import FakeMemory
@@ -54,6 +54,7 @@ class FakeRuntime:
     delay         how many polls (or a function of the step) come back without the step's result
     end_token     is sampled in place of the ordinary token whenever the sum is a multiple of `end_period`
     fail          says why a step fails as a whole, or None
+    fail_open     says why a row cannot be opened, or None
     nan           says whether a step's result for a row is not finite
     tiers         how many chunks slower tiers hold
     copy_delay    how many polls (or a function of the batch) come back without a batch's result
@@ -70,6 +71,7 @@ class FakeRuntime:
     end_token: int | None = None
     end_period: int = 16
     fail: Callable[[StepPlan], str | None] = lambda plan: None
+    fail_open: Callable[[RowOpen], str | None] = lambda opened: None
     nan: Callable[[int, int], bool] = lambda step, row: False
     tiers: Mapping[Tier, int] = field(default_factory=dict)
     copy_delay: int | Callable[[TierOrder], int] = 0
@@ -84,7 +86,7 @@ class FakeRuntime:
         tiers = {Tier.DEVICE: self.capacity.num_slots, **self.tiers}
         self._under_way = UnderWay(self.capacity, tiers, self.strict)
         self._memory = FakeMemory(self.capacity, tiers, self.fail_copy)
-        behavior = FakeBehavior(self.vocab_size, self.end_token, self.end_period, self.fail, self.nan)
+        behavior = FakeBehavior(self.vocab_size, self.end_token, self.end_period, self.fail, self.fail_open, self.nan)
         self._model = FakeModel(behavior, self._memory, self.comm)
         self._signal = threading.Condition()
         self._broken: BaseException | None = None
