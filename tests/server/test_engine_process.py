@@ -7,6 +7,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from cellar import AsyncLLM, SamplingParams
 from cellar.core.errors import CellarError
-from cellar.core.messages import FinishReason, RequestOutput
+from cellar.core.messages import FinishReason, Request, RequestOutput
 from cellar.engine.opened import Opened
 from cellar.server.engine_process import Switchboard
 from cellar.server.remote import RemoteEngine
@@ -171,7 +172,7 @@ def test_what_one_front_sends_wrongly_harms_no_other(exchange: Exchange) -> None
         good, bad = exchange.link(), RemoteEngine(exchange.address)
         kept = good.generate([5], GREEDY)
         await anext(kept)
-        unknown = Add(7, (0,), (0,), np.array([5], np.int32), 1, 0, b"", None, "")
+        unknown = Add(7, (0,), (0,), np.array([5], np.int32), 1, 0, b"", None, "", "")
         for number, call in enumerate((unknown, Call("finish", 1, ("many", None, 3)))):
             bad._names[number], bad._numbers[f"r{number}"] = f"r{number}", number
             bad._pipe.send(call)
@@ -192,3 +193,22 @@ def test_what_one_front_sends_wrongly_harms_no_other(exchange: Exchange) -> None
 
     asyncio.run(run())
     exchange.settle()
+
+
+def test_sequences_keep_what_they_are_asked_with() -> None:
+    """Through the pipe, in which a request's parts lie in order."""
+    asked = Request(
+        id="r",
+        prompt=np.array([5, 6], np.int32),
+        params=GREEDY,
+        stop_ids=frozenset({2}),
+        max_tokens=3,
+        priority=4,
+        salt=b"s",
+        conversation="c",
+        seed=9,
+        owner="o",
+        tenant="t",
+    )
+    (found,) = Add.of(0, (1,), [asked]).requests(GREEDY, frozenset({2}), 3)
+    assert found == replace(asked, id="3.1", owner="3.o")

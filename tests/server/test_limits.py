@@ -92,6 +92,20 @@ def test_one_key_has_a_quota_and_others_do_not_notice() -> None:
         assert admission._waiting.of("") == (0, 0)
 
 
+def test_keys_take_turns_however_many_requests_each_sends() -> None:
+    with serve({"api_key": "many,one"}, num_rows=2, latency=0.005, **ROOMY) as served:
+        stats = served.opened.front.engine.stats
+        socks = [raw(served.url, LONGER, headers={"x-api-key": "many"}) for _ in range(8)]
+        until(lambda: stats().running == 2 and stats().waiting == 6)
+        with served.http() as http:
+            answer = http.post("/v1/completions", json={**LONG, "max_tokens": 8}, headers={"x-api-key": "one"})
+        assert answer.status_code == 200
+        assert stats().waiting >= 6, "it waited until others had ended"
+        for sock in socks:
+            sock.close()
+        served.settle()
+
+
 def test_a_quota_without_keys_is_refused() -> None:
     with pytest.raises(ConfigError, match="max_key_queued_tokens counts for each API key, and there is none"):
         check_quota(ServerConfig(), LimitConfig(max_key_queued_tokens=5))
