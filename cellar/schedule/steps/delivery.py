@@ -90,12 +90,37 @@ def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput
     return endings
 
 
+def _deliver_pooled(rows: Rows, result: StepResult, output: StepOutput, failed: set[int], said: Said) -> list[Ending]:
+    """Add up the states of prompts that are pooled; one that is computed to its end is delivered, and ends."""
+    endings: list[Ending] = []
+    for row, states in result.hidden.items():
+        if not rows.accepts[row] or row in failed:
+            continue
+        state = rows.state(row)
+        try:
+            more = states.sum(axis=0, dtype=np.float64)
+            state.total = more if state.total is None else state.total + more
+        except Exception as error:
+            endings.append(Ending(row, FinishReason.ERROR, said(state.request.id, error)))
+            continue
+        if rows.computed[row] < state.num_prompt:
+            continue
+        id, vector = state.request.id, state.total / (state.num_prompt if state.needs_all else 1)
+        state.total = None
+        if not np.isfinite(vector).all():
+            endings.append(Ending(row, FinishReason.ERROR, NO_VECTOR))
+            continue
+        output.pooled[id] = vector.astype(np.float32)
+        output.num_cached_tokens[id] = state.num_cached
+        output.queue_seconds[id] = state.queue_seconds
+        endings.append(Ending(row, FinishReason.STOP))
+    return endings
+
+
 def _deliver_logprobs(
     rows: Rows, sampled: Index, accepted: np.ndarray, logprobs: Logprobs, output: StepOutput, said: Said
 ) -> list[Ending]:
     spoilt = []
-    if result.hidden:
-        endings += _deliver_pooled(rows, result, output, {ending.row for ending in endings}, said)
     for m, k in enumerate(logprobs.index.tolist()):
         if accepted[k]:
             row = int(sampled[k])

@@ -356,6 +356,7 @@ class World:
         """The scheduler's next plan. Whoever it suspends came after all who go on, unless owners take turns."""
         before = self.running()
         plan = self.scheduler.plan(0, self.now)
+        assert not self.scheduler.failed()
         after = self.running()
         suspended = [self.key(self.live[name]) for name in before - after]
         going_on = [self.key(self.live[name]) for name in before & after]

@@ -57,6 +57,7 @@ class Bench:
 
     def try_plan(self) -> StepPlan | None:
         plan = self.scheduler.plan(0, 0.0)
+        assert not self.scheduler.failed()
         if plan is not None:
             self.runtime.submit(plan)
         self.scheduler.check_integrity()
