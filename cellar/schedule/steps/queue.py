@@ -62,13 +62,11 @@ class WaitingQueue:
         return self._tenants.keys()
 
     def turn(self, tenant: str = "") -> int:
-        """The number of a new turn: after all that there are, or of a tenant after all of its own that wait."""
-        if not tenant:
-            self._turns += 1
-            return self._turns - 1
-        turn = max(self._turns, self._last.get(tenant, -1) + 1)
-        self._last[tenant] = turn
-        return turn
+        """The number of a new turn: after all that there are, or of a tenant after all of its own that are in line."""
+        if tenant:
+            return max(self._turns, self._last.get(tenant, -1) + 1)
+        self._turns += 1
+        return self._turns - 1
 
     def add(self, state: RequestState) -> None:
         """Queue a new request, whose key has a new turn."""
@@ -84,6 +82,8 @@ class WaitingQueue:
     def push(self, state: RequestState) -> None:
         """Put a request in line by its key."""
         heapq.heappush(self._heap, (state.key, next(self._pushed), state))
+        if state.tenant:
+            self._last[state.tenant] = max(state.key[1], self._last.get(state.tenant, -1))
         if state not in self._members:
             self._enter(state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from cellar.kv.identity import Chain
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import RequestState
 from tests.schedule.steps.driver import request
+
+NUMBERS = count()
 
 
 def waiting(priority: int, arrival: int, owner: str = "", tenant: str = "") -> RequestState:
@@ -152,7 +155,8 @@ def test_a_thousand_of_one_owner_stand_behind_one_of_another() -> None:
 
 
 def queued(queue: WaitingQueue, tenant: str, owner: str = "") -> RequestState:
-    state = waiting(0, queue.turn(tenant), owner, tenant)
+    """Without a name each is an owner of its own: turns alone do not tell, two tenants may have the same."""
+    state = waiting(0, queue.turn(tenant), owner or f"{next(NUMBERS)}", tenant)
     queue.add(state)
     return state
 
