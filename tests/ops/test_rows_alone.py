@@ -17,7 +17,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation import activate, gated, kinds
 from cellar.ops.linear.half import HalfWeight, half_works
-from cellar.ops.linear.in_place import InPlaceWeight
+from cellar.ops.linear.in_place import InPlaceWeight, in_place
 from cellar.ops.linear.onednn import OneDnnWeight, onednn_packs
 from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.norm import add_layer_norm, add_rms_norm, rms_norm
@@ -59,7 +59,6 @@ def check_alone(function: RowFunction, columns: int) -> None:
 FORMATS: dict[str, tuple[Callable[[Tensor], LinearWeight], Callable[[], bool]]] = {
     "half": (HalfWeight, half_works),
     "onednn": (OneDnnWeight, lambda: onednn_packs(torch.float32)),
-    "as it lies": (InPlaceWeight, lambda: onednn_packs(torch.float32)),
 }
 
 
@@ -72,6 +71,22 @@ def test_products(form: str, n: int, k: int) -> None:
     if is_there():  # where the library lacks it nobody is given one
         weight = make(random(n, k, seed=1) / k**0.5)
         check_alone(partial(weight.multiply, bias=random(n, seed=2)), k)
+
+
+@pytest.mark.parametrize(("n", "k"), [(384, 384), (48, 1000), (1000, 1024), (1, 300), (3, 1024)])
+def test_products_as_matrices_lie(n: int, k: int) -> None:
+    if onednn_packs(torch.float32):
+        weight = in_place(random(n, k, seed=1) / k**0.5)
+        assert isinstance(weight, InPlaceWeight)
+        check_alone(partial(weight.multiply, bias=random(n, seed=2)), k)
+
+
+def test_wide_matrices_are_multiplied_as_they_lie_by_always_as_many_rows() -> None:
+    """On one number of threads, which an offloaded model keeps."""
+    x, weight = random(70, 2500), in_place(random(40, 2500, seed=1) / 50)
+    whole = weight.multiply(x)
+    for rows in (1, 2, 15, 17, 33):
+        assert torch.equal(weight.multiply(x[:rows]), whole[:rows])
 
 
 QUANTIZED = {

@@ -1,7 +1,9 @@
 """Matrices multiplied as they lie, for memory that other matrices take turns in: nothing is packed, nothing is kept.
 
 In float32 a row's result does not depend on how many rows there are. oneDNN has another order of summing for one row,
-so one row is computed as two; and it cuts sums over more columns than it likes, so those are cut here.
+so one row is computed as two. It cuts sums over more columns than it likes where the number of rows suggests, and a
+part of a matrix's columns, which do not lie behind one another, it multiplies a thousand times slower: so such matrices
+are left to a product of always as many rows (`blocked.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from cellar.ops.linear.device import DeviceWeight
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.ops.linear.weight import LinearWeight
 
-_PART_COLUMNS = 1024
+MOST_COLUMNS = 1024
 
 
 class InPlaceWeight(LinearWeight):
-    """A float32 matrix on the CPU in its own order, multiplied by oneDNN."""
+    """A float32 matrix of up to MOST_COLUMNS on the CPU in its own order, multiplied by oneDNN."""
 
     __slots__ = ("matrix",)
 
@@ -33,18 +35,13 @@ class InPlaceWeight(LinearWeight):
         return self.matrix.numel() * self.matrix.element_size()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """By oneDNN, which adds each part's product to what the parts before it gave."""
+        """By oneDNN."""
         count = x.shape[0]
         if not count:
             return x.new_empty((0, self.out_features))
         if count == 1:
             x = x.expand(2, -1)
-        matrix = self.matrix
-        first = slice(0, _PART_COLUMNS)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x[:, first], matrix[:, first], bias, "none", [], "")
-        for start in range(_PART_COLUMNS, self.in_features, _PART_COLUMNS):
-            part = slice(start, start + _PART_COLUMNS)
-            out = torch.ops.mkldnn._linear_pointwise.binary(x[:, part], out, matrix[:, part], None, "add")
+        out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.matrix, bias, "none", [], "")
         return out[:count]
 
     def dense(self) -> Tensor:
@@ -62,4 +59,6 @@ def in_place(matrix: Tensor) -> LinearWeight:
         return DeviceWeight(matrix)
     if matrix.dtype != torch.float32 or not matrix.numel():
         return DenseWeight(matrix)
-    return InPlaceWeight(matrix) if onednn_packs(torch.float32) else BlockedWeight(matrix)
+    if matrix.shape[1] <= MOST_COLUMNS and onednn_packs(torch.float32):
+        return InPlaceWeight(matrix)
+    return BlockedWeight(matrix)
