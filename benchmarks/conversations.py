@@ -81,16 +81,18 @@ async def _live(store: AsyncStore, k: int, until: float, timed: Clock) -> None:
 async def _measure(place: str, writers: int, seconds: float, rate: float) -> dict[str, Any]:
     store = AsyncStore(await asyncio.to_thread(open_store, place))
     timed = Clock(rate)
-    begun = time.perf_counter()
+    begun, busy = time.perf_counter(), time.process_time()
     await asyncio.gather(*(_live(store, k, begun + seconds, timed) for k in range(writers)))
-    elapsed = time.perf_counter() - begun
+    elapsed, busy = time.perf_counter() - begun, time.process_time() - busy
     await store.close()
     found: dict[str, Any] = {}
     for name, taken in {**timed.taken, "all": [t for one in timed.taken.values() for t in one]}.items():
         p50, p99, p999 = (1e3 * float(q) for q in np.quantile(taken, [0.5, 0.99, 0.999]))
         found[name] = {"count": len(taken), "p50_ms": p50, "p99_ms": p99, "p999_ms": p999}
         print(f"{name:8} {len(taken):7} operations   p50 {p50:7.2f} ms   p99 {p99:7.2f} ms   p99.9 {p999:7.2f} ms")
-    found["operations_per_second"] = len(timed.taken and [t for one in timed.taken.values() for t in one]) / elapsed
+    count = found["all"]["count"]
+    found |= {"operations_per_second": count / elapsed, "cpu_us_per_operation": 1e6 * busy / count}
+    print(f"{count / elapsed:.0f} operations a second, {1e6 * busy / count:.0f} us of processors each")
     return found
 
 

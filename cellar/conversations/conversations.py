@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Float, Row, String, bindparam, delete, insert, select, tuple_
+from sqlalchemy import Float, String, bindparam, delete, insert, select, tuple_
 
 from cellar.conversations.errors import NotFound
 from cellar.conversations.items import conversation_row, item_of, page_of, put, refuse_known
 from cellar.conversations.records import Conversation, History, Item, Page
 from cellar.conversations.schema import items, threads
 from cellar.conversations.session import Session, of_text, to_text
+from cellar.conversations.statements import Row
 from cellar.conversations.tokens import context
 
 _INSERT = insert(threads)
@@ -107,7 +108,7 @@ def history(session: Session, owner: str, id: str) -> History:
     return History(tuple(item_of(row) for row in rows), covered, tokens)
 
 
-def conversation_of(row: Row[Any]) -> Conversation:
+def conversation_of(row: Row) -> Conversation:
     """The record."""
     return Conversation(
         row.id, row.owner, row.created_at, row.active_at, of_text(row.metadata), row.head, row.head_until

@@ -71,7 +71,7 @@ def _sqlite(directory: Path, worker: str) -> Database:
             f"the data directory {str(directory)!r} cannot be used ({error.strerror}); choose another one."
         ) from error
     url = f"sqlite:///{path}"
-    arguments = {"timeout": BUSY_SECONDS, "check_same_thread": False}
+    arguments = {"timeout": BUSY_SECONDS, "check_same_thread": False, "cached_statements": 512}
     readers = create_engine(
         url, poolclass=QueuePool, pool_size=READERS, max_overflow=0, pool_timeout=60, connect_args=arguments
     )
@@ -143,20 +143,46 @@ def _postgresql(place: str, worker: str) -> Database:
     )
 
 
-def meaning(error: DBAPIError) -> StoreError:
+def meaning(error: DBAPIError | sqlite3.Error) -> StoreError:
     """What went wrong, for the client."""
-    cause = error.orig
+    cause = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(cause, "sqlite_errorcode", None)
     state = getattr(cause, "sqlstate", None) or ""
     if isinstance(error, IntegrityError):
         return Duplicate("record", "that was given")
-    if (code is not None and code & 0xFF == sqlite3.SQLITE_FULL) or state == "53100":
+    kind = None if code is None else code & 0xFF
+    if kind == sqlite3.SQLITE_FULL or state == "53100":
         return StoreFull("the conversation store is full; delete conversations, or give it more room.")
-    if (code is not None and code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)) or state.startswith("55"):
+    if kind in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) or state.startswith("55"):
         return StoreUnavailable("the conversation store is locked by another program; try again soon.")
-    if code is not None and code & 0xFF == sqlite3.SQLITE_IOERR:
+    if kind in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        return StoreUnavailable(
+            f"the conversation store's file is damaged or no database ({_first_line(cause)}); put a copy of it back, "
+            "or move it away with its -wal file to begin a new one."
+        )
+    if kind in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM):
+        return StoreUnavailable(
+            f"the conversation store cannot be opened to write ({_first_line(cause)}); its directory must exist, and "
+            "this program must be allowed to write it."
+        )
+    if kind == sqlite3.SQLITE_PROTOCOL or (code is not None and code in _LOCK_ERRORS):
+        return StoreUnavailable(
+            f"the locks of the conversation store's file do not work ({_first_line(cause)}); "
+            "keep it on a disk of this machine, not on one of the network."
+        )
+    if kind == sqlite3.SQLITE_IOERR:
         return StoreFull(f"the conversation store cannot be written ({cause}); look after its disk.")
     return StoreUnavailable(f"the conversation store does not answer as it should ({_first_line(cause)}).")
+
+
+_LOCK_ERRORS = (
+    sqlite3.SQLITE_IOERR_LOCK,
+    sqlite3.SQLITE_IOERR_UNLOCK,
+    sqlite3.SQLITE_IOERR_RDLOCK,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+    sqlite3.SQLITE_IOERR_SHMMAP,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+)
 
 
 def _first_line(error: BaseException | None) -> str:

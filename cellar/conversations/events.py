@@ -53,7 +53,5 @@ def after(session: Session, owner: str, response: str, number: int = -1, limit: 
 
 def put(session: Session, response: str, new: Sequence[Event]) -> int:
     """Write events; -> their size in bytes."""
-    if new:
-        rows = [{"response": response, "number": event.number, "data": event.data} for event in new]
-        session.connection.execute(_INSERT, rows)
+    session.do_many(_INSERT, [{"response": response, "number": event.number, "data": event.data} for event in new])
     return sum(len(event.data) for event in new)

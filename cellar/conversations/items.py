@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, bindparam, delete, func, insert, select, update
+from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from cellar.conversations.errors import ConversationLocked, Duplicate, NotFound
 from cellar.conversations.records import Item, Page
 from cellar.conversations.schema import items, responses, threads
 from cellar.conversations.session import Session, of_text, to_text
+from cellar.conversations.statements import Row
 
-_INSERT = insert(items)
+_INSERT = insert(items).inline()
 _BY_ID = select(items).where(
     items.c.thread == bindparam("thread"), items.c.id == bindparam("id"), items.c.position.is_not(None)
 )
@@ -49,11 +50,12 @@ _PLACE = (
         .where(_earlier.c.response == bindparam("of"), _earlier.c.key < items.c.key)
         .scalar_subquery()
     )
+    .returning(items.c.key)
 )
 _MAKER = select(responses.c.worker).where(responses.c.id == bindparam("id"))
 
 
-def conversation_row(session: Session, owner: str, id: str) -> Row[Any]:
+def conversation_row(session: Session, owner: str, id: str) -> Row:
     """The conversation's row, locked until the transaction ends where the database does so. Raises NotFound."""
     row = session.one(_CONVERSATION, id=id, owner=owner)
     if row is None:
@@ -61,7 +63,7 @@ def conversation_row(session: Session, owner: str, id: str) -> Row[Any]:
     return row
 
 
-def check_free(session: Session, row: Row[Any]) -> None:
+def check_free(session: Session, row: Row) -> None:
     """Raises ConversationLocked if a living process makes a response in the conversation."""
     if row.running is None:
         return
@@ -79,8 +81,6 @@ def put(
     is_output: bool = False,
 ) -> int:
     """Write items, in a conversation from `position` on; -> their size in bytes."""
-    if not new:
-        return 0
     rows = [
         {
             "id": item.id,
@@ -92,7 +92,7 @@ def put(
         }
         for k, item in enumerate(new)
     ]
-    session.connection.execute(_INSERT, rows)
+    session.do_many(_INSERT, rows)
     return sum(len(row["body"].encode()) for row in rows if isinstance(row["body"], str))
 
 
@@ -166,11 +166,10 @@ def of_response(session: Session, id: str) -> tuple[tuple[Item, ...], tuple[Item
 
 def place(session: Session, response: str, position: int) -> int:
     """Put a response's items into its conversation, from `position` on; -> the position behind them."""
-    count = session.do(_PLACE, of=response, begin=position)
-    return position + count
+    return position + len(session.rows(_PLACE, of=response, begin=position))
 
 
-def item_of(row: Row[Any]) -> Item:
+def item_of(row: Row) -> Item:
     """The record."""
     return Item(row.id, of_text(row.body))
 

@@ -6,11 +6,15 @@ import contextlib
 import fcntl
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from sqlalchemy import Connection, Engine, text
 from sqlalchemy.exc import DBAPIError
+
+from cellar.conversations.errors import StoreUnavailable
 
 
 class Liveness(Protocol):
@@ -18,6 +22,9 @@ class Liveness(Protocol):
 
     def hold(self) -> None:
         """Take the lock, or take it again if it was lost."""
+
+    def clear(self) -> int:
+        """Remove what the dead left; -> of how many workers."""
 
     def alive(self, worker: str) -> bool:
         """True while a worker holds its lock."""
@@ -27,7 +34,10 @@ class Liveness(Protocol):
 
 
 class FileLocks:
-    """A file per worker in `directory`, locked with flock; the files of the dead are removed by who finds them."""
+    """A file per worker in `directory`, locked with flock; the files of the dead are removed by who finds them.
+
+    Raises StoreUnavailable where the system refuses a lock or a file: it is not known then who lives.
+    """
 
     def __init__(self, directory: Path, worker: str) -> None:
         self._directory = directory
@@ -36,36 +46,81 @@ class FileLocks:
 
     def hold(self) -> None:
         """Take the lock."""
-        if self._file is None:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
-            self._file = os.open(self._directory / self._worker, os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if self._file is not None:
+            return
+        path = self._directory / self._worker
+        with _answered(self._directory):
+            while True:
+                self._directory.mkdir(mode=0o700, exist_ok=True)
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX)  # waits for who looks whether its owner lives, no longer
+                    if _is_at(path, file):
+                        break
+                except BaseException:
+                    os.close(file)
+                    raise
+                os.close(file)  # removed between its making and its lock, as a dead worker's
+        self._file = file
 
     def alive(self, worker: str) -> bool:
         """True while a worker holds its lock."""
         if worker == self._worker:
             return self._file is not None
-        path = self._directory / worker
-        try:
-            file = os.open(path, os.O_RDWR)
-        except FileNotFoundError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        else:
-            path.unlink(missing_ok=True)
-            return False
-        finally:
-            os.close(file)
+        with _answered(self._directory):
+            return not self._removed(self._directory / worker)
+
+    def clear(self) -> int:
+        """Remove the files of the dead."""
+        with _answered(self._directory):
+            others = [path for path in self._directory.iterdir() if path.name != self._worker]
+            return sum(self._removed(path) for path in others)
 
     def close(self) -> None:
         """Let it go."""
         if self._file is not None:
-            (self._directory / self._worker).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the directory may be gone
+                (self._directory / self._worker).unlink(missing_ok=True)
             os.close(self._file)
             self._file = None
+
+    def _removed(self, path: Path) -> bool:
+        """True if nobody holds the file's lock; then the file is gone."""
+        try:
+            file = os.open(path, os.O_RDWR)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(
+                file, fcntl.LOCK_SH | fcntl.LOCK_NB
+            )  # shared: two who look do not take each other for the owner
+        except BlockingIOError:
+            return False
+        else:
+            path.unlink(missing_ok=True)
+            return True
+        finally:
+            os.close(file)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """True if the open file is the one that the path names."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _answered(directory: Path) -> Iterator[None]:
+    """The system's refusals as errors of the store."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreUnavailable(
+            f"the locks in {str(directory)!r} do not work ({error.strerror}); the conversation store needs a directory "
+            "that it may write, on a disk of this machine."
+        ) from error
 
 
 class AdvisoryLocks:
@@ -94,12 +149,18 @@ class AdvisoryLocks:
         if worker == self._worker:
             return True
         with self._guard:
-            assert self._connection is not None
+            if self._connection is None:
+                raise StoreUnavailable("the conversation store's database is out of reach; try again soon.")
             key = {"key": int(worker, 16)}
-            free = self._connection.execute(text("SELECT pg_try_advisory_lock(:key)"), key).scalar_one()
+            # shared: two who look do not take each other for the owner
+            free = self._connection.execute(text("SELECT pg_try_advisory_lock_shared(:key)"), key).scalar_one()
             if free:
-                self._connection.execute(text("SELECT pg_advisory_unlock(:key)"), key)
+                self._connection.execute(text("SELECT pg_advisory_unlock_shared(:key)"), key)
             return not free
+
+    def clear(self) -> int:
+        """PostgreSQL removes them itself."""
+        return 0
 
     def close(self) -> None:
         """Let it go."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import BindParameter, Row, bindparam, delete, func, insert, literal, or_, select, update
+from sqlalchemy import BindParameter, bindparam, delete, func, insert, literal, or_, select, update
 
 from cellar.conversations import events, items
 from cellar.conversations.conversations import ROW_BYTES
@@ -15,6 +15,7 @@ from cellar.conversations.records import ANSWERED, RUNNING, Event, History, Item
 from cellar.conversations.schema import items as item_table
 from cellar.conversations.schema import responses, threads
 from cellar.conversations.session import Session, of_text, to_text
+from cellar.conversations.statements import Row
 from cellar.conversations.tokens import context, to_bytes
 
 _RUNNING = tuple(map(str, RUNNING))
@@ -236,14 +237,14 @@ def fail_dead(session: Session) -> int:
     return len(left)
 
 
-def _row(session: Session, owner: str, id: str) -> Row[Any]:
+def _row(session: Session, owner: str, id: str) -> Row:
     row = session.one(_OF_OWNER, id=id, owner=owner)
     if row is None:
         raise NotFound("response", id)
     return row
 
 
-def _mine(session: Session, owner: str, id: str) -> Row[Any]:
+def _mine(session: Session, owner: str, id: str) -> Row:
     """A response that this process makes."""
     row = _row(session, owner, id)
     if row.worker != session.worker:
@@ -270,9 +271,9 @@ def _prune(session: Session, thread: str, id: str | None) -> None:
         if row is None or not row.is_deleted:
             break
         needed = session.one(
-            select(responses.c.id).where(
-                or_(responses.c.previous == bindparam("id"), responses.c.base == bindparam("id"))
-            ),
+            select(responses.c.id)
+            .where(or_(responses.c.previous == bindparam("id"), responses.c.base == bindparam("id")))
+            .limit(1),
             id=id,
         )
         if needed is not None:
@@ -293,7 +294,7 @@ def _prune(session: Session, thread: str, id: str | None) -> None:
     )
 
 
-def _response(row: Row[Any], taken: tuple[Item, ...], made: tuple[Item, ...]) -> Response:
+def _response(row: Row, taken: tuple[Item, ...], made: tuple[Item, ...]) -> Response:
     return Response(
         row.id,
         row.owner,

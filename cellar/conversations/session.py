@@ -3,51 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Connection, Executable, Row, Update, bindparam, update
+from sqlalchemy import Connection, Update, bindparam, update
 
 from cellar.conversations.schema import responses, threads
+from cellar.conversations.statements import Cursor, Row, Statement
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A connection inside a transaction, who works (`worker`), who is alive, and the time, seconds since 1970."""
+    """A cursor inside a transaction, who works (`worker`), who is alive, and the time, seconds since 1970."""
 
-    connection: Connection
+    cursor: Cursor
     worker: str
     alive: Callable[[str], bool]
     now: float
 
-    def one(self, statement: Executable, **values: Any) -> Row[Any] | None:
+    @property
+    def connection(self) -> Connection:
+        """SQLAlchemy's, for what is no statement of ours."""
+        return self.cursor.connection
+
+    def one(self, statement: Statement, **values: Any) -> Row | None:
         """The first row, if there is any."""
-        return self.connection.execute(statement, values).first()
+        found = self.cursor.rows(statement, values)
+        return found[0] if found else None
 
-    def rows(self, statement: Executable, **values: Any) -> list[Row[Any]]:
+    def rows(self, statement: Statement, **values: Any) -> list[Row]:
         """All rows."""
-        return list(self.connection.execute(statement, values))
+        return self.cursor.rows(statement, values)
 
-    def do(self, statement: Executable, **values: Any) -> int:
-        """Execute; -> how many rows it concerned."""
-        count: int = self.connection.execute(statement, values).rowcount
-        return count
+    def do(self, statement: Statement, **values: Any) -> None:
+        """Execute what returns nothing."""
+        self.cursor.do(statement, values)
+
+    def do_many(self, statement: Statement, several: Sequence[dict[str, Any]]) -> None:
+        """The same once for each of several values, which have the same names."""
+        if several:
+            self.cursor.do_many(statement, several)
 
     def touch(self, thread: str, size: int, **changes: Any) -> None:
         """A thread has been active and has become larger by `size` bytes; `changes` are columns of it."""
         values = {f"to_{name}": value for name, value in changes.items()}
-        self.connection.execute(
-            _touching(tuple(changes)), {"which": thread, "to_now": self.now, "more": size, **values}
-        )
+        self.do(_touching(tuple(changes)), which=thread, to_now=self.now, more=size, **values)
 
     def change(self, response: str, **changes: Any) -> None:
         """Change columns of a response."""
         values = {f"to_{name}": value for name, value in changes.items()}
-        self.connection.execute(_changing(tuple(changes)), {"which": response, **values})
+        self.do(_changing(tuple(changes)), which=response, **values)
 
 
 @cache

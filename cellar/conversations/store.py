@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import secrets
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -20,15 +21,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from cellar.conversations import responses, sweep
 from cellar.conversations.database import READERS, Database, meaning, open_database
 from cellar.conversations.errors import StoreError, StoreUnavailable
+from cellar.conversations.inbox import Inbox
 from cellar.conversations.migrate import migrate
 from cellar.conversations.session import Clock, Session
+from cellar.conversations.statements import Cursor, Statements
 from cellar.conversations.sweep import StoreLimits
 from cellar.conversations.writer import Writer
 
@@ -39,6 +41,9 @@ ResultT = TypeVar("ResultT")
 Operation = Callable[Concatenate[Session, P], ResultT]
 
 SWEEP_SECONDS = 10.0
+
+SHRINK_SECONDS = 1.0
+"""How long one sweep gives pages back to the disk, at most; the next one goes on."""
 
 
 def open_store(
@@ -59,7 +64,7 @@ def open_store(
         with database.alone(), database.writer.begin() as connection:
             migrate(connection)
         database.liveness.hold()
-    except DBAPIError as error:
+    except (DBAPIError, sqlite3.Error) as error:
         database.close()
         raise meaning(error) from error
     except BaseException:
@@ -83,8 +88,9 @@ class Store:
         self.worker = worker
         self._database = database
         self._limits = limits
-        self._clock = clock
-        self._writer = Writer(database.writer)
+        self._clock = Steady(clock)
+        self._statements = Statements(database.writer.dialect)
+        self._writer = Writer(database.writer, self._statements)
         self._ended = threading.Event()
         self.write(responses.fail_dead)
         self._sweeper: threading.Thread | None = None
@@ -98,7 +104,7 @@ class Store:
         """What an operation finds, at one moment. Raises what it raises, and StoreUnavailable."""
         try:
             with self._database.readers.connect() as connection:
-                return operation(self._session(connection), *args, **kwargs)
+                return operation(self._session(Cursor(connection, self._statements)), *args, **kwargs)
         except DBAPIError as error:
             raise meaning(error) from error
         except PoolTimeout as error:
@@ -110,17 +116,25 @@ class Store:
 
     def submit(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
         """`write` without waiting."""
-        return self._writer.submit(lambda connection: operation(self._session(connection), *args, **kwargs))
+        return self._writer.submit(lambda cursor: operation(self._session(cursor), *args, **kwargs))
 
     def sweep(self) -> int:
-        """End what the dead left, and delete until the store is within its limits; -> how many threads it deleted."""
+        """End what the dead left, delete until the store is within its limits, and give what is free back to the disk.
+
+        -> how many threads were deleted. Other writes go on between the steps.
+        """
         self._database.liveness.hold()
         self.write(responses.fail_dead)
+        self._database.liveness.clear()
         count = 0
-        while deleted := self.write(sweep.step, self._limits).threads:
+        while not self._ended.is_set() and self.read(sweep.due, self._limits):
+            deleted = self.write(sweep.step, self._limits).threads
             count += deleted
-            if self._ended.is_set():
+            if not deleted:
                 break
+        end = time.monotonic() + SHRINK_SECONDS
+        while not self._ended.is_set() and time.monotonic() < end and self.write(sweep.shrink):
+            pass
         return count
 
     def close(self) -> None:
@@ -137,8 +151,8 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _session(self, connection: Connection) -> Session:
-        return Session(connection, self.worker, self._database.liveness.alive, self._clock())
+    def _session(self, cursor: Cursor) -> Session:
+        return Session(cursor, self.worker, self._database.liveness.alive, self._clock())
 
     def _keep(self, seconds: float) -> None:
         while not self._ended.wait(seconds):
@@ -146,6 +160,25 @@ class Store:
                 self.sweep()
             except (StoreError, DBAPIError) as error:
                 logger.error("the conversation store was not swept (%s)", error)
+            except Exception:  # whatever it is, the next sweep is due
+                logger.exception("the conversation store was not swept")
+
+
+class Steady:
+    """A clock that never goes back: what happens later has the later time, even where somebody sets the clock back."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._last = 0.0
+        self._guard = threading.Lock()
+
+    def __call__(self) -> float:
+        with self._guard:
+            self._last = max(self._last + _TICK, self._clock())
+            return self._last
+
+
+_TICK = 1e-6
 
 
 class AsyncStore:
@@ -154,15 +187,24 @@ class AsyncStore:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._readers = ThreadPoolExecutor(READERS, "cellar-conversations-read")
+        self._last: Inbox | None = None
 
     async def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """See `Store.read`."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, lambda: self.store.read(operation, *args, **kwargs))
+        found: ResultT = await self._inbox().result(self._readers.submit(self.store.read, operation, *args, **kwargs))
+        return found
 
     async def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """See `Store.write`. Who stops waiting does not undo it."""
-        return await asyncio.shield(asyncio.wrap_future(self.store.submit(operation, *args, **kwargs)))
+        made: ResultT = await self._inbox().result(self.store.submit(operation, *args, **kwargs))
+        return made
+
+    def _inbox(self) -> Inbox:
+        """That of the running loop."""
+        loop = asyncio.get_running_loop()
+        if self._last is None or self._last.loop is not loop:
+            self._last = Inbox(loop)
+        return self._last
 
     async def close(self) -> None:
         """Finish what is being written, and leave."""

@@ -15,10 +15,13 @@ from cellar.core.errors import ConfigError
 THREADS_A_STEP = 64
 """Most threads that one step deletes, so that a sweep holds up other writes for milliseconds only."""
 
+PAGES_A_STEP = 256
+"""Most pages that one step gives back to the disk, for the same reason."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreLimits:
-    """Seconds that an idle thread is kept (None: for ever), and bytes of bodies, ids and events of all together."""
+    """Seconds that an idle thread is kept (None: for ever), and bytes that all together take (see `used`)."""
 
     ttl: float | None = 30 * 86400.0
     max_bytes: int = 8 * 2**30
@@ -43,22 +46,66 @@ _OLDEST = (
 )
 
 
+_TOTAL = select(func.coalesce(func.sum(threads.c.size), 0))
+_FIRST = select(func.min(threads.c.active_at))
+_DELETE = delete(threads).where(threads.c.id.in_(bindparam("ids", expanding=True)))
+
+
 def total(session: Session) -> int:
-    """Bytes that all threads take."""
-    row = session.one(select(func.coalesce(func.sum(threads.c.size), 0)))
+    """Bytes of bodies, ids and events that all threads have."""
+    row = session.one(_TOTAL)
     return 0 if row is None else int(row[0])
+
+
+def used(session: Session) -> int:
+    """Bytes that the store takes of the disk: in SQLite its pages but the free ones; in PostgreSQL, whose pages are
+    freed when it likes to, `total`."""
+    if session.connection.dialect.name != "sqlite":
+        return total(session)
+    pages = _pragma(session, "page_count") - _pragma(session, "freelist_count")
+    return pages * _pragma(session, "page_size")
+
+
+def due(session: Session, limits: StoreLimits) -> bool:
+    """True if `step` may find something to delete. Reads only: no write waits for it."""
+    first = session.one(_FIRST)
+    if first is None or first[0] is None:
+        return False
+    too_old = limits.ttl is not None and first[0] < session.now - limits.ttl
+    return too_old or used(session) > limits.max_bytes
 
 
 def step(session: Session, limits: StoreLimits) -> Deleted:
     """Delete the oldest idle threads that are too old or too much, `THREADS_A_STEP` at most."""
-    excess = total(session) - limits.max_bytes
+    taken = used(session)
+    excess = taken - limits.max_bytes
+    share = taken / max(1, total(session)) if excess > 0 else 1.0  # of the disk, for a byte of a thread
     before = -math.inf if limits.ttl is None else session.now - limits.ttl
     chosen, freed = [], 0
     for row in session.rows(_OLDEST):
         if row.active_at >= before and freed >= excess:
             break
         chosen.append(row.id)
-        freed += row.size
+        freed += int(row.size * share)
     if chosen:
-        session.do(delete(threads).where(threads.c.id.in_(bindparam("ids", expanding=True))), ids=chosen)
+        session.do(_DELETE, ids=chosen)
     return Deleted(len(chosen), freed)
+
+
+def shrink(session: Session) -> bool:
+    """Give some free pages at the end of SQLite's file back to the disk; -> whether there are more to give back.
+
+    An eighth of the file may stay free: what comes next goes there. The file is shorter after the next checkpoint.
+    """
+    if session.connection.dialect.name != "sqlite":
+        return False
+    free = _pragma(session, "freelist_count")
+    surplus = free - max(PAGES_A_STEP, _pragma(session, "page_count") // 8)
+    if surplus <= 0:
+        return False
+    session.cursor.driver_rows(f"PRAGMA incremental_vacuum({min(surplus, PAGES_A_STEP)})")
+    return surplus > PAGES_A_STEP and _pragma(session, "freelist_count") < free
+
+
+def _pragma(session: Session, name: str) -> int:
+    return int(session.cursor.driver_rows(f"PRAGMA {name}")[0][0])

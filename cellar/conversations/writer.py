@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, text
+from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from cellar.conversations.database import meaning
 from cellar.conversations.errors import StoreUnavailable
+from cellar.conversations.statements import Cursor, Statements
 
 logger = logging.getLogger(__name__)
 
 ResultT = TypeVar("ResultT")
-
-_SAVEPOINT, _RELEASE = text("SAVEPOINT job"), text("RELEASE SAVEPOINT job")
-_ROLLBACK = text("ROLLBACK TO SAVEPOINT job")
-"""As text: what SQLAlchemy does for a nested transaction takes longer than a whole write."""
 
 MAX_GROUP = 128
 MAX_WAITING = 8192
@@ -30,66 +27,76 @@ MAX_WAITING = 8192
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    work: Callable[[Connection], Any]
+    work: Callable[[Cursor], Any]
     future: Future[Any]
 
 
 class Writer:
     """Runs writes in the order of their coming. A write is done when its transaction has been committed, not before."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, statements: Statements) -> None:
         self._engine = engine
-        self._jobs: queue.Queue[_Job | None] = queue.Queue(MAX_WAITING)
-        self._closed = threading.Event()
+        self._statements = statements
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()  # guards the jobs and `_closed`
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="cellar-conversations", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[Connection], ResultT]) -> Future[ResultT]:
+    def submit(self, work: Callable[[Cursor], ResultT]) -> Future[ResultT]:
         """Have something written. Raises StoreUnavailable if too many wait, or none is done any more.
 
         The future's error is what `work` raised, or StoreError; then nothing of it is stored.
         """
-        if self._closed.is_set():
-            raise StoreUnavailable("the conversation store is closed.")
         future: Future[ResultT] = Future()
-        try:
-            self._jobs.put_nowait(_Job(work, future))
-        except queue.Full:
-            raise StoreUnavailable("too many writes wait for the conversation store; try again soon.") from None
+        with self._changed:
+            if self._closed:
+                raise StoreUnavailable("the conversation store is closed.")
+            if len(self._jobs) >= MAX_WAITING:
+                raise StoreUnavailable("too many writes wait for the conversation store; try again soon.")
+            self._jobs.append(_Job(work, future))
+            self._changed.notify()
         return future
 
     def close(self) -> None:
         """Do what waits, then end."""
-        if not self._closed.is_set():
-            self._closed.set()
-            self._jobs.put(None)
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        going = True
-        while going:
-            group = [self._jobs.get()]
-            while len(group) < MAX_GROUP:
-                try:
-                    group.append(self._jobs.get_nowait())
-                except queue.Empty:
-                    break
-            going = None not in group
-            jobs = [job for job in group if job is not None and job.future.set_running_or_notify_cancel()]
-            if jobs and not self._commit(jobs):
-                for job in jobs:
-                    self._commit([job])
+        while group := self._next():
+            jobs = [job for job in group if job.future.set_running_or_notify_cancel()]
+            if jobs:
+                self._write(jobs)
 
-    def _commit(self, jobs: Sequence[_Job]) -> bool:
-        """One transaction; -> False if the jobs are to be tried again, each alone."""
+    def _next(self) -> list[_Job]:
+        """Wait for jobs; -> those that wait, or none if none will come any more."""
+        with self._changed:
+            while not self._jobs and not self._closed:
+                self._changed.wait()
+            return [self._jobs.popleft() for _ in range(min(MAX_GROUP, len(self._jobs)))]
+
+    def _write(self, jobs: Sequence[_Job]) -> None:
+        """All at once; with a savepoint for each if one of them has to be taken back; each alone if that fails, too."""
+        if self._commit(jobs, _straight) or (len(jobs) > 1 and self._commit(jobs, _guarded)):
+            return
+        for job in jobs:
+            self._commit([job], _straight)
+
+    def _commit(self, jobs: Sequence[_Job], attempt: _Attempt) -> bool:
+        """One transaction; -> False if nothing of it was kept and the jobs are to be tried in another way."""
         results: list[tuple[_Job, Any, BaseException | None]] = []
         committing = False
         try:
             with self._engine.connect() as connection:
                 transaction = connection.begin()
                 try:
+                    cursor = Cursor(connection, self._statements)
                     for job in jobs:
-                        results.append((job, *_attempt(connection, job)))
+                        results.append((job, *attempt(cursor, job)))
+                    cursor.close()
                     committing = True
                     transaction.commit()
                 except BaseException:
@@ -104,6 +111,8 @@ class Writer:
                 job.future.set_exception(meaning(error))
             return True
         except BaseException as error:  # whatever it is, nobody may wait for ever
+            if len(jobs) > 1 and attempt is _straight:
+                return False
             for job in jobs:
                 job.future.set_exception(error)
             return True
@@ -115,18 +124,35 @@ class Writer:
         return True
 
 
-def _attempt(connection: Connection, job: _Job) -> tuple[Any, BaseException | None]:
-    """The result, or what the job itself did wrong, of which nothing remains. Raises DBAPIError of the database."""
-    connection.execute(_SAVEPOINT)
+_Attempt = Callable[[Cursor, _Job], tuple[Any, BaseException | None]]
+
+
+def _straight(cursor: Cursor, job: _Job) -> tuple[Any, BaseException | None]:
+    """The result, or what the job itself did wrong before it changed anything. Raises what it did wrong afterwards."""
+    before = cursor.changes
     try:
-        result = job.work(connection)
+        return job.work(cursor), None
+    except DBAPIError:
+        raise
+    except BaseException as error:
+        if cursor.changes != before:
+            raise
+        return None, error
+
+
+def _guarded(cursor: Cursor, job: _Job) -> tuple[Any, BaseException | None]:
+    """The result, or what the job itself did wrong, of which nothing remains. Raises DBAPIError of the database."""
+    connection = cursor.connection
+    connection.exec_driver_sql("SAVEPOINT job")
+    try:
+        result = job.work(cursor)
     except IntegrityError as error:
-        connection.execute(_ROLLBACK)
+        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT job")
         return None, meaning(error)
     except DBAPIError:
         raise
     except BaseException as error:
-        connection.execute(_ROLLBACK)
+        connection.exec_driver_sql("ROLLBACK TO SAVEPOINT job")
         return None, error
-    connection.execute(_RELEASE)
+    connection.exec_driver_sql("RELEASE SAVEPOINT job")
     return result, None

@@ -9,6 +9,7 @@ import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -360,17 +361,42 @@ def test_age_and_size_are_bounded_the_oldest_first(place: str) -> None:
         assert [one.id for one in store.read(conversations.page, "a").records] == ["new"]
         assert store.read(responses.get, "a", "running").status is Status.IN_PROGRESS
         store.write(responses.finish, "a", "running", Status.COMPLETED, {})
-    with open_store(place, StoreLimits(ttl=None, max_bytes=50_000), clock=clock, sweep_seconds=None) as store:
+    with open_store(place, StoreLimits(ttl=None, max_bytes=500_000), clock=clock, sweep_seconds=None) as store:
         for k in range(100):
-            store.write(conversations.create, "a", f"c{k}", {}, [message("i", "x" * 1000)])
+            store.write(conversations.create, "a", f"c{k}", {}, [message("i", "x" * 10_000)])
         turn(store, "r1", list(range(1000)))
         turn(store, "r2", list(range(1000)), "r1", previous="r1")
-        assert store.read(sweep.total) > 100_000
+        assert store.read(sweep.used) >= store.read(sweep.total) > 1_000_000
         store.sweep()
-        assert 40_000 < store.read(sweep.total) <= 50_000
+        assert 300_000 < store.read(sweep.used) <= 500_000
         kept = {one.id for one in store.read(conversations.page, "a", None, 100).records}
         assert kept == {f"c{k}" for k in range(100 - len(kept), 100)}
         assert store.read(responses.history, "a", "r2").tokens is not None
+
+
+def test_what_is_deleted_is_given_back_to_the_disk(tmp_path: Path) -> None:
+    def pages(session: Session) -> tuple[int, int]:
+        names = ("page_count", "freelist_count")
+        count, free = (int(session.cursor.driver_rows(f"PRAGMA {name}")[0][0]) for name in names)
+        return count, free
+
+    with open_store(tmp_path, StoreLimits(ttl=None), sweep_seconds=None) as store:
+        made = [store.submit(conversations.create, "a", f"c{k}", {}, [message("i", "x" * 20_000)]) for k in range(500)]
+        wait(made, SECONDS)
+        gone = [store.submit(conversations.remove, "a", f"c{k}") for k in range(480)]
+        wait(gone, SECONDS)
+        before, free = store.read(pages)
+        assert free > 2000
+        while store.write(sweep.shrink):  # as a sweep does, for a second at a time
+            now, left = store.read(pages)
+            assert 0 < before - now <= sweep.PAGES_A_STEP, "a step is short"
+            assert before - now == free - left
+            before, free = now, left
+        store.sweep()
+        assert store.read(pages)[1] <= sweep.PAGES_A_STEP
+        assert len(store.read(conversations.page, "a", None, 100).records) == 20
+        assert store.read(items.get, "a", "c499", "i").body["content"] == "x" * 20_000
+    assert (tmp_path / FILE).stat().st_size < 3_000_000
 
 
 def test_the_event_loop_goes_on(store: Store) -> None:
