@@ -88,7 +88,7 @@ class Statements:
         columns = list(statement.exported_columns)
         kind = namedtuple("kind", [str(column.key) for column in columns], rename=True)  # type: ignore[misc]
         if self._dialect.supports_native_boolean or not any(isinstance(column.type, Boolean) for column in columns):
-            return kind._make  # type: ignore[no-any-return]
+            return kind._make
         converts = [_boolean if isinstance(column.type, Boolean) else _same for column in columns]
         return lambda values: kind._make([convert(value) for convert, value in zip(converts, values, strict=True)])
 
@@ -164,7 +164,7 @@ class Cursor:
         module = dialect.loaded_dbapi
         if not isinstance(error, module.Error):
             return error
-        lost = dialect.is_disconnect(error, self.connection.connection.dbapi_connection, self._cursor)  # type: ignore[arg-type]
+        lost = dialect.is_disconnect(error, self.connection.connection.dbapi_connection, self._cursor)
         made = DBAPIError.instance(None, None, error, module.Error, connection_invalidated=lost, dialect=dialect)
         if lost:
             self.connection.invalidate(error)

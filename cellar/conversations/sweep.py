@@ -103,7 +103,8 @@ def shrink(session: Session) -> bool:
     surplus = free - max(PAGES_A_STEP, _pragma(session, "page_count") // 8)
     if surplus <= 0:
         return False
-    session.cursor.driver_rows(f"PRAGMA incremental_vacuum({min(surplus, PAGES_A_STEP)})")
+    for _ in range(min(surplus, PAGES_A_STEP)):  # the driver makes one step of this pragma, which is one page
+        session.cursor.driver_rows("PRAGMA incremental_vacuum(1)")
     return surplus > PAGES_A_STEP and _pragma(session, "freelist_count") < free
 
 

@@ -389,8 +389,8 @@ def test_what_is_deleted_is_given_back_to_the_disk(tmp_path: Path) -> None:
         assert free > 2000
         while store.write(sweep.shrink):  # as a sweep does, for a second at a time
             now, left = store.read(pages)
-            assert 0 < before - now <= sweep.PAGES_A_STEP, "a step is short"
-            assert before - now == free - left
+            assert free - left == sweep.PAGES_A_STEP, "a step is short"
+            assert before - now >= free - left  # pages of SQLite's own go with them
             before, free = now, left
         store.sweep()
         assert store.read(pages)[1] <= sweep.PAGES_A_STEP
