@@ -191,7 +191,8 @@ class AsyncStore:
 
     async def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """See `Store.read`."""
-        found: ResultT = await self._inbox().result(self._readers.submit(self.store.read, operation, *args, **kwargs))
+        work = self._readers.submit(lambda: self.store.read(operation, *args, **kwargs))
+        found: ResultT = await self._inbox().result(work)
         return found
 
     async def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
