@@ -30,6 +30,7 @@ def data_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What servers keep lies in a directory of this run, those of child processes included."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
 
 

@@ -71,8 +71,17 @@ class CacheConfig:
     kv_disk_path: str | None = _option(None, "Directory for KV that survives a restart; one engine uses it at a time.")
     kv_disk_size: float | None = _option(None, "GiB of disk that it may take, KV of other models included.")
 
+    kv_remote: str | None = _option(
+        None, "Redis server for KV that other machines find, too: redis://, rediss:// or unix:// URL."
+    )
+    kv_remote_size: float | None = _option(None, "GiB that this engine may keep there.")
+    kv_remote_ttl: float = _option(86400.0, "Seconds after which KV there that nobody uses is gone.")
+    kv_remote_key_file: str | None = _option(
+        None, "File with the key that seals KV there, the same for all who share it; or CELLAR_KV_REMOTE_KEY is set."
+    )
+
     def __post_init__(self) -> None:
-        for name in ("kv_disk_path",):
+        for name in ("kv_disk_path", "kv_remote_key_file"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         _check_types(self)
@@ -85,7 +94,7 @@ class CacheConfig:
                 "kv_eviction_policy chooses what is kept for later requests, but enable_prefix_caching is off; drop "
                 "one of them."
             )
-        for name in ("kv_offloading_size", "kv_disk_size"):
+        for name in ("kv_offloading_size", "kv_disk_size", "kv_remote_size"):
             size = getattr(self, name)
             if size is not None and not 0 < size < float("inf"):
                 raise ConfigError(f"{name} is {size}; it must be positive, in GiB.")
@@ -95,6 +104,10 @@ class CacheConfig:
                 )
         if (self.kv_disk_path is None) != (self.kv_disk_size is None):
             raise ConfigError("kv_disk_path and kv_disk_size go together: give both, or neither.")
+        if (self.kv_remote is None) != (self.kv_remote_size is None):
+            raise ConfigError("kv_remote and kv_remote_size go together: give both, or neither.")
+        if not 1 <= self.kv_remote_ttl <= 10 * 365 * 86400:
+            raise ConfigError(f"kv_remote_ttl is {self.kv_remote_ttl}; it must be in seconds, from 1 to ten years.")
         if self.kv_cache_memory_bytes is not None and self.kv_cache_memory_bytes < 1:
             raise ConfigError(f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}; it must be positive.")
 

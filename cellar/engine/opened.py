@@ -104,6 +104,7 @@ def open_front(
         persist_seconds=persist_seconds,
         masker=masker,
         mask_timeout=config.schedule.mask_timeout,
+        lookup=opened.runtime.lookup,
     )
     scheduler.restore(capacity.kept, engine.clock())
     return Opened(

@@ -16,7 +16,9 @@ from cellar.core.messages import (
     StepResult,
 )
 from cellar.engine.engine import Engine
+from cellar.engine.lookups import Asks, Lookups
 from cellar.engine.structured import Masking, StructuredOutput
+from cellar.kv.foreign import Foreign
 from cellar.runtime.protocol import Runtime
 from cellar.schedule.protocol import Scheduler
 
@@ -26,6 +28,10 @@ class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, Schedu
 
     def memory(self, question: MemoryQuestion, now: float | None = None) -> MemoryAnswer:
         """Where tokens of conversations lie; what is to be forgotten is found no more when this returns."""
+
+    @property
+    def foreign(self) -> Foreign:
+        """What other engines have written to a tier that it shares with them."""
 
     @property
     def num_erasing(self) -> int:
@@ -78,10 +84,12 @@ def step_engine(
     persist_seconds: float = 30.0,
     masker: Masking | None = None,
     mask_timeout: float = 5.0,
+    lookup: Asks | None = None,
 ) -> StepEngine:
     """An engine with structured output beside it, which without a `masker` refuses requests for it.
 
     A sequence whose masks were late for `mask_timeout` seconds in all ends with an error.
+    With `lookup` a tier that other engines write to is asked for what a request lacks.
     """
     structured = StructuredOutput(masker, runtime.supply)
     engine = StepEngine(
@@ -92,7 +100,7 @@ def step_engine(
         clock=clock,
         check_seconds=check_seconds,
         persist_seconds=persist_seconds,
-        companion=structured,
+        companion=structured if lookup is None else Lookups(lookup, scheduler.foreign, clock, structured),
     )
     structured.attach(engine, mask_timeout)
     return engine

@@ -25,16 +25,16 @@ def restore(shelves: Shelves, kept: Mapping[Tier, Sequence[KeptChunk]], now: flo
         ages[identity] = min(chunk.age, ages.get(identity, chunk.age))
     if not labels:
         return
-    numbers = _add(shelves, labels, ages, now)
+    numbers = enter(shelves, labels, ages, now)
     for tier, chunks in kept.items():
         _place(shelves, shelves.tiers.index(tier), chunks, numbers)
     shelves.classify(np.fromiter(numbers.values(), np.int32, len(numbers)))
 
 
-def _add(
+def enter(
     shelves: Shelves, labels: Mapping[bytes, ChunkLabel], ages: Mapping[bytes, float], now: float
 ) -> dict[bytes, int]:
-    """Enter all chunks; -> their numbers by identity."""
+    """Enter chunks that lie nowhere yet, written `ages` seconds ago; -> their numbers by identity."""
     directory, conversations = shelves.directory, shelves.conversations
     followed = {label.parent for label in labels.values()}
     ends = sorted((i for i in labels if i not in followed), key=lambda i: -ages[i])  # the most recent last

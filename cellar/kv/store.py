@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import CopyResult, KeptChunk, Tier, TierOrder, TierStats
+from cellar.kv.foreign import Foreign
 from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_identity
 from cellar.kv.movement import Movement
 from cellar.kv.policy import LeastRecentlyUsed, Policy
@@ -89,6 +90,7 @@ class KVStore:
         self._root = root
         self._shelves = Shelves({Tier.DEVICE: num_slots, **(tiers or {})}, policy or LeastRecentlyUsed())
         self._movement = Movement(self._shelves)
+        self.foreign = Foreign(self._shelves, chunk_size, self.chain)
         self._has_tiers = len(self._shelves.tiers) > 1
 
     @property

@@ -45,7 +45,9 @@ from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.copier import Copier
+from cellar.runtime.tiers.lookup import Lookup
 from cellar.runtime.tiers.opened import close_tiers, open_tiers
+from cellar.runtime.tiers.remote import RemoteTier
 from cellar.runtime.tiers.storage import Storage
 
 _LOG = logging.getLogger(__name__)
@@ -107,6 +109,8 @@ class LocalRuntime:
         self._copier: Copier | None = None
         if tiers:
             self._copier = Copier(ArenaChunks(self.executor.arena, device), tiers, self._results.put)
+        shared = tiers.get(Tier.REMOTE)
+        self.lookup: Lookup | None = Lookup(shared) if isinstance(shared, RemoteTier) else None
         self._capacity = Capacity(
             num_slots,
             num_rows,
@@ -171,6 +175,8 @@ class LocalRuntime:
         if self._offloaded is not None:
             self._offloaded.close()
             self._offloaded = None
+        if self.lookup is not None:
+            self.lookup.close()
         if self._copier is not None:
             self._copier.close()
             self._copier = None

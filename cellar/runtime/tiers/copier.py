@@ -24,7 +24,7 @@ from cellar.core.errors import ConfigError, DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, KeptChunk, Tier, TierOrder
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.host import HostTier
-from cellar.runtime.tiers.storage import Storage
+from cellar.runtime.tiers.storage import Bytes, DistantStorage, Storage
 
 logger = logging.getLogger(__name__)
 
@@ -172,10 +172,15 @@ class _Hand:
         self._stream = stream
         self._staging = np.empty(device.chunk_nbytes, np.uint8)
         self._stage = torch.from_numpy(self._staging)
+        self._far: Bytes | None = None
 
     def carry_out(self, batch: TierOrder, part: range) -> tuple[NDArray[np.bool_], str | None]:
         """-> which of a piece have arrived, and why the first of the others has not."""
         ok = np.zeros(len(part), np.bool_)
+        slowest = batch.tier if isinstance(batch, EraseBatch) else max(batch.source, batch.target)
+        distant = self._tiers.get(slowest)
+        if isinstance(distant, DistantStorage):
+            return self._carry_far(distant, batch, part)
         said: str | None = None
         for k, at in enumerate(part):
             try:
@@ -192,6 +197,53 @@ class _Hand:
             ok[:] = False
             said = said or str(error)
         return ok, said
+
+    def _carry_far(
+        self, distant: DistantStorage, batch: TierOrder, part: range
+    ) -> tuple[NDArray[np.bool_], str | None]:
+        """`carry_out` where the slower tier is far: a piece with one exchange."""
+        here = slice(part.start, part.stop)
+        try:
+            if isinstance(batch, EraseBatch):
+                failed = distant.erase_many(batch.slots[here].tolist())
+            elif batch.target > batch.source:
+                chunks = self._staged(len(part))
+                self._gather(batch, part, chunks)
+                failed = distant.write_many(batch.target_slots[here].tolist(), chunks, batch.labels[here])
+            else:
+                chunks = self._staged(len(part))
+                failed = distant.read_many(batch.source_slots[here].tolist(), chunks, batch.labels[here])
+                self._scatter(batch, part, chunks, failed)
+        except Exception as error:  # whatever it is, somebody waits for the result
+            return np.zeros(len(part), np.bool_), f"{_way(batch)}: {error}"
+        said = next((f"{_way(batch)}: {error}" for error in failed if error is not None), None)
+        return np.array([error is None for error in failed], np.bool_), said
+
+    def _staged(self, count: int) -> Bytes:
+        """Room for so many chunks [count, chunk_nbytes]."""
+        if self._far is None or len(self._far) < count:
+            self._far = np.empty((count, self._device.chunk_nbytes), np.uint8)
+        return self._far[:count]
+
+    def _gather(self, batch: CopyBatch, part: range, chunks: Bytes) -> None:
+        """Chunks of a piece, from where they lie now."""
+        for at, chunk in zip(part, chunks, strict=True):
+            source = int(batch.source_slots[at])
+            if batch.source is Tier.DEVICE:
+                self._device.read(source, torch.from_numpy(chunk))
+            else:
+                self._tiers[batch.source].read(source, chunk, batch.labels[at])
+        self._wait()
+
+    def _scatter(self, batch: CopyBatch, part: range, chunks: Bytes, failed: Sequence[OSError | None]) -> None:
+        """Chunks that have come, to where they shall lie."""
+        for at, chunk, error in zip(part, chunks, failed, strict=True):
+            target = int(batch.target_slots[at])
+            if error is None and batch.target is Tier.DEVICE:
+                self._device.write(target, torch.from_numpy(chunk))
+            elif error is None:
+                self._tiers[batch.target].write(target, chunk, batch.labels[at])
+        self._wait()
 
     def _copy(self, batch: CopyBatch, at: int) -> None:
         device, source, target = self._device, int(batch.source_slots[at]), int(batch.target_slots[at])

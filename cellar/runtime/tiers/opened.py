@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +16,13 @@ from cellar.core.specs import KVSpec
 from cellar.runtime.memory import GIB, human
 from cellar.runtime.tiers.disk import DiskTier
 from cellar.runtime.tiers.host import HostTier
+from cellar.runtime.tiers.remote import RemoteOptions, RemoteTier
 from cellar.runtime.tiers.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "CELLAR_KV_REMOTE_KEY"
+"""Of the environment: the key that seals what a remote tier keeps, where no file of it is named."""
 
 
 def open_tiers(
@@ -35,6 +40,10 @@ def open_tiers(
         if cache.kv_disk_path is not None and cache.kv_disk_size is not None:
             size, path = int(cache.kv_disk_size * GIB), Path(cache.kv_disk_path).expanduser()
             tiers[Tier.DISK] = DiskTier(path, size, _known(fingerprint), nbytes)
+        if cache.kv_remote is not None and cache.kv_remote_size is not None:
+            size, key = int(cache.kv_remote_size * GIB), _remote_key(cache.kv_remote_key_file)
+            options = RemoteOptions(cache.kv_remote, key, size, cache.kv_remote_ttl)
+            tiers[Tier.REMOTE] = RemoteTier(options, _known(fingerprint), nbytes)
     except BaseException:
         close_tiers(tiers)
         raise
@@ -56,8 +65,23 @@ def close_tiers(tiers: Mapping[Tier, Storage]) -> None:
 
 def _known(fingerprint: bytes | None) -> bytes:
     if fingerprint is None:
-        raise ConfigError("KV that survives a restart needs an engine that knows whose it is; leave kv_disk_path out.")
+        raise ConfigError("KV that survives a restart needs an engine that knows whose it is; leave it out.")
     return fingerprint
+
+
+def _remote_key(path: str | None) -> str:
+    """The operator's key. Raises ConfigError if there is none."""
+    if path is not None:
+        try:
+            return Path(path).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"kv_remote_key_file cannot be read ({error}); give a file with the key.") from error
+    if key := os.environ.get(KEY_VARIABLE, "").strip():
+        return key
+    raise ConfigError(
+        f"kv_remote needs a key that seals what is kept there; set kv_remote_key_file or {KEY_VARIABLE}. Make one "
+        "with: openssl rand -hex 32"
+    )
 
 
 def _host_slots(size: float, nbytes: int) -> int:

@@ -7,7 +7,7 @@ whatever the arena's own is: so a chunk is one piece for every tier and every pr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,3 +44,24 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Let go of everything; what is to outlive the process is safe by then."""
+
+
+@runtime_checkable
+class DistantStorage(Storage, Protocol):
+    """A tier to which every exchange costs a round trip: it takes several chunks with one.
+
+    `chunks` is [n, chunk_nbytes]; each answers why a chunk was not written, read or erased, None: it was.
+    """
+
+    def write_many(
+        self, slots: Sequence[int], chunks: Bytes, labels: Sequence[ChunkLabel | None]
+    ) -> Sequence[OSError | None]:
+        """`write` for several."""
+
+    def read_many(
+        self, slots: Sequence[int], chunks: Bytes, labels: Sequence[ChunkLabel | None]
+    ) -> Sequence[OSError | None]:
+        """`read` for several."""
+
+    def erase_many(self, slots: Sequence[int]) -> Sequence[OSError | None]:
+        """`erase` for several."""

@@ -87,6 +87,7 @@ class StepScheduler:
         self._caching = enable_prefix_caching
         self._keep_free = math.ceil(config.decode_reserve * num_slots)
         self._store = KVStore(num_slots, chunk_size, root, tiers, policy, recovery)
+        self.foreign = self._store.foreign  # what other engines have written
         self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
         self._queue = WaitingQueue()
         self._requests: dict[str, RequestState] = {}

@@ -8,7 +8,7 @@ const ROWS = 8;
 const CELLS = COLUMNS * ROWS;
 const STEP = 10;
 const RADIUS = 3.6;
-const NAMES = { device: "Memory of the GPU", host: "Memory", offload: "Memory, second tier", disk: "Disk" };
+const NAMES = { device: "Memory of the GPU", host: "Memory", offload: "Memory, second tier", disk: "Disk", remote: "Redis" };
 
 export class Rack {
   #cells = [];
