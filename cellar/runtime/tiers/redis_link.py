@@ -56,7 +56,7 @@ class RedisLink:
         except ModuleNotFoundError as error:
             raise missing("kv_remote needs", error.name, "redis") from error
         try:
-            self._options: dict[str, Any] = dict(redis.connection.parse_url(url))
+            self._options: dict[str, Any] = dict(redis.connection.parse_url(url))  # type: ignore[no-untyped-call]
         except ValueError as error:
             raise ConfigError(f"kv_remote {named(url)} cannot be used ({error}).") from error
         self._kind = self._options.pop("connection_class", redis.connection.Connection)

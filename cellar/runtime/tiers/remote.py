@@ -23,7 +23,7 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import human
 from cellar.runtime.tiers.forgotten import Forgotten, state_home
-from cellar.runtime.tiers.redis_link import TEND_SECONDS, Command, RedisAway, RedisLink, named
+from cellar.runtime.tiers.redis_link import TEND_SECONDS, Command, RedisAway, RedisLink, Replies, named
 from cellar.runtime.tiers.sealed import LABEL_NBYTES, OVERHEAD_NBYTES, Seal, pack_label, unpack_label
 from cellar.runtime.tiers.storage import Bytes
 
@@ -398,7 +398,7 @@ def _known(label: ChunkLabel | None) -> ChunkLabel:
     return label
 
 
-def _accepted(replies: list[object]) -> list[object]:
+def _accepted(replies: Replies) -> Replies:
     """The same replies. Raises OSError if one is a refusal."""
     for reply in replies:
         if isinstance(reply, Exception):
