@@ -83,6 +83,7 @@ class RemoteTier:
         self._me = os.urandom(8)
         self._lock = threading.Lock()
         self._slots: dict[int, _Held] = {}
+        self._missed: set[int] = set()  # slots whose chunk could not be read last time
         self._unsure: set[bytes] = set()  # names that are to be deleted when the server is back
         self._kept: list[KeptChunk] = []
         self.num_damaged = 0
@@ -141,6 +142,7 @@ class RemoteTier:
         names = [self._name(label) for label in said]
         with self._lock:
             before = [self._slots.pop(slot, None) for slot in slots]
+            self._missed.difference_update(slots)
         commands: list[Command] = []
         try:
             self._drop([held for held in before if held is not None and held.writer is not None])
@@ -180,6 +182,8 @@ class RemoteTier:
         try:
             replies = self._link.exchange(commands)
         except OSError as error:
+            with self._lock:
+                self._missed.update(slots)
             return [error] * len(slots)
         failed: list[OSError | None] = []
         damaged: list[Command] = []
@@ -192,18 +196,26 @@ class RemoteTier:
                     self.num_damaged += 1
                     damaged.append(("DEL", name))
                 failed.append(error)
+        with self._lock:
+            self._missed.update(slot for slot, error in zip(slots, failed, strict=True) if error is not None)
         if damaged:
             self._try(damaged)
         return failed
 
     def erase_many(self, slots: Sequence[int]) -> list[OSError | None]:
-        """Nothing of these slots' chunks is ever read again: first said in the journal, then to the server."""
+        """Nothing of these slots' chunks is ever read again: first said in the journal, then to the server.
+
+        A chunk that could not be read is not forgotten, but only let go of: others may write it again.
+        """
         with self._lock:
             held = [self._slots.pop(slot, None) for slot in slots]
+            missed = self._missed.intersection(slots)
+            self._missed -= missed
         labels = [one.label for one in held if one is not None]
         journal: OSError | None = None
         try:
-            self._forgotten.add(label.identity for label in labels)
+            pairs = zip(slots, held, strict=True)
+            self._forgotten.add(one.label.identity for slot, one in pairs if one is not None and slot not in missed)
         except OSError as error:
             journal = error
         try:
@@ -256,6 +268,7 @@ class RemoteTier:
                 if before is not None and before.writer is not None and before.label.identity != label.identity:
                     self._unsure.add(self._name(before.label))
                 self._slots[slot] = _Held(label, None)
+                self._missed.discard(slot)
 
     # -- beside the work --------------------------------------------------------------------------
 

@@ -411,6 +411,23 @@ def test_what_is_erased_is_gone_from_the_server(server: RedisServer) -> None:
         assert len(tier.kept()) == 12
 
 
+def test_what_could_not_be_read_is_not_forgotten(server: RedisServer) -> None:
+    """It was evicted: who loads it lets go of it, and finds it again when another engine has written it anew."""
+    with opened(server.url) as tier, opened(server.url) as other:
+        fill(tier)
+        with server.client as client:
+            client.delete(*(name for name in server.chunks() if label(4).identity.hex().encode() in name))
+        assert not comes_back(tier, 4)
+        tier.erase(4)
+        other.write(0, chunk(4), label(4))
+        assert tier.find([label(4)], []) == [label(4)]
+        tier.adopt([4], [label(4)])
+        assert comes_back(tier, 4)
+        tier.erase(4)
+        assert not tier.find([label(4)], [])
+        assert not comes_back(other, 0, 4)
+
+
 @pytest.mark.parametrize("restarted", [False, True], ids=["same process", "next process"])
 def test_forgotten_while_the_server_is_away(restarted: bool, server: RedisServer) -> None:
     """It comes back with a snapshot that has everything."""
