@@ -16,6 +16,7 @@ from cellar.core.messages import SchedulerStats, Tier, TierStats
 from tests.conformance.test_models import Case, saved_model
 from tests.e2e.test_restart import TURNS, histories, turn
 from tests.e2e.test_tiers import FAMILIES, GREEDY, TALKS, Tokens, small_options
+from tests.e2e.test_tiers import opened as opened_engine
 from tests.limits import until
 from tests.redis_server import RedisServer, SlowRedis, redis_server
 
@@ -40,7 +41,7 @@ def remote(stats: SchedulerStats) -> TierStats:
 def opened(folder: Path, url: str | None, chunks: int, **options: object) -> LLM:
     if url is not None:
         options |= {"kv_remote": url, "kv_remote_size": SIZE}
-    return LLM(str(folder), **small_options(folder, chunks), **options)  # type: ignore[arg-type]
+    return opened_engine(folder, **small_options(folder, chunks), **options)
 
 
 def nothing() -> None:
@@ -135,7 +136,7 @@ def test_another_model_or_chunk_size_finds_nothing(model: Path, tmp_path: Path, 
     for folder, options in ((tmp_path / "other", {}), (model, {"block_size": 32, "kv_cache_memory_bytes": 2**22})):
         talks, said = histories()
         settings = small_options(folder, 24) | options
-        with LLM(str(folder), kv_remote=server.url, kv_remote_size=SIZE, **settings) as llm:  # type: ignore[arg-type]
+        with opened_engine(folder, kv_remote=server.url, kv_remote_size=SIZE, **settings) as llm:
             turn(llm, talks, said, 0)
             assert remote(llm.stats()).loaded == 0
 
