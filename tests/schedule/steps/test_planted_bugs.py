@@ -484,8 +484,8 @@ def load_that_another_began_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
 def failed_copies_count_as_arrived(patch: pytest.MonkeyPatch) -> None:
     commit = Movement.commit
 
-    def trusting(movement: Movement, result: CopyResult) -> np.ndarray:
-        return commit(movement, dataclasses.replace(result, ok=np.ones(len(result.ok), np.bool_)))
+    def trusting(movement: Movement, result: CopyResult, *rest: Any) -> np.ndarray:
+        return commit(movement, dataclasses.replace(result, ok=np.ones(len(result.ok), np.bool_)), *rest)
 
     patch.setattr(Movement, "commit", trusting)
 
@@ -494,8 +494,8 @@ def failed_copies_count_as_arrived(patch: pytest.MonkeyPatch) -> None:
 def hole_of_a_failed_load_is_not_computed(patch: pytest.MonkeyPatch) -> None:
     commit = KVStore.commit_copy
 
-    def silent(store: KVStore, result: CopyResult) -> np.ndarray:
-        return commit(store, result)[:0]
+    def silent(store: KVStore, result: CopyResult, *rest: Any) -> np.ndarray:
+        return commit(store, result, *rest)[:0]
 
     patch.setattr(KVStore, "commit_copy", silent)
 
