@@ -105,7 +105,7 @@ def history(session: Session, owner: str, id: str) -> History:
     rows = session.rows(_ITEMS, id=id)
     tokens = None if conversation.head is None else context(session, conversation.head)
     covered = 0 if tokens is None else sum(row.position < conversation.head_until for row in rows)
-    return History(tuple(item_of(row) for row in rows), covered, tokens)
+    return History(tuple(item_of(row) for row in rows), covered, tokens, id)
 
 
 def conversation_of(row: Row) -> Conversation:

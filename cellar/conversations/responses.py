@@ -184,12 +184,12 @@ def get(session: Session, owner: str, id: str) -> Response:
 
 def history(session: Session, owner: str, id: str) -> History:
     """What a response goes on from that names this one as `previous`. Raises NotFound."""
-    _row(session, owner, id)
+    row = _row(session, owner, id)
     root = session.one(_CHAIN_ROOT, id=id)
     before = [] if root is None else session.rows(_ITEMS_UNTIL, thread=root.thread, until=root.until)
     found = tuple(items.item_of(row) for row in [*before, *session.rows(_CHAIN_ITEMS, id=id)])
     tokens = context(session, id)
-    return History(found, 0 if tokens is None else len(found), tokens)
+    return History(found, 0 if tokens is None else len(found), tokens, row.thread)
 
 
 def running(session: Session, ids: Collection[str]) -> frozenset[str]:

@@ -186,15 +186,17 @@ class KeptChunk:
 @dataclass(frozen=True, slots=True)
 class MemoryQuestion:
     """How many tokens of each conversation lie in which tier? With `forget` they are found nowhere after the answer,
-    unless another conversation shares them. With `pin_seconds` they leave a tier, for so long, after all that is not
-    pinned; 0 ends a pin. With `flush` that tier drops whatever nobody uses, of any conversation; the answer ends with
-    how many chunks that were, or with nothing if there is no such tier.
+    unless another conversation shares them, or one of the contexts to `keep` consists of them: (salt, int32 ids [n])
+    each. With `pin_seconds` they leave a tier, for so long, after all that is not pinned; 0 ends a pin. With `flush`
+    that tier drops whatever nobody uses, of any conversation; the answer ends with how many chunks that were, or with
+    nothing if there is no such tier.
     """
 
     conversations: tuple[str, ...]
     forget: bool = False
     pin_seconds: float | None = None
     flush: Tier | None = None
+    keep: tuple[tuple[bytes, IntArray], ...] = ()
 
 
 MemoryAnswer = tuple[Mapping[Tier, int], ...]

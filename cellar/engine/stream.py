@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from os import PathLike
@@ -13,7 +13,7 @@ from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, IntegrityError, RequestError
-from cellar.core.messages import MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats, Tier
+from cellar.core.messages import IntArray, MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.driver import Driver
@@ -119,17 +119,19 @@ class AsyncLLM:
         self,
         *conversations: str,
         forget: bool = False,
+        keep: Sequence[tuple[bytes, IntArray]] = (),
         pin_seconds: float | None = None,
         flush: Tier | None = None,
     ) -> MemoryAnswer:
         """Tokens of each conversation, by the fastest tier that has their K and V.
 
         With `forget`, none of it is found any more when this returns, in any tier or copy under way, unless another
-        conversation shares it. With `pin_seconds` it leaves tiers last for so long. With `flush` a tier drops whatever
-        nobody uses, and the answer ends with how many chunks that were. Raises CellarError if the engine has ended.
+        conversation shares it, or a context (salt, token ids) to `keep` has it. With `pin_seconds` it leaves tiers last
+        for so long. With `flush` a tier drops whatever nobody uses, and the answer ends with how many chunks that were.
+        Raises CellarError if the engine has ended.
         """
         told: asyncio.Future[MemoryAnswer] = asyncio.get_running_loop().create_future()
-        question = MemoryQuestion(conversations, forget, pin_seconds, flush)
+        question = MemoryQuestion(conversations, forget, pin_seconds, flush, tuple(keep))
         self._driver.post(lambda: self._ask(question, told))
         return await told
 

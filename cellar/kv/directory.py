@@ -81,6 +81,10 @@ class Directory:
         self._tail[chunk] = parent, tokens
         return chunk
 
+    def has_tail(self, parent: bytes) -> bool:
+        """True if any tail follows `parent`: most chunks that are missing have none."""
+        return parent in self._tails
+
     def find_tail(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """The longest tail after `parent` that `tokens` begin with; -> its number (or -1), and its bytes."""
         best, length = -1, 0

@@ -195,10 +195,11 @@ class Shelves:
         audiences = self.conversations.shared_by(conversation)
         return np.flatnonzero(np.isin(self.directory.audience, audiences)).astype(np.int32)
 
-    def withdraw(self, conversation: int) -> None:
-        """A conversation has no chunks any more: those that no other shares are gone from every tier."""
+    def withdraw(self, conversation: int, keep: Chunks = NO_SLOTS) -> None:
+        """A conversation has no chunks any more but those to `keep`: what no other shares is gone from every tier."""
         for audience in self.conversations.shared_by(conversation):
             chunks = np.flatnonzero(self.directory.audience == audience).astype(np.int32)
+            chunks = chunks[~np.isin(chunks, keep)]
             rest = self.conversations.narrowed(audience, conversation)
             if rest < 0:
                 self.remove(chunks)

@@ -6,7 +6,7 @@ The scheduler asks what is there (`find`), gets memory (`reserve`, `extend`), sa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +72,8 @@ class KVStore:
     """Chunks of `chunk_size` tokens: `num_slots` on the device, and `tiers` says how many in each slower tier.
 
     `root` is what all identities begin with: see `identity.root_identity`. Without slower tiers a chunk that is
-    reclaimed is lost, and partly filled tails are not kept. `policy` says what goes first, `recovery` what is loaded
-    and what is computed again.
+    reclaimed is lost, and nothing is copied: a tail that is being written on in is not found meanwhile. `policy` says
+    what goes first, `recovery` what is loaded and what is computed again.
     """
 
     def __init__(
@@ -124,13 +124,15 @@ class KVStore:
         whole = (len(tokens) - 1) // size
         chunks = self._shelves.directory.find(chain.grow(tokens, whole)[:whole])
         filled = np.where(chunks >= 0, np.int32(size), np.int32(0))
-        if self._has_tiers:
-            chunks, filled = np.append(chunks, np.int32(-1)), np.append(filled, np.int32(0))
-            for column in np.flatnonzero(chunks < 0).tolist():
+        chunks, filled = np.append(chunks, np.int32(-1)), np.append(filled, np.int32(0))
+        directory = self._shelves.directory
+        for column in np.flatnonzero(chunks < 0).tolist():
+            if directory.has_tail(chain.parent(column)):
                 begin = column * size
                 held = tokens[begin : min(begin + size, len(tokens) - 1)].tobytes()
-                chunk, nbytes = self._shelves.directory.find_tail(chain.parent(column), held)
-                chunks[column], filled[column] = chunk, nbytes // _TOKEN_BYTES
+                chunk, nbytes = directory.find_tail(chain.parent(column), held)
+                if self._has_tiers or self._is_free_to_write(np.array([chunk])).all():
+                    chunks[column], filled[column] = chunk, nbytes // _TOKEN_BYTES
         return self._residency(chunks, filled)
 
     def _residency(self, chunks: Chunks, filled: NDArray[np.int32]) -> Residency:
@@ -179,7 +181,7 @@ class KVStore:
         if found is not None and (found.chunk >= 0).any():
             known = int(np.flatnonzero(found.chunk >= 0)[-1]) * size + int(found.tokens[found.chunk >= 0][-1])
             there, chunks = found.chunk >= 0, found.chunk[found.chunk >= 0]
-            at_once = there & (found.tier == 0) & ((found.tokens == size) | self._is_free_to_write(found))
+            at_once = there & (found.tier == 0) & ((found.tokens == size) | self._is_free_to_write(found.chunk))
             slots[: len(there)][at_once] = found.slot[at_once]
             load[: len(there)] = wanted = self._wanted(found, there & ~at_once, found.slot[at_once], now, before)
             filled[: len(there)] = np.where(at_once | wanted, found.tokens, 0)
@@ -246,7 +248,7 @@ class KVStore:
         """
         column = len(tokens) // self.chunk_size
         held = tokens[column * self.chunk_size :].tobytes()
-        if not self._has_tiers or not held:
+        if not held:
             return
         held_by = int(self._shelves.device.chunk[slot])
         if held_by >= 0 and not self._shelves.directory.is_tail(held_by):
@@ -292,13 +294,24 @@ class KVStore:
             chunks, filled = chunks[~here], filled[~here]
         return found
 
-    def forget_conversations(self, conversations: Sequence[int]) -> None:
-        """Their chunks are found no more, in any tier or copy under way, unless other conversations share them.
+    def forget_conversations(self, conversations: Sequence[int], keep: Chunks = NO_SLOTS) -> None:
+        """Their chunks are found no more, in any tier or copy under way, unless other conversations share them, or they
+        are among those to `keep`.
 
         Nothing of them is left in a tier that outlives the process when `num_erasing` has come to 0.
         """
         for number in conversations:
-            self._shelves.withdraw(number)
+            self._shelves.withdraw(number, keep)
+
+    def holding(self, contexts: Iterable[tuple[bytes, NDArray[np.int32]]]) -> Chunks:
+        """The chunks that contexts (salt, tokens [n]) consist of, tails too, as far as they lie anywhere."""
+        directory, size, found = self._shelves.directory, self.chunk_size, list[int]()
+        for salt, tokens in contexts:
+            chain, whole = self.chain(salt), len(tokens) // size
+            found += directory.find(chain.grow(tokens, whole)[:whole]).tolist()
+            found.append(directory.find_tail(chain.parent(whole), tokens[whole * size :].tobytes())[0])
+        chunks = np.unique(np.array(found, np.int32))
+        return chunks[chunks >= 0]
 
     def pin(self, conversations: Sequence[int], until: float) -> None:
         """What they have, shared or not, leaves a tier after all that is not pinned, until then. A conversation that
@@ -401,12 +414,11 @@ class KVStore:
         self._shelves.device.hold(slots)
         return slots
 
-    def _is_free_to_write(self, found: Residency) -> NDArray[np.bool_]:
-        """Which chunks lie in slots of the device that a sequence may take for itself and write on in."""
+    def _is_free_to_write(self, chunks: Chunks) -> NDArray[np.bool_]:
+        """Which chunks lie in slots of the device that a sequence may take for itself and write on in; not for -1."""
         device = self._shelves.device
-        slots = np.where(found.tier == 0, found.slot, np.int32(0))
-        free: NDArray[np.bool_] = device.unused(slots) & (device.state[slots] == RESIDENT)
-        free &= found.tier == 0
+        slots = self._shelves.directory.slot[0, chunks]
+        free: NDArray[np.bool_] = (slots >= 0) & device.unused(slots) & (device.state[slots] == RESIDENT)
         return free
 
     def _wanted(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from cellar.core.errors import RequestError
-from cellar.core.messages import RequestOutput, Tier
+from cellar.core.messages import IntArray, RequestOutput, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
@@ -138,16 +138,22 @@ class Desk:
         return dropped[tier]
 
     async def memory(
-        self, owner: str, names: Sequence[str], forget: bool = False, pin_seconds: float | None = None
+        self,
+        owner: str,
+        names: Sequence[str],
+        forget: bool = False,
+        pin_seconds: float | None = None,
+        keep: Sequence[IntArray] = (),
     ) -> list[dict[str, int]]:
         """Tokens of an owner's conversations, by the fastest tier (device, host, disk, remote) that has their KV.
 
-        With `forget`, none of it is found any more when this returns, unless another conversation shares it. With
-        `pin_seconds` it leaves each tier last for so long. Raises ApiError while there is no engine, CellarError if it
-        ends meanwhile.
+        With `forget`, none of it is found any more when this returns, unless another conversation shares it, or one of
+        the contexts (token ids) to `keep` has it. With `pin_seconds` it leaves each tier last for so long. Raises
+        ApiError while there is no engine, CellarError if it ends meanwhile.
         """
         called = [self._tenants.conversation(owner, name) or name for name in names]
-        answer = await self.engine().memory(*called, forget=forget, pin_seconds=pin_seconds)
+        kept = [(self._tenants.salt(owner, b""), ids) for ids in keep]
+        answer = await self.engine().memory(*called, forget=forget, keep=kept, pin_seconds=pin_seconds)
         return [{tier.name.lower(): count for tier, count in tokens.items()} for tokens in answer]
 
     def salt(self, owner: str, cache_salt: bytes) -> bytes:

@@ -151,3 +151,39 @@ def test_codex(served: Served) -> None:
         assert said["content"][0]["text"] == "Let me see.\n"
         (last,) = done(http.post("/v1/responses", json={**CODEX, "input": repeated}))
     assert last["content"][0]["text"] == "There are none."
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Tools for sub-agents.",
+    "tools": [
+        {"type": "function", "name": "close", "description": "Close an agent.", "strict": False}
+        | {"parameters": {"type": "object", "properties": {"target": {"type": "string"}}, "required": ["target"]}},
+        {"type": "function", "name": "shell", "strict": False, "parameters": {"type": "object", "properties": {}}},
+    ],
+}
+
+
+def test_codex_with_a_namespace(served: Served) -> None:
+    """As Codex CLI 0.169 sends it by default: a call has its namespace apart, and comes back so."""
+    body = {**CODEX, "tools": [SHELL, NAMESPACE], "input": [text("user", "input_text", "Close it.")]}
+    with served.http() as http, says_in_turn(served, call_of("agents__close", {"target": "a"}), "Closed."):
+        *_, call = done(http.post("/v1/responses", json=body))
+        assert (call["namespace"], call["name"]) == ("agents", "close")
+        repeated = {name: call[name] for name in ("type", "name", "namespace", "arguments", "call_id")}
+        output = {"type": "function_call_output", "call_id": call["call_id"], "output": "{}"}
+        body["input"] = [*body["input"], repeated, output]
+        (last,) = done(http.post("/v1/responses", json=body))
+        assert last["content"][0]["text"] == "Closed."
+        for wrong in (
+            {**NAMESPACE, "tools": []},
+            {**NAMESPACE, "tools": [{"type": "custom", "name": "x"}]},
+            {**NAMESPACE, "name": None},
+            {**NAMESPACE, "max": 3},
+        ):
+            answer = http.post("/v1/responses", json={**body, "tools": [wrong]})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "tools"
+        twice = [NAMESPACE, {**SHELL, "name": "agents__shell"}]
+        assert "agents__shell" in http.post("/v1/responses", json={**body, "tools": twice}).json()["error"]["message"]

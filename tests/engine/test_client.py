@@ -276,7 +276,7 @@ def test_memory_of_conversations_is_told_and_forgotten(open_client: Open) -> Non
     cached("a", shared + mine, conversation="mine")
     cached("b", shared + other, conversation="other")
     here, there, nobody = memory("mine", "other", "nobody")
-    assert (here[Tier.DEVICE], there[Tier.DEVICE]) == (64, 64)
+    assert (here[Tier.DEVICE], there[Tier.DEVICE]) == (77, 77)
     assert nobody == {Tier.DEVICE: 0}
 
     client.add(replace(request("running", shared + mine, 100), conversation="mine"))
@@ -285,7 +285,7 @@ def test_memory_of_conversations_is_told_and_forgotten(open_client: Open) -> Non
     assert memory("mine")[0] == {Tier.DEVICE: 0}
     seen.run(client, lambda: "running" in seen.finished)
     assert seen.tokens["running"] == expected(shared + mine, 100)
-    assert memory("mine", "other") == ({Tier.DEVICE: 0}, {Tier.DEVICE: 64})
+    assert memory("mine", "other") == ({Tier.DEVICE: 0}, {Tier.DEVICE: 77})
     assert cached("again", shared + mine) == 32  # what the other conversation shares
     assert cached("other", shared + other) == 64
     memory("other", forget=True)

@@ -1,6 +1,7 @@
 """Drives a KVStore by random operations beside a model of it that knows no slots, only token sequences.
 
-What leaves is checked against the definition: of all chunks that nobody uses, those worth least at that moment.
+A sequence that ends may leave its partly filled tail. What leaves is checked against the definition: of all chunks that
+nobody uses, those worth least at that moment.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from cellar.kv.identity import Chain
 from cellar.kv.policy import LeastRecentlyUsed, RetentionValue
 from cellar.kv.store import KVStore
 
-CHUNK = 2
+CHUNK = 3
 COSTS = {1: 1.0, 8: 6.0, 64: 40.0}
 Path = tuple[bytes, tuple[int, ...]]
-"""What a chunk holds: the salt, and all tokens up to its end."""
+"""What a chunk, or a tail, holds: the salt, and all tokens up to its end."""
 Op = tuple[str, int, int, int]
 KINDS = ("open", "open", "commit", "commit", "extend", "release", "release", "forget", "withdraw")
 
@@ -88,8 +89,7 @@ class Model:
         name = (salt, "named") if b % 5 == 0 else None
         keep_free = c % 3
         num_chunks = -(-len(tokens) // CHUNK)
-        paths = [self.path(tokens, salt, i) for i in range((len(tokens) - 1) // CHUNK)]
-        hits = [p if p in self.kept else None for p in paths]
+        hits = [self.hit(tokens, salt, i) for i in range(num_chunks)]
         chain = self.store.chain(salt)
         found = self.store.find(chain, tokens)
         assert [s >= 0 for s in found.slot.tolist()] == [p is not None for p in hits], "the answer is per chunk"
@@ -112,14 +112,14 @@ class Model:
             tokens,
             salt,
             reservation.slots,
-            [*hits, *[None] * (num_chunks - len(hits))],
+            hits,
             chain,
             talk,
             reservation.conversation,
         )
         computed = {p for start, stop in reservation.compute for p in range(start, stop)}
         assert sum(stop - start for start, stop in reservation.compute) == len(computed)
-        expected = {p for p in range(len(tokens)) if state.paths[p // CHUNK] is None}
+        expected = {p for p in range(len(tokens)) if (hit := hits[p // CHUNK]) is None or len(hit[1]) <= p}
         assert computed == expected, "exactly what is not resident is computed"
         assert reservation.num_cached_tokens == len(tokens) - len(expected)
         assert list(reservation.compute) == sorted(reservation.compute)
@@ -152,16 +152,35 @@ class Model:
         self.store.commit(held.slots[first:upto].tolist(), held.chain, first, held.conversation)
         for i in range(first, upto):
             path = self.path(held.tokens, held.salt, i)
-            if held.paths[i] is None and path not in self.kept:
-                users = self.users(held.slots[i])
-                for other, column in users:
-                    other.paths[column] = path
-                self.kept[path] = Kept(len(users), {held.talk})
-                self.seen[path] = None
+            if (held.paths[i] is None or is_tail(held.paths[i])) and path not in self.kept:
+                self.name(held, i, path)
             if i and (parent := self.path(held.tokens, held.salt, i - 1)) in self.kept:
                 self.kept[parent].grown = True
 
+    def name(self, held: Held, column: int, path: Path) -> None:
+        """A chunk of a sequence is found as this from now on, and no more as the tail that it was."""
+        self.kept.pop(held.paths[column], None)  # type: ignore[arg-type]
+        users = self.users(held.slots[column])
+        for other, its in users:
+            other.paths[its] = path
+        self.kept[path] = Kept(len(users), {held.talk})
+        self.seen[path] = None
+
+    def keep_tail(self, held: Held, b: int) -> None:
+        """The sequence ends within a chunk; no other who uses that has it as a whole one."""
+        count = max(1, len(held.tokens) - b % CHUNK)
+        column = count // CHUNK
+        if column == len(held.slots):
+            return
+        held.chain.grow(held.tokens, column)
+        self.store.keep_tail(int(held.slots[column]), held.chain, held.tokens[:count], held.conversation)
+        path, before = (held.salt, tuple(held.tokens[:count].tolist())), held.paths[column]
+        if is_tail(path) and path not in self.kept and (before is None or is_tail(before)):
+            self.name(held, column, path)
+
     def release(self, held: Held, b: int) -> None:
+        if b % 2:
+            self.keep_tail(held, b // 2)
         self.store.release(held.slots, held.conversation, self.now)
         self.held.remove(held)
         self.touch(held.talk)
@@ -203,6 +222,15 @@ class Model:
 
     def path(self, tokens: np.ndarray, salt: bytes, chunk: int) -> Path:
         return salt, tuple(tokens[: (chunk + 1) * CHUNK].tolist())
+
+    def hit(self, tokens: np.ndarray, salt: bytes, chunk: int) -> Path | None:
+        """What is there of a chunk: all of it, if it is not the last, or the longest tail, unless that is in use."""
+        path = self.path(tokens, salt, chunk)
+        if (chunk + 1) * CHUNK < len(tokens) and path in self.kept:
+            return path
+        known = [(salt, tuple(tokens[:n].tolist())) for n in range(chunk * CHUNK + 1, len(tokens))]
+        tails = [tail for tail in known[: CHUNK - 1] if tail in self.kept]
+        return tails[-1] if tails and not self.kept[tails[-1]].users else None
 
     def talk(self, there: list[Path], name: tuple[bytes, str] | None) -> int:
         """The conversation of that name, or of the deepest chunk if that is its end, or a new one."""
@@ -246,8 +274,13 @@ class Model:
 
     def resident(self, path: Path) -> bool:
         salt, tokens = path
+        return self.slot(salt, tokens) >= 0
+
+    def slot(self, salt: bytes, tokens: tuple[int, ...]) -> int:
+        """Where a chunk, or a tail that nobody uses, is found; -1 if it is not."""
         found = self.store.find(self.store.chain(salt), np.array([*tokens, 0], np.int32))
-        return bool(found.slot[-1] >= 0)
+        last = (len(tokens) - 1) // CHUNK
+        return int(found.slot[last]) if found.tokens[last] == len(tokens) - last * CHUNK else -1
 
     def check(self) -> None:
         references = np.zeros(self.num_slots, np.int32)
@@ -260,15 +293,22 @@ class Model:
         assert stats.free + stats.cached + stats.referenced == stats.total == self.num_slots
         slot_of: dict[Path, int] = {}
         for salt, tokens in self.seen:
-            found = self.store.find(self.store.chain(salt), np.array([*tokens, 0], np.int32))
-            assert (found.slot[-1] >= 0) == ((salt, tokens) in self.kept), "what is resident is found, and nothing else"
-            if found.slot[-1] >= 0:
-                slot_of[salt, tokens] = int(found.slot[-1])
+            slot, kept = self.slot(salt, tokens), self.kept.get((salt, tokens))
+            free = kept is not None and not (kept.users and is_tail((salt, tokens)))
+            assert (slot >= 0) == free, "what is resident is found, and nothing else"
+            if slot >= 0:
+                slot_of[salt, tokens] = slot
         assert len(set(slot_of.values())) == len(slot_of)
         for held in self.held:
             for path, slot in zip(held.paths, held.slots.tolist(), strict=True):
-                assert path is None or slot_of[path] == slot
-                assert path is not None or slot not in slot_of.values(), "a private chunk is nobody's answer"
+                whole = path is not None and not is_tail(path)
+                assert not whole or slot_of[path] == slot  # type: ignore[index]
+                assert whole or slot not in slot_of.values(), "a private chunk is nobody's answer"
+
+
+def is_tail(path: Path) -> bool:
+    """True if it ends within a chunk."""
+    return len(path[1]) % CHUNK > 0
 
 
 def drive(num_slots: int, ops: Sequence[Op], values: bool = False) -> Model:
@@ -288,4 +328,4 @@ def random_case(seed: int, num_ops: int = 60) -> tuple[int, list[Op], bool]:
     rng = random.Random(seed)
     draw = rng.randrange
     ops = [(rng.choice(KINDS), draw(256), draw(256), draw(256)) for _ in range(num_ops)]
-    return rng.choice((3, 6, 9, 16, 30)), ops, rng.random() < 0.5
+    return rng.choice((2, 4, 6, 11, 20)), ops, rng.random() < 0.5

@@ -66,7 +66,7 @@ def test_what_is_forgotten_is_found_in_no_tier(host: int) -> None:
     before = bench.store.tier_stats()
     assert [tier.referenced for tier in before] == [0] * len(before)
     bench.serve(mine, "mine")  # and the name may begin anew
-    assert found(bench, mine) == (22 if host else 20)
+    assert found(bench, mine) == 22
 
 
 def test_what_another_conversation_shares_stays_until_it_goes_too() -> None:

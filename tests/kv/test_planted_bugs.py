@@ -139,6 +139,61 @@ def holes_are_not_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store_module, "_ranges", lambda *args: ranges(*args)[-1:])
 
 
+# -- tails ---------------------------------------------------------------------------------------------
+
+
+@bug
+def tail_is_not_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVStore, "keep_tail", lambda *args: None)
+
+
+@bug
+def tail_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
+    def find_tail(directory: Directory, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        fitting = [(chunk, len(held)) for held, chunk in directory._tails[parent].items() if len(held) <= len(tokens)]
+        return max(fitting, key=lambda tail: tail[1], default=(-1, 0))
+
+    patch.setattr(Directory, "find_tail", find_tail)
+
+
+@bug
+def first_tail_is_found_instead_of_the_longest(patch: pytest.MonkeyPatch) -> None:
+    def find_tail(directory: Directory, parent: bytes, tokens: bytes) -> tuple[int, int]:
+        fitting = [(chunk, len(held)) for held, chunk in directory._tails[parent].items() if tokens.startswith(held)]
+        return fitting[0] if fitting else (-1, 0)
+
+    patch.setattr(Directory, "find_tail", find_tail)
+
+
+@bug
+def tail_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVStore, "_is_free_to_write", lambda store, chunks: store._shelves.directory.slot[0, chunks] >= 0)
+
+
+@bug
+def tail_that_was_written_on_keeps_its_name(patch: pytest.MonkeyPatch) -> None:
+    name = KVStore._name
+
+    def lazy(store: KVStore, slot: int, *rest: object) -> int:
+        held = int(store._shelves.device.chunk[slot])
+        return held if store._shelves.directory.is_tail(held) else name(store, slot, *rest)  # type: ignore[arg-type]
+
+    patch.setattr(KVStore, "_name", lazy)
+
+
+@bug
+def whole_chunk_of_others_is_cut_to_a_tail(patch: pytest.MonkeyPatch) -> None:
+    is_tail = Directory.is_tail
+    keep_tail = KVStore.keep_tail
+
+    def cut(store: KVStore, *args: object) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Directory, "is_tail", lambda directory, chunk: chunk >= 0 or is_tail(directory, chunk))
+            keep_tail(store, *args)  # type: ignore[arg-type]
+
+    patch.setattr(KVStore, "keep_tail", cut)
+
+
 # -- what leaves ---------------------------------------------------------------------------------------
 
 

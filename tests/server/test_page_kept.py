@@ -176,3 +176,21 @@ def lose_and_go_on(page: Page, served: Served) -> None:
     with says(served, "Two."):
         ask(page, "Go on")
     until(lambda: [texts(served, one["id"]) for one in listed(served)] == [["Count", "One.", "Go on", "Two."]])
+
+
+def test_what_was_never_opened_is_found_by_the_server(page: Page, served: Served) -> None:
+    client = served.client()
+    for title, text in (("Travels", "The badger went to the seaside."), ("Cooking", "Leek soup.")):
+        client.conversations.create(metadata={"title": title}, items=[{"role": "user", "content": text}])
+    page.reload()
+    expect(entry(page, "Travels")).to_be_visible()
+    search = page.get_by_label("Search conversations")
+    search.fill("SEASIDE badger")
+    expect(entry(page, "Travels")).to_be_visible()
+    expect(entry(page, "Cooking")).to_be_hidden()
+    search.fill("soup seaside")
+    expect(entry(page, "Travels")).to_be_hidden()
+    search.fill("cook")
+    expect(entry(page, "Cooking")).to_be_visible()
+    search.fill("")
+    expect(entry(page, "Travels")).to_be_visible()

@@ -48,8 +48,9 @@ class RequestState:
     before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
     the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
     for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. `resumed` says of
-    a parking one that it may go on. What is `forgotten` leaves nothing that others could find.
-    `total` is the sum so far of the hidden states that are pooled, float64 [hidden].
+    a parking one that it may go on. What is `forgotten` leaves nothing that others could find. Who `stopped` ended by a
+    symbol that the next turn may write in another way. `total` is the sum so far of the hidden states that are pooled,
+    float64 [hidden].
     """
 
     request: Request
@@ -69,6 +70,7 @@ class RequestState:
     resumed: bool = False
     awaits: set[int] = field(default_factory=set)
     forgotten: bool = False
+    stopped: bool = False
     total: NDArray[np.float64] | None = None
 
     @property

@@ -279,7 +279,7 @@ class StepScheduler:
                     state.forgotten = True
                     if state.row >= 0:
                         self._rows.next_named[state.row] = NEVER
-            self._store.forget_conversations(sorted(gone))
+            self._store.forget_conversations(sorted(gone), self._store.holding(question.keep))
         return answer
 
     def resume(self, request_id: str) -> None:
@@ -579,6 +579,7 @@ class StepScheduler:
         """A running or suspending request ends by a result."""
         state = self._rows.state(ending.row)
         output.finished[state.request.id] = (ending.reason, ending.detail)
+        state.stopped = ending.reason is FinishReason.STOP
         if ending.reason is FinishReason.ERROR:
             self._rows.next_named[ending.row] = NEVER
         self._drop(state)
@@ -646,7 +647,7 @@ class StepScheduler:
         if len(rows.completed(np.array([row]))):
             self._named(row)
         if rows.next_named[row] != NEVER:
-            count = int(min(rows.computed[row], rows.length[row]))
+            count = int(min(rows.computed[row], rows.length[row] - state.stopped))
             whole = count // self._store.chunk_size
             if whole < len(slots):
                 state.chain.grow(rows.tokens[row], whole)

@@ -27,6 +27,21 @@ export class Archive {
     }
   }
 
+  /** The ids of those that say all words of a query, as the server knows them; null if it cannot be asked. */
+  async search(query) {
+    const found = new Set();
+    try {
+      for (let after = ""; ; ) {
+        const page = await this.#api.call("GET", `v1/conversations?limit=100&query=${encodeURIComponent(query)}${after && `&after=${after}`}`);
+        for (const { id } of page.data) found.add(id);
+        if (!page.has_more) return found;
+        after = page.last_id;
+      }
+    } catch {
+      return null;
+    }
+  }
+
   /** The turns of one, with the ids of their items. */
   async turns(id) {
     const turns = [];

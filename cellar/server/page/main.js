@@ -18,6 +18,7 @@ import { Talk } from "./talk.js";
 import { Transcript, welcome } from "./transcript.js";
 
 const LOOK_EVERY = 5000; // ms
+const REST = 250; // ms without a key, and the server is asked to search
 const GAUGES = "cellar.gauges";
 const ENDS = { stop: "Answer complete", length: "The answer has reached its longest", stopped: "Stopped" };
 
@@ -29,6 +30,8 @@ class Page {
   #asked = false; // the server was asked for what it keeps
   #archived = false; // and that is listed
   #stored = false; // this browser keeps them, too
+  #found = new Set(); // ids that the server has found for what is searched
+  #resting = 0;
   #memory = new Map(); // name -> where the engine has it
   #looked = -LOOK_EVERY;
   #settings = new Settings();
@@ -57,7 +60,7 @@ class Page {
     });
     byId("begin").addEventListener("click", () => this.#begin());
     byId("forget-all").addEventListener("click", () => this.#forgetAll());
-    byId("search").addEventListener("input", () => this.#draw());
+    byId("search").addEventListener("input", () => this.#search());
     byId("forget-key").addEventListener("click", () => this.#keyring.forget());
     document.addEventListener("keydown", (event) => {
       if (event.key === "Escape" && !event.isComposing && this.#talk.running && !document.querySelector("dialog[open]")) this.#talk.stop();
@@ -283,12 +286,27 @@ class Page {
     if (keyRequired && !this.#keyring.key) this.#keyring.ask();
   }
 
+  /** What the browser has is looked through at once, what the server alone has when the typing rests. */
+  #search() {
+    const query = byId("search").value.trim().slice(0, 512);
+    clearTimeout(this.#resting);
+    this.#found = new Set();
+    this.#draw();
+    if (!query || ![...this.#talks.values()].some((talk) => talk.conversation.away)) return;
+    this.#resting = setTimeout(async () => {
+      const found = await this.#archive.search(query);
+      if (!found || byId("search").value.trim().slice(0, 512) !== query) return;
+      this.#found = found;
+      this.#draw();
+    }, REST);
+  }
+
   #draw() {
     const talks = [...this.#talks.values()];
     const { conversation } = this.#talk;
     const query = byId("search").value.trim();
     const kept = talks.map((talk) => talk.conversation).filter(({ turns, away }) => turns.length || away);
-    const listed = query ? kept.filter((one) => matches(one, query)) : kept;
+    const listed = query ? kept.filter((one) => matches(one, query) || (one.away && this.#found.has(one.server))) : kept;
     const running = new Set(talks.filter((talk) => talk.running).map((talk) => talk.conversation.id));
     this.#shelf.draw(listed, conversation.id, running, this.#memory);
     this.#composer.running = this.#talk.running;

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from cellar.core.messages import RequestOutput
@@ -39,11 +39,17 @@ class Answer:
     """One answer. `body` is the response's object, which ends with the output; `output` is the engine's, at the end.
 
     `num_top` asks for log-probabilities, with so many of the best of each place. `seal` encrypts reasoning for a client
-    that keeps it.
+    that keeps it. `namespaces` has namespace and name of functions by what the model calls them.
     """
 
     def __init__(
-        self, body: dict[str, Any], tools: ToolUse, tokenizer: Tokenizer, num_top: int | None, seal: Seal | None
+        self,
+        body: dict[str, Any],
+        tools: ToolUse,
+        tokenizer: Tokenizer,
+        num_top: int | None,
+        seal: Seal | None,
+        namespaces: Mapping[str, tuple[str, str]],
     ) -> None:
         self.body = body
         self.output: RequestOutput | None = None
@@ -51,6 +57,7 @@ class Answer:
         self._tokenizer = tokenizer
         self._num_top = num_top
         self._seal = seal
+        self._namespaces = namespaces
         self._output: list[Item] = []
         self._open: _Open | None = None
         self._scores: list[dict[str, Any]] = []  # of tokens whose text has not been told
@@ -128,7 +135,7 @@ class Answer:
         events: list[Event] = []
         if "id" in entry:
             events += self._close("completed")
-            events += self._start(_Call(entry["id"], function["name"]))
+            events += self._start(_Call(entry["id"], *self._namespaces.get(function["name"], (None, function["name"]))))
         assert isinstance(self._open, _Call)
         return events + self._numbered(self._open.more(function["arguments"]))
 
@@ -239,9 +246,11 @@ class _Reasoning:
 class _Call:
     """A call of a function."""
 
-    def __init__(self, call_id: str, name: str) -> None:
+    def __init__(self, call_id: str, namespace: str | None, name: str) -> None:
         self.item: Item = {"id": new_item_id("function_call"), "type": "function_call", "status": "in_progress"}
         self.item |= {"call_id": call_id, "name": name, "arguments": ""}
+        if namespace is not None:
+            self.item["namespace"] = namespace
         self._texts: list[str] = []
 
     def opened(self) -> Iterator[Event]:

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from cellar.conversations import conversations, items
+from cellar.conversations import conversations, items, search
 from cellar.conversations.records import Conversation
 from cellar.conversations.records import Item as Record
 from cellar.conversations.session import Session
@@ -18,7 +18,7 @@ from cellar.server.desk import Desk
 from cellar.server.errors import refused
 from cellar.server.keys import owner_of
 from cellar.server.responses.items import Item, read_input, referred, with_own_ids
-from cellar.server.responses.paging import After, Include, Limit, Order, shown_list
+from cellar.server.responses.paging import After, Include, Limit, Order, Words, shown_list
 from cellar.server.responses.records import records_of, shown_conversation
 from cellar.server.responses.requests import ConversationRequest, ConversationUpdate, ItemsRequest, check_include
 
@@ -41,11 +41,22 @@ class ConversationRoutes:
         made = await self._store.write(conversations.create, owner, id, dict(body.metadata or {}), new)
         return JSONResponse(shown_conversation(made))
 
-    async def list(self, request: Request, limit: Limit = 20, order: Order = "desc", after: After = None) -> Response:
-        """The client's conversations, by their last activity."""
-        page = await self._store.read(conversations.page, owner_of(request.scope), after, limit, order == "asc")
-        shown = [{**shown_conversation(one), "updated_at": int(one.updated_at)} for one in page.records]
-        return JSONResponse(shown_list(shown, page.more))
+    async def list(
+        self, request: Request, limit: Limit = 20, order: Order = "desc", after: After = None, query: Words = None
+    ) -> Response:
+        """The client's conversations, by their last activity; with `query` those that say all its words.
+
+        Then `last_id` is the last that was looked at: with `has_more`, the search goes on behind it.
+        """
+        owner = owner_of(request.scope)
+        if query is None:
+            page = await self._store.read(conversations.page, owner, after, limit, order == "asc")
+            return JSONResponse(shown_list([_dated(one) for one in page.records], page.more))
+        if order == "asc":
+            raise refused("a search begins with the last active; leave order out.", "order")
+        found = await self._store.read(search.find, owner, query, after, limit)
+        shown = shown_list([_dated(one) for one in found.records], found.more)
+        return JSONResponse({**shown, "last_id": found.last})
 
     async def get(self, conversation_id: str, request: Request) -> Response:
         """One conversation."""
@@ -101,8 +112,12 @@ class ConversationRoutes:
         return JSONResponse(found.body)
 
     async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
-        """Take an item out; -> the conversation."""
-        found = await self._store.write(_remove_item, owner_of(request.scope), conversation_id, item_id)
+        """Take an item out, and the conversation's KV of every tier; -> the conversation."""
+        owner = owner_of(request.scope)
+        await self._store.read(items.get, owner, conversation_id, item_id)
+        await self._desk.memory(owner, [conversation_id], forget=True)
+        found = await self._store.write(_remove_item, owner, conversation_id, item_id)
+        await self._desk.memory(owner, [conversation_id], forget=True)
         return JSONResponse(shown_conversation(found))
 
 
@@ -111,6 +126,10 @@ def _own(given: Sequence[Item]) -> list[Item]:
         if referred(item) is not None:
             raise refused(f"items[{k}] refers to an item; give the item itself.", "items")
     return with_own_ids(given)
+
+
+def _dated(conversation: Conversation) -> dict[str, Any]:
+    return {**shown_conversation(conversation), "updated_at": int(conversation.updated_at)}
 
 
 def _remove_item(session: Session, owner: str, conversation: str, id: str) -> Conversation:

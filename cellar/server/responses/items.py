@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from cellar.server.errors import ApiError, refused, whole_characters
+from cellar.server.responses.tools import joined
 
 Item = dict[str, Any]
 
@@ -79,7 +80,7 @@ def messages_of(items: Iterable[Item], unseal: Callable[[str], str]) -> list[dic
         elif kind == "function_call":
             if turn is None:
                 messages.append(turn := {"role": "assistant", "content": None})
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            function = {"name": joined(item.get("namespace"), item["name"]), "arguments": item["arguments"]}
             turn.setdefault("tool_calls", []).append({"id": item["call_id"], "type": "function", "function": function})
         else:
             turn = None
@@ -168,8 +169,9 @@ def _part(part: Any, allowed: Sequence[str], where: str, parameter: str) -> dict
 
 
 def _function_call(item: Item, where: str, parameter: str) -> Item:
-    _only(item, ("call_id", "name", "arguments"), where, parameter)
-    _strings(item, ("call_id", "name", "arguments"), where, parameter)
+    _only(item, ("call_id", "name", "arguments", "namespace"), where, parameter)
+    given = ("namespace",) if "namespace" in item else ()
+    _strings(item, ("call_id", "name", "arguments", *given), where, parameter)
     return _whole(item)
 
 

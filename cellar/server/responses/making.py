@@ -28,6 +28,7 @@ from cellar.server.responses.records import record_of, records_of, stored_body
 from cellar.server.responses.requests import ENCRYPTED, LOGPROBS
 from cellar.server.responses.running import events_of, failed
 from cellar.server.responses.sealing import Seal
+from cellar.server.responses.tools import apart
 from cellar.server.responses.turns import Turn
 from cellar.text.tokenizer import Tokenizer
 
@@ -52,7 +53,7 @@ class Maker:
         body = response_body(request, turn.id, model, turn.created_at, turn.chat.params)
         num_top = (request.top_logprobs or 0) if request.includes(LOGPROBS) else None
         seal = (lambda text: self._seal.seal(text, turn.owner)) if request.includes(ENCRYPTED) else None
-        return Answer(body, turn.chat.tools, tokenizer, num_top, seal)
+        return Answer(body, turn.chat.tools, tokenizer, num_top, seal, apart(request.tools or ()))
 
     async def tokens(self, turn: Turn, answer: Answer) -> Tokens | None:
         """The ids that an answered turn leaves for the next one."""

@@ -13,6 +13,7 @@ from cellar.server.requests import MAX_NAME
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 After = Annotated[str | None, Query(max_length=MAX_NAME)]
+Words = Annotated[str | None, Query(min_length=1, max_length=512)]
 Include = Annotated[list[str] | None, Query()]
 
 

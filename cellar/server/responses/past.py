@@ -53,7 +53,7 @@ async def read_past(store: AsyncStore, owner: str, previous: str | None, convers
             "wait for its end, or follow another.",
             "previous_response_id",
         )
-    return Past([item.body for item in history.items], history, response.conversation)
+    return Past([item.body for item in history.items], history, history.thread)
 
 
 def _followed(session: Session, owner: str, id: str) -> tuple[Response, History]:

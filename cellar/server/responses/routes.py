@@ -9,10 +9,11 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import JSONResponse, Response
 
-from cellar.conversations import responses
+from cellar.conversations import remains, responses
 from cellar.conversations.records import Response as Record
 from cellar.conversations.store import AsyncStore
 from cellar.core.errors import RequestError
+from cellar.server.desk import Desk
 from cellar.server.errors import ApiError, refused
 from cellar.server.keys import owner_of
 from cellar.server.pieces import answered
@@ -35,13 +36,20 @@ class ResponseRoutes:
     """Each a few lines over the reader, the makers and the store."""
 
     def __init__(
-        self, prepare: Preparer, reader: TurnReader, maker: Maker, background: Background, store: AsyncStore
+        self,
+        prepare: Preparer,
+        reader: TurnReader,
+        maker: Maker,
+        background: Background,
+        store: AsyncStore,
+        desk: Desk,
     ) -> None:
         self._prepare = prepare
         self._reader = reader
         self._maker = maker
         self._background = background
         self._store = store
+        self._desk = desk
 
     async def create(self, body: ResponseRequest, request: Request) -> Response:
         """Answer: at once, as a stream of events, or in the background."""
@@ -92,8 +100,13 @@ class ResponseRoutes:
         return EventStream(self._background.follow(owner, response_id, after))
 
     async def delete(self, response_id: Id, request: Request) -> Response:
-        """Forget a response. One that is being made is made no further."""
-        await self._store.write(responses.remove, owner_of(request.scope), response_id)
+        """Forget a response, and its KV in every tier. One that is being made is made no further."""
+        owner = owner_of(request.scope)
+        left = await self._store.read(remains.of_response, owner, response_id)
+        # First, so that nothing is deleted while no engine can forget; then again, for what it has left since.
+        await self._forget(owner, left)
+        await self._store.write(responses.remove, owner, response_id)
+        await self._forget(owner, left)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, response_id: Id, request: Request) -> Response:
@@ -135,6 +148,10 @@ class ResponseRoutes:
             "this server does not compact conversations; set truncation to auto, or shorten the input yourself.",
             code="unsupported_endpoint",
         )
+
+    async def _forget(self, owner: str, left: remains.Remains) -> None:
+        if left.thread is not None:
+            await self._desk.memory(owner, [left.thread], forget=True, keep=left.contexts)
 
     async def _begun(self, turn: Turn, answer: Answer, name: str) -> Response:
         await self._background.start(turn, answer, name)

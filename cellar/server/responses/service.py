@@ -38,7 +38,7 @@ class Service:
         reader = TurnReader(prepare, self.store, seal, metrics, model.max_model_len)
         maker = Maker(desk, self.store, seal, model.tokenizer, limits.request_timeout)
         self.background = Background(maker, self.store, limits.request_timeout)
-        self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store)
+        self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store, desk)
         self._conversations = conversations.ConversationRoutes(self.store, desk)
 
     @property

@@ -1,4 +1,7 @@
-"""Tools of a response, as chats have them."""
+"""Tools of a response, as chats have them.
+
+A namespace groups functions. Templates know none, so its functions are shown to the model as `namespace__name`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,31 @@ ToolChoice = str | dict[str, Any] | None
 
 def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools as those of a chat. Raises ApiError."""
-    return [_function(tool, f"tools[{k}]") for k, tool in enumerate(tools)]
+    found: list[dict[str, Any]] = []
+    for k, tool in enumerate(tools):
+        where = f"tools[{k}]"
+        found += _namespace(tool, where) if _is_namespace(tool) else [_function(tool, where)]
+    names = [tool["function"]["name"] for tool in found]
+    twice = {name for name in names if names.count(name) > 1} if any(map(_is_namespace, tools)) else ()
+    if twice:
+        raise refused(
+            f"two tools would have the name {min(twice)[:64]!r}; rename a function or its namespace.", "tools"
+        )
+    return found
+
+
+def joined(namespace: str | None, name: str) -> str:
+    """What the model calls a function."""
+    return name if namespace is None else f"{namespace}__{name}"
+
+
+def apart(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function that is in one, by what the model calls it. The tools have been read."""
+    return {
+        joined(tool["name"], inner["name"]): (tool["name"], inner["name"])
+        for tool in filter(_is_namespace, tools)
+        for inner in tool["tools"]
+    }
 
 
 def chosen(
@@ -46,7 +73,7 @@ def chosen(
 
 def echoed(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools as a response repeats them."""
-    return [{"parameters": None, "strict": None, **tool} for tool in tools]
+    return [dict(tool) if _is_namespace(tool) else {"parameters": None, "strict": None, **tool} for tool in tools]
 
 
 def _allowed(known: Sequence[dict[str, Any]], allowed: Sequence[Any]) -> list[dict[str, Any]]:
@@ -62,11 +89,36 @@ def _allowed(known: Sequence[dict[str, Any]], allowed: Sequence[Any]) -> list[di
     return [tool for tool in known if tool["function"]["name"] in wanted]
 
 
+def _is_namespace(tool: Mapping[str, Any]) -> bool:
+    return tool.get("type") == "namespace"
+
+
+def _namespace(tool: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Its functions; what is said of all of them stands before what is said of the first."""
+    name, about, inner = tool.get("name"), tool.get("description"), tool.get("tools")
+    if not isinstance(name, str) or not isinstance(about, str | None) or not isinstance(inner, list) or not inner:
+        raise refused(f"{where} is a namespace, which must have a name, a description and a list of tools.", "tools")
+    for key in tool.keys() - {"type", "name", "description", "tools"}:
+        raise refused(f"{where} has {key[:64]!r}, which this server does not read; leave it out.", "tools")
+    found = []
+    for k, one in enumerate(inner):
+        if not isinstance(one, Mapping):
+            raise refused(f"{where}.tools[{k}] must be an object.", "tools")
+        found.append(_function(one, f"{where}.tools[{k}]"))
+    for chat in found:
+        chat["function"]["name"] = joined(name, chat["function"]["name"])
+    first = found[0]["function"]
+    first["description"] = "\n\n".join(filter(None, (about, first.get("description"))))
+    return found
+
+
 def _function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind != "function":
         raise refused(
-            f"{where} has the type {repr(kind)[:64]}, but this server has functions only; leave it out.", "tools"
+            f"{where} has the type {repr(kind)[:64]}, but this server has functions, and namespaces of them, "
+            "only; leave it out.",
+            "tools",
         )
     if not isinstance(tool.get("name"), str):
         raise refused(f"{where} has no name; give it one.", "tools")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cellar.conversations import references
 from cellar.conversations.store import AsyncStore
 from cellar.core.errors import RequestError
 from cellar.server.errors import ApiError, as_api_error, refused
@@ -70,7 +71,7 @@ class TurnReader:
         if past.history is not None:
             self._metrics.turn(chat.continued)
         id = f"resp_{uuid.uuid4().hex}"
-        thread = past.thread or called or (id if request.stored else None)
+        thread = past.thread or (id if request.stored else called)
         return Turn(id, owner, request, int(time.time()), past, items, chat, thread)
 
     async def count(self, request: InputRequest, owner: str) -> int:
@@ -86,14 +87,15 @@ class TurnReader:
         given = read_input(request.input)
         past = await read_past(self._store, owner, request.previous_response_id, request.conversation_id)
         known = {item["id"]: item for item in (*past.items, *given) if referred(item) is None}
-        items: list[Item] = []
-        for item in given:
-            id = referred(item)
-            if id is not None:
-                if id not in known:
-                    raise refused(f"item with id {id[:128]!r} was not found in what came before.", "input")
-                item = known[id]
-            items.append(item)
+        named = [id for item in given if (id := referred(item)) is not None]
+        elsewhere = list(dict.fromkeys(id for id in named if id not in known))
+        if elsewhere:
+            found = await self._store.read(references.find, owner, elsewhere)
+            known |= {id: item.body for id, item in found.items()}
+        for id in named:
+            if id not in known:
+                raise refused(f"item with id {id[:128]!r} was not found.", "input")
+        items = [item if (id := referred(item)) is None else known[id] for item in given]
         if not items and not past.items and not request.instructions:
             raise refused("there is nothing to answer; give input.", "input", "missing_required_parameter")
         check_calls(past.items, items)

@@ -556,7 +556,7 @@ def tail_covers_the_token_whose_logits_are_wanted(patch: pytest.MonkeyPatch) -> 
 
 @bug(tiers=True)
 def tail_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVStore, "_is_free_to_write", lambda store, found: found.tier == 0)
+    patch.setattr(KVStore, "_is_free_to_write", lambda store, chunks: store._shelves.directory.slot[0, chunks] >= 0)
 
 
 @bug(tiers=True)
@@ -582,6 +582,24 @@ def place_of_a_copy_is_mixed_up(patch: pytest.MonkeyPatch) -> None:
         return number
 
     patch.setattr(Movement, "_order", turned)
+
+
+# -- tails on the device alone -------------------------------------------------------------------------
+
+
+@bug(caching=True)
+def tail_of_the_device_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
+    tail_is_found_whatever_its_tokens(patch)
+
+
+@bug(caching=True)
+def tail_of_the_device_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
+    tail_is_written_on_by_two(patch)
+
+
+@bug(caching=True)
+def tail_of_the_device_is_said_to_be_longer_than_its_kv(patch: pytest.MonkeyPatch) -> None:
+    tail_is_said_to_be_longer_than_its_kv(patch)
 
 
 # -- tiers that outlive the process --------------------------------------------------------------------

@@ -25,7 +25,7 @@ HERMES = ToolUse([], "hermes")
 
 def answer(use: ToolUse = PLAIN, num_top: int | None = None, seal: Any = None, **fields: Any) -> Answer:
     request = ResponseRequest(input="Hi", **fields)
-    return Answer(response_body(request, "resp_1", "fake", 1, SamplingParams()), use, TEXT, num_top, seal)
+    return Answer(response_body(request, "resp_1", "fake", 1, SamplingParams()), use, TEXT, num_top, seal, {})
 
 
 def whole(made: Answer, deltas: Sequence[Delta], reason: str = "stop", reasoning_tokens: int = 0) -> list[Any]:

@@ -262,3 +262,26 @@ def test_what_a_deleted_conversation_said_is_found_in_no_cache(served: Served, c
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
     assert again.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_conversations_are_searched(served: Served, client: openai.OpenAI) -> None:
+    asked: Any = {"role": "user", "content": "Where do otters sleep?"}
+    made = client.conversations.create(metadata={"title": "Rivers"}, items=[asked])
+    item = client.conversations.items.list(made.id).data[0]
+    with served.http() as http:
+
+        def found(key: str, **query: Any) -> Any:
+            return http.get("/v1/conversations", params=query, headers={"authorization": f"Bearer {key}"}).json()
+
+        (one,) = found("ann", query="OTTERS rivers")["data"]
+        assert (one["id"], one["metadata"]) == (made.id, {"title": "Rivers"})
+        assert one["updated_at"] >= one["created_at"]
+        assert found("bob", query="otters")["data"] == []
+        assert found("ann", query="otters", order="asc")["error"]["param"] == "order"
+        assert found("ann", query="otters", after="conv_x")["error"]["message"].count("conv_x")
+        assert found("ann", query="x" * 513)["error"]["param"] == "query"
+    for key, status in (("ann", 200), ("bob", 400)):
+        with served.http() as http:
+            body = {"input": [{"type": "item_reference", "id": item.id}], "max_output_tokens": 1}
+            answer = http.post("/v1/responses", json=body, headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == status, "items of another key are not there"

@@ -176,8 +176,15 @@ def test_an_item_may_stand_for_another(served: Served, client: openai.OpenAI) ->
     assert twice.usage is not None
     said = prompt_of(served, "[user] Hi", "[assistant]Hello.", "[assistant]Hello.", "[user] x")
     assert twice.usage.input_tokens == len(said)
-    with pytest.raises(openai.BadRequestError, match="msg_none"):
-        ask(client, [{"type": "item_reference", "id": "msg_none"}])
+    again = ask(client, [reference, {"role": "user", "content": "x"}])
+    assert again.usage is not None
+    assert again.usage.input_tokens == len(prompt_of(served, "[assistant]Hello.", "[user] x"))
+    client.responses.delete(first.id)
+    client.responses.delete(twice.id)
+    client.responses.delete(again.id)
+    for gone in ("msg_none", first.output[0].id):
+        with pytest.raises(openai.BadRequestError, match=gone):
+            ask(client, [{"type": "item_reference", "id": gone}])
 
 
 def test_a_call_and_its_output(served: Served, client: openai.OpenAI) -> None:
