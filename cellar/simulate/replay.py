@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cellar.core.errors import CapacityError
 from cellar.core.messages import IntArray
 from cellar.kv.policy import Policy
-from cellar.kv.store import KVStore
+from cellar.kv.store import KVStore, Residency
 
 Floats = NDArray[np.float64]
 
@@ -53,7 +53,9 @@ def replay(prompts: Sequence[IntArray], moments: Floats, num_blocks: int, policy
         if not len(ids):
             continue
         chain = store.chain(b"")
-        residency = store.find(chain, np.append(ids, np.int32(-1)))  # its last token is never looked up
+        looked = store.find(chain, np.append(ids, np.int32(-1)))  # the last token is never looked up, and has no tail
+        columns = (looked.chunk, looked.tokens, looked.tier, looked.slot, looked.state)
+        residency = Residency(*(column[: len(ids)] for column in columns))
         there = residency.tokens > 0
         held = store.reserve(residency, len(ids), now=now)
         if held is None:
