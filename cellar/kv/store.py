@@ -48,6 +48,11 @@ class Residency:
         """Tokens that need not be computed."""
         return int(self.tokens.sum())
 
+    def first(self, count: int) -> Residency:
+        """Of the first `count` chunks alone."""
+        chunk, tokens, tier = self.chunk[:count], self.tokens[:count], self.tier[:count]
+        return Residency(chunk, tokens, tier, self.slot[:count], self.state[:count])
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from cellar.core.errors import CapacityError
 from cellar.core.messages import IntArray
 from cellar.kv.policy import Policy
-from cellar.kv.store import KVStore, Residency
+from cellar.kv.store import KVStore
 
 Floats = NDArray[np.float64]
 
@@ -53,9 +53,7 @@ def replay(prompts: Sequence[IntArray], moments: Floats, num_blocks: int, policy
         if not len(ids):
             continue
         chain = store.chain(b"")
-        looked = store.find(chain, np.append(ids, np.int32(-1)))  # the last token is never looked up, and has no tail
-        columns = (looked.chunk, looked.tokens, looked.tier, looked.slot, looked.state)
-        residency = Residency(*(column[: len(ids)] for column in columns))
+        residency = store.find(chain, np.append(ids, np.int32(-1))).first(len(ids))  # the last token is never looked up
         there = residency.tokens > 0
         held = store.reserve(residency, len(ids), now=now)
         if held is None:
