@@ -46,6 +46,7 @@ PATHS = {
     "/metrics",
     "/engine/status",
     "/engine/memory",
+    "/engine/memory/{tier}",
 }
 
 
