@@ -329,6 +329,7 @@ def test_neutral_fields_are_accepted(served: Served) -> None:
         "modalities": ["text"],
         "safety_identifier": "x",
         "seed": None,
+        "nonsense": None,
         "audio": None,
         "reasoning_effort": None,
         "response_format": {"type": "text", "json_schema": None},
@@ -341,7 +342,7 @@ def test_neutral_fields_are_accepted(served: Served) -> None:
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("completions", {"best_of": 2}, "best_of"),
     ("completions", {"suffix": "end"}, "suffix"),
-    ("completions", {"nonsense": None}, "nonsense"),
+    ("completions", {"nonsense": 1}, "nonsense"),
     ("completions", {"temperature": -1}, "temperature"),
     ("completions", {"temperature": "hot"}, "temperature"),
     ("completions", {"top_p": 0}, "top_p"),
