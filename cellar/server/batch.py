@@ -29,7 +29,8 @@ from cellar.server.host import EngineHost
 _ID = "batch_req_"
 _BEGINNING = f'{{"id":"{_ID}'.encode()
 
-URLS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/score", "/v1/rerank")
+_SAMPLED = ("/v1/completions", "/v1/chat/completions")
+URLS = (*_SAMPLED, "/v1/embeddings", "/v1/score", "/v1/rerank")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ class Batch:
         if body.get("stream"):
             failure = refused("a batch has no streams; leave stream out.", "stream")
             return _result(request, failure.status, failure.body)
-        if body.get("seed") is None:
+        if body.get("seed") is None and request.url in _SAMPLED:
             body["seed"] = self._seed_of(request.custom_id)
         status, answer = await call(self._app, request.url, json.dumps(body).encode())
         if status >= 500 and self._host.llm is None and not self._dropping:

@@ -64,7 +64,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
 def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     if url == "/v1/completions":
         body = {"prompt": [5, 6, 7], **body}
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"max_tokens": 5, **body}}
+    if "completions" in url:
+        body = {"max_tokens": 5, **body}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
 
 
 def write(path: Path, lines: Sequence[Any]) -> Path:
@@ -130,6 +132,20 @@ def test_both_endpoints_with_everything_that_the_server_has(tmp_path: Path, fake
         assert record["error"] is None
 
 
+def test_vectors_scores_and_rankings(tmp_path: Path, fake: list[EngineConfig]) -> None:
+    lines = [
+        request("vector", "/v1/embeddings", input=["a house", "a tree"]),
+        request("score", "/v1/score", text_1="a house", text_2=["a house"]),
+        request("ranking", "/v1/rerank", query="a tree", documents=["a house", "a tree"]),
+    ]
+    done = run(write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = {id: response["body"] for id, response in by_id(tmp_path / "out.jsonl").items()}
+    assert [len(one["embedding"]) for one in found["vector"]["data"]] == [3, 3]
+    assert found["score"]["data"][0]["score"] == pytest.approx(1.0)
+    assert [one["index"] for one in found["ranking"]["results"]] == [1, 0]
+
+
 def test_the_openai_client_s_types_fit(tmp_path: Path, fake: list[EngineConfig]) -> None:
     from openai.types import Completion
 
@@ -146,7 +162,7 @@ def test_errors_stand_in_their_lines(tmp_path: Path, fake: list[EngineConfig]) -
         {**request("x"), "custom_id": 7},
         request("good", max_tokens=9),
         {**request("get"), "method": "GET"},
-        request("where", "/v1/embeddings", input="a"),
+        request("where", "/v1/images", prompt="a"),
         {"custom_id": "bodyless", "method": "POST", "url": "/v1/completions"},
         {**request("more"), "priority": 3},
         "",
