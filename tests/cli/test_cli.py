@@ -252,7 +252,7 @@ def test_options_are_the_fields() -> None:
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip
     assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
-    assert len(engine) + len(SAMPLING.names()) + 4 < 47
+    assert len(engine) + len(SAMPLING.names()) + 4 < 51
 
 
 def test_sampling_options_become_parameters() -> None:
