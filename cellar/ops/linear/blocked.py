@@ -10,24 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.linear.weight import MatrixWeight
 
 _ROWS = 16
 
 
-class BlockedWeight(LinearWeight):
+class BlockedWeight(MatrixWeight):
     """A float32 matrix on the CPU, as it is."""
 
-    __slots__ = ("matrix",)
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__(matrix.shape[0], matrix.shape[1])
-        self.matrix = matrix
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.numel() * self.matrix.element_size()
+    __slots__ = ()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the library, 16 rows at a time; the last ones are filled up with zeros."""
@@ -39,11 +30,3 @@ class BlockedWeight(LinearWeight):
                 rows = torch.cat((rows, rows.new_zeros(_ROWS - len(rows), x.shape[1])))
             out[start : start + _ROWS] = functional.linear(rows, self.matrix, bias)
         return out[:count]
-
-    def dense(self) -> Tensor:
-        """The matrix."""
-        return self.matrix
-
-    def remade(self, matrix: Tensor) -> BlockedWeight:
-        """Another one."""
-        return BlockedWeight(matrix)

@@ -7,25 +7,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.ops.linear.onednn import onednn_packs
-from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.linear.weight import MatrixWeight
 
 # Rows of 16-bit weights that are widened at a time: 1 M elements stay in the cache and bound the extra memory.
 WIDEN_ELEMENTS = 1 << 20
 
 
-class DenseWeight(LinearWeight):
+class DenseWeight(MatrixWeight):
     """The matrix as it is."""
 
-    __slots__ = ("matrix",)
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__(matrix.shape[0], matrix.shape[1])
-        self.matrix = matrix
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.numel() * self.matrix.element_size()
+    __slots__ = ()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the library; 16-bit matrices in float32, some rows of the matrix at a time, where that is faster."""
@@ -35,14 +26,6 @@ class DenseWeight(LinearWeight):
         if matrix.dtype == torch.bfloat16 and (x.shape[0] < 5 or onednn_packs(torch.bfloat16)):
             return functional.linear(x, matrix, bias)
         return _widened(x, matrix, bias)
-
-    def dense(self) -> Tensor:
-        """The matrix."""
-        return self.matrix
-
-    def remade(self, matrix: Tensor) -> DenseWeight:
-        """Another one."""
-        return DenseWeight(matrix)
 
 
 def _widened(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

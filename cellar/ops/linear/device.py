@@ -10,34 +10,24 @@ from cellar.ops.activation import gated
 from cellar.ops.linear.choice import LEAST_FLAT_ROWS, Kernel, LinearChoice, Wide, default_choice
 from cellar.ops.linear.hopper import wide, wide_takes
 from cellar.ops.linear.triton import multiply, norm_gemv
-from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.linear.weight import MatrixWeight
 from cellar.ops.norm import add_rms_norm
 from cellar.ops.room import room_of
 
 
-class DeviceWeight(LinearWeight):
+class DeviceWeight(MatrixWeight):
     """A plain matrix, its choice of kernels (None: what its shape suggests), and its counters if it has been prepared.
 
     arrivals: int32, zero between launches: what split products count in; None: each call clears some of its own.
     """
 
-    __slots__ = ("arrivals", "choice", "matrix")
+    __slots__ = ("arrivals", "choice")
 
     def __init__(self, matrix: Tensor, choice: LinearChoice | None = None, arrivals: Tensor | None = None) -> None:
-        super().__init__(matrix.shape[0], matrix.shape[1])
-        self.matrix = matrix
+        super().__init__(matrix)
         choice = choice or default_choice(*matrix.shape)
         self.choice = choice.fitting(room_of(matrix.device))
         self.arrivals = arrivals
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.numel() * self.matrix.element_size()
-
-    def dense(self) -> Tensor:
-        """The matrix."""
-        return self.matrix
 
     def remade(self, matrix: Tensor) -> DeviceWeight:
         """Another one, prepared if this one is; its shape says its kernels."""

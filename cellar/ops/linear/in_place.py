@@ -15,24 +15,15 @@ from cellar.ops.linear.blocked import BlockedWeight
 from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.device import DeviceWeight
 from cellar.ops.linear.onednn import onednn_packs
-from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.linear.weight import LinearWeight, MatrixWeight
 
 MOST_COLUMNS = 1024
 
 
-class InPlaceWeight(LinearWeight):
+class InPlaceWeight(MatrixWeight):
     """A float32 matrix of up to MOST_COLUMNS on the CPU in its own order, multiplied by oneDNN."""
 
-    __slots__ = ("matrix",)
-
-    def __init__(self, matrix: Tensor) -> None:
-        super().__init__(matrix.shape[0], matrix.shape[1])
-        self.matrix = matrix
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the matrix."""
-        return self.matrix.numel() * self.matrix.element_size()
+    __slots__ = ()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By oneDNN."""
@@ -43,14 +34,6 @@ class InPlaceWeight(LinearWeight):
             x = x.expand(2, -1)
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.matrix, bias, "none", [], "")
         return out[:count]
-
-    def dense(self) -> Tensor:
-        """The matrix."""
-        return self.matrix
-
-    def remade(self, matrix: Tensor) -> InPlaceWeight:
-        """Another one."""
-        return InPlaceWeight(matrix)
 
 
 def in_place(matrix: Tensor) -> LinearWeight:

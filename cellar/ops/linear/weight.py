@@ -63,5 +63,28 @@ class LinearWeight(ABC):
         return gated(self.multiply(normed, bias), kind), total
 
 
+class MatrixWeight(LinearWeight):
+    """The matrix itself; who comes of it says how it is multiplied."""
+
+    __slots__ = ("matrix",)
+
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__(matrix.shape[0], matrix.shape[1])
+        self.matrix = matrix
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the matrix."""
+        return self.matrix.numel() * self.matrix.element_size()
+
+    def dense(self) -> Tensor:
+        """The matrix."""
+        return self.matrix
+
+    def remade(self, matrix: Tensor) -> MatrixWeight:
+        """Another one."""
+        return type(self)(matrix)
+
+
 Weight: TypeAlias = Tensor | LinearWeight
 """What a model's function finds under a name: a matrix to multiply by, or a plain tensor (tables, norms, biases)."""

@@ -19,23 +19,15 @@ from cellar.core.messages import ChunkLabel
 from cellar.runtime.tiers import disk as disk_module
 from cellar.runtime.tiers.disk import DiskTier
 from cellar.runtime.tiers.index import RECORD_NBYTES
+from tests.tier_chunks import NBYTES, chunk, comes_back, label
 
-NBYTES = 10_000  # of a chunk; a slot takes 12 KiB
-SLOT = 12_288
+SLOT = 12_288  # of the file, for a chunk of NBYTES
 WEIGHTS = b"w" * 16
 SIZE = 40 * (SLOT + RECORD_NBYTES)
 
 
 def opened(path: Path, size: int = SIZE, fingerprint: bytes = WEIGHTS, nbytes: int = NBYTES) -> DiskTier:
     return DiskTier(path, size, fingerprint, nbytes)
-
-
-def label(number: int, tokens: bytes = b"") -> ChunkLabel:
-    return ChunkLabel(bytes([number]) * 16, b"p" * 16, 32 * number, b"", tokens)
-
-
-def chunk(number: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, NBYTES, dtype=np.uint8)
 
 
 def fill(path: Path, count: int = 12) -> None:
@@ -47,17 +39,6 @@ def fill(path: Path, count: int = 12) -> None:
 
 def found(tier: DiskTier) -> dict[int, ChunkLabel]:
     return {kept.slot: kept.label for kept in tier.kept()}
-
-
-def comes_back(tier: DiskTier, slot: int, number: int | None = None) -> bool:
-    number = slot if number is None else number
-    out = np.zeros(NBYTES, np.uint8)
-    try:
-        tier.read(slot, out, label(number))
-    except OSError:
-        return False
-    assert np.array_equal(out, chunk(number)), "damage got through"
-    return True
 
 
 def test_what_was_written_is_there_after_a_restart(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from cellar.core.errors import CapacityError, ConfigError
-from cellar.core.messages import ChunkLabel
 from cellar.runtime.tiers import remote as remote_module
 from cellar.runtime.tiers import sealed as sealed_module
 from cellar.runtime.tiers.redis_link import SECONDS as BOUND
@@ -22,10 +21,10 @@ from cellar.runtime.tiers.remote import RemoteOptions, RemoteTier
 from cellar.runtime.tiers.sealed import Seal
 from tests.limits import until
 from tests.redis_server import RedisServer, SlowRedis, redis_server
+from tests.tier_chunks import NBYTES, chunk, comes_back, label
 
 pytestmark = pytest.mark.long  # they need Debian's redis-server, see scripts/setup-system
 
-NBYTES = 10_000
 WEIGHTS = b"w" * 16
 KEY = "0123456789abcdef" * 2
 SLOTS = 40
@@ -64,29 +63,10 @@ def opened(
         tier.close()
 
 
-def label(number: int, tokens: bytes = b"") -> ChunkLabel:
-    return ChunkLabel(bytes([number]) * 16, b"p" * 15 + bytes([number]), 32 * number, b"", tokens)
-
-
-def chunk(number: int) -> np.ndarray:
-    return np.random.default_rng(number).integers(0, 256, NBYTES, dtype=np.uint8)
-
-
 def fill(tier: RemoteTier, count: int = 12) -> None:
     numbers = list(range(count))
     chunks = np.stack([chunk(k) for k in numbers])
     assert tier.write_many(numbers, chunks, [label(k) for k in numbers]) == [None] * count
-
-
-def comes_back(tier: RemoteTier, slot: int, number: int | None = None) -> bool:
-    number = slot if number is None else number
-    out = np.zeros(NBYTES, np.uint8)
-    try:
-        tier.read(slot, out, label(number))
-    except OSError:
-        return False
-    assert np.array_equal(out, chunk(number)), "damage got through"
-    return True
 
 
 def there(tier: RemoteTier) -> list[int]:
