@@ -56,7 +56,8 @@ def watched(browser: Browser, url: str, expected: tuple[str, ...] = (), **option
     yield page
     context.close()
     assert hosts == {urlsplit(url).netloc}
-    assert not [error for error in errors if not any(part in error for part in expected)]
+    unexpected = [error for error in errors if not any(part in error for part in expected)]
+    assert not unexpected, unexpected
 
 
 def forget_all(url: str) -> None:

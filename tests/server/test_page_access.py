@@ -68,7 +68,7 @@ def test_axe_finds_nothing(browser: Browser, served: Served, scheme: Any, size: 
         page.goto(f"{served.url}/#kept")
         page.reload()
         ready(page)
-        expect(page.get_by_role("group", name="Answer")).to_have_count(2)
+        expect(page.get_by_role("group", name="Answer", exact=True)).to_have_count(2)
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
         check(page)
         page.get_by_role("button", name="Settings").click()
@@ -133,7 +133,8 @@ def test_everything_by_keyboard(browser: Browser, served: Served) -> None:
             "ask",
         ):
             assert id in order
-        assert order.count("tool") >= 3
+        assert order.count("tool") >= 2
+        assert {"edit-0", "retry-1"} <= set(order)
         reach = page.locator(
             "button:visible:enabled, a[href]:visible, input:visible, textarea:visible, [tabindex='0']:visible"
         )
@@ -145,7 +146,7 @@ def test_everything_by_keyboard(browser: Browser, served: Served) -> None:
         page.keyboard.type("two")
         expect(field(page)).to_have_value("one\ntwo")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("group", name="You").last).to_have_text("one\ntwo")
+        expect(page.get_by_role("group", name="You").last).to_contain_text("one\ntwo")
         expect(field(page)).to_be_focused()
         expect(page.get_by_role("button", name="Send")).to_be_visible()
 
@@ -261,7 +262,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(browser: Browser) -> None:
         field(page).press("Enter")
         dialog.get_by_label("API key").fill("right")
         page.keyboard.press("Enter")
-        expect(page.get_by_role("button", name="Retry")).to_be_visible()
+        expect(page.get_by_role("button", name="Retry")).to_have_count(2)
         assert page.locator(".failure").all_inner_texts() == []
 
 

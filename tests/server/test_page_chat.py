@@ -58,7 +58,7 @@ def longest(page: Page, tokens: int, seed: str = "7") -> None:
 
 
 def answers(page: Page) -> Locator:
-    return page.get_by_role("group", name="Answer")
+    return page.get_by_role("group", name="Answer", exact=True)
 
 
 def words(page: Page) -> str:
@@ -139,9 +139,18 @@ def test_stop_button_retry_go_on_and_edit(page: Page) -> None:
     ended(page)
     assert not words(page).startswith(stopped)
 
+    another = words(page)
     page.get_by_role("button", name="Edit").click()
-    expect(field(page)).to_have_value("The old fox looked at the moon and")
-    expect(page.locator(".exchange")).to_have_count(0)
+    opening = page.get_by_role("textbox", name="Edit your message")
+    expect(opening).to_have_value("The old fox looked at the moon and")
+    opening.fill("The young fox looked at the moon and")
+    opening.press("Enter")
+    expect(page.get_by_role("group", name="Versions of this line")).to_contain_text("2 / 2")
+    ended(page)
+    page.get_by_role("group", name="Versions of this line").get_by_role("button", name="Older version").click()
+    assert words(page) == another
+    page.get_by_role("group", name="Versions of this answer").get_by_role("button", name="Older version").click()
+    assert words(page).startswith(stopped)
 
 
 def test_a_seed_repeats_an_answer(page: Page) -> None:

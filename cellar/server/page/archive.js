@@ -95,7 +95,11 @@ export class Archive {
     const first = said.findIndex((turn) => !turn.item || turn.kept !== turn.text);
     const fresh = first < 0 ? [] : said.slice(first);
     const there = new Set(said.filter((turn) => !fresh.includes(turn)).map((turn) => turn.item));
-    for (const id of conversation.items ?? []) if (!there.has(id)) await this.#api.call("DELETE", `${path}/items/${id}`).catch(() => {});
+    const drop = (id) => this.#api.call("DELETE", `${path}/items/${id}`).then(() => true, (error) => error.status !== 404);
+    let known = true;
+    for (const id of conversation.items ?? []) if (!there.has(id)) known = (await drop(id)) && known;
+    // The page was closed before it knew the ids of its last change: whatever else is there goes, too.
+    if (!known) for (const { item } of await this.turns(conversation.server)) if (!there.has(item)) await drop(item);
     for (let k = 0; k < fresh.length; k += 20) {
       const part = fresh.slice(k, k + 20);
       const made = await this.#api.call("POST", `${path}/items`, { items: part.map(itemOf) });

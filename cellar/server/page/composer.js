@@ -3,6 +3,9 @@ import { byId } from "./dom.js";
 
 const touch = matchMedia("(hover: none) and (pointer: coarse)");
 
+/** True if a key sends what is written. Enter that ends the composition of a character (Japanese, say) does not. */
+export const sends = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch.matches;
+
 export class Composer {
   #field = byId("ask");
   #send = byId("send");
@@ -19,8 +22,7 @@ export class Composer {
       send(text);
     });
     this.#field.addEventListener("keydown", (event) => {
-      // Enter that ends the composition of a character (Japanese, say) is not for us.
-      if (event.key !== "Enter" || event.shiftKey || event.isComposing || touch.matches) return;
+      if (!sends(event)) return;
       event.preventDefault();
       byId("composer").requestSubmit();
     });

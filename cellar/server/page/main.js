@@ -2,6 +2,7 @@
 import { Api } from "./api.js";
 import { Composer } from "./composer.js";
 import { Archive, unkept } from "./archive.js";
+import { merged } from "./branches.js";
 import { begin, exported, matches, settled } from "./conversation.js";
 import { byId, el, say } from "./dom.js";
 import { Drawer } from "./drawer.js";
@@ -40,7 +41,7 @@ class Page {
   #model = null;
   #shelfDrawer = new Drawer(byId("shelf"), byId("shelf-open"), byId("shelf-close"), "(min-width: 50rem)");
   #reader = new AnswerReader();
-  #transcript = new Transcript({ retry: () => this.#again("retry"), goOn: () => this.#again("goOn"), edit: () => this.#edit() });
+  #transcript = new Transcript({ goOn: () => this.#again("goOn"), retry: (k) => this.#again("retry", k), edit: (k, text) => this.#again("edit", k, text), leaf: (k, at) => this.#talk.leaf(k, at) });
   #composer = new Composer((text) => this.#ask(text), () => this.#talk.stop());
   #shelf = new Shelf({ open: (id) => this.#open(id), rename: (id) => this.#rename(id), save: (id) => this.#export(id), remove: (id) => this.#remove(id) });
 
@@ -190,7 +191,7 @@ class Page {
   async #fetch(talk) {
     const { conversation } = talk;
     try {
-      conversation.turns = await this.#archive.turns(conversation.server);
+      conversation.turns = merged(conversation.turns, await this.#archive.turns(conversation.server));
     } catch (error) {
       say(`It cannot be read: ${error.message}`);
       return;
@@ -229,13 +230,9 @@ class Page {
     this.#transcript.toEnd();
   }
 
-  #again(how) {
-    this.#talk[how]();
-    this.#composer.focus();
-  }
-
-  async #edit() {
-    this.#composer.text = await this.#talk.takeBack();
+  #again(how, ...about) {
+    this.#talk[how](...about);
+    this.#transcript.toEnd();
     this.#composer.focus();
   }
 
@@ -244,7 +241,6 @@ class Page {
       if (talk.turns.length) history.replaceState(null, "", `#${talk.conversation.id}`);
       this.#transcript.draw();
       if (talk.running) this.#reader.began(talk.answer.text.length);
-      this.#transcript.toEnd();
     }
     this.#draw();
   }

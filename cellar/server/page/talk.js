@@ -1,6 +1,7 @@
 // One conversation that is open in this page, and the answer that it may be waiting for.
 // Events: "turns" (some were added or taken away), "text" (the answer grew), "end" (the answer ended).
 import { ApiError } from "./api.js";
+import { branch, leaf } from "./branches.js";
 import { messagesOf, promptOf, titleOf } from "./conversation.js";
 
 const SAVE_EVERY = 1000; // ms
@@ -48,11 +49,31 @@ export class Talk extends EventTarget {
     await this.#run();
   }
 
-  /** Answer the last question anew. */
-  async retry() {
-    if (this.running || !this.answer) return;
-    this.turns.splice(-1, 1, { role: "assistant", text: "" });
+  /** Answer anew at turn `k`; an answer that was there stays as a version, a failure does not. */
+  async retry(k = this.turns.length - 1) {
+    const turn = this.turns[k];
+    if (this.running || turn?.role !== "assistant") return;
+    const fresh = { role: "assistant", text: "" };
+    if (k === this.turns.length - 1 && !turn.text && !turn.thought) this.turns[k] = turn.fork ? { ...fresh, fork: turn.fork } : fresh;
+    else branch(this.turns, k, [fresh]);
     await this.#run();
+  }
+
+  /** Ask something else at turn `k`; the question that was there stays as a version, with all that followed. */
+  async edit(k, text) {
+    if (this.running || this.turns[k]?.role !== "user") return;
+    branch(this.turns, k, [{ role: "user", text }, { role: "assistant", text: "" }]);
+    await this.#run();
+  }
+
+  /** Show version `at` of turn `k`. */
+  async leaf(k, at) {
+    if (this.running || !this.turns[k]?.fork?.tails[at]) return;
+    leaf(this.turns, k, at);
+    this.#tell("turns");
+    await this.save();
+    await this.#archive.keep(this.conversation);
+    await this.save();
   }
 
   /** Let the model go on where its answer ended. */
@@ -60,17 +81,6 @@ export class Talk extends EventTarget {
     if (this.running || !this.answer?.text) return;
     for (const field of ["finish", "error", "usage"]) delete this.answer[field];
     await this.#run();
-  }
-
-  /** Take back the last question, and its answer; gives the question. */
-  async takeBack() {
-    if (this.running) return "";
-    const from = this.turns.findLastIndex((turn) => turn.role === "user");
-    const [question] = this.turns.splice(from);
-    await this.save();
-    this.#tell("turns");
-    this.#archive.keep(this.conversation);
-    return question.text;
   }
 
   stop() {
@@ -126,6 +136,7 @@ export class Talk extends EventTarget {
     answer.seconds = (performance.now() - begun) / 1000;
     this.#stopper = null;
     this.#tell("end");
+    await this.save(); // the server may take its time, and the page may be closed meanwhile
     if (!this.#forgotten) await this.#archive.keep(this.conversation);
     await this.save();
   }

@@ -1,6 +1,7 @@
 // The conversation on the page. A model that goes on with the user's words gets them on one sheet, as a story;
 // any other gets questions and answers.
 import { button, byId, copyButton, el, icon } from "./dom.js";
+import { editor } from "./editor.js";
 import { count, rate, seconds } from "./format.js";
 import { MarkdownView } from "./render.js";
 
@@ -15,9 +16,11 @@ export class Transcript {
   #answer = null; // the last answer's elements
   #frame = 0;
   #pinned = true;
+  #editing = -1; // the turn that is being edited
+  #drawn = new WeakMap(); // first turn -> its exchange's element and what that shows: most of a long conversation stays
   continues = false;
 
-  /** `actions`: { retry, goOn, edit }, called by the buttons. */
+  /** `actions`: { goOn(), retry(k), edit(k, text), leaf(k, at) }, called by the buttons; k counts turns. */
   constructor(actions) {
     this.#actions = actions;
     this.#scroll.addEventListener("scroll", () => this.#look(), { passive: true });
@@ -32,21 +35,29 @@ export class Transcript {
   /** Show a talk from its beginning. */
   show(talk) {
     this.#talk = talk;
+    this.#editing = -1;
     this.draw();
     this.toEnd();
   }
 
-  /** Draw everything anew. */
+  /** Draw what has changed. The focus stays where it was. */
   draw() {
+    const held = this.#list.contains(document.activeElement) ? document.activeElement.id : null;
     this.#list.classList.toggle("story", this.continues);
+    this.#list.classList.toggle("busy", this.#talk.running);
     const exchanges = [];
-    for (const turn of this.#talk.turns) {
+    this.#talk.turns.forEach((turn, k) => {
       if (turn.role === "user" || !exchanges.length) exchanges.push([]);
-      exchanges.at(-1).push(turn);
-    }
+      exchanges.at(-1).push([turn, k]);
+    });
     this.#answer = null;
-    this.#list.replaceChildren(...exchanges.map((turns, k) => this.#exchange(turns, k === exchanges.length - 1)));
+    exchanges.forEach((turns, k) => {
+      const place = this.#place(turns, k === exchanges.length - 1);
+      if (this.#list.children[k] !== place) this.#list.insertBefore(place, this.#list.children[k] ?? null);
+    });
+    while (this.#list.childElementCount > exchanges.length) this.#list.lastChild.remove();
     this.#scroll.setAttribute("aria-busy", String(this.#talk.running));
+    if (held) byId(held)?.focus();
   }
 
   /** The last answer grew; it is drawn with the next frame. */
@@ -87,13 +98,65 @@ export class Transcript {
     else this.#look();
   }
 
-  #exchange(turns, last) {
-    const place = el("li", { class: "exchange" });
-    for (const turn of turns) place.append(turn.role === "user" ? question(turn) : this.#drawAnswer(turn, place, last));
+  /** The element of an exchange: the one that shows it already, or a new one. */
+  #place(turns, last) {
+    const running = last && this.#talk.running;
+    const shown = turns.map(([turn, k]) => [k, turn.role, turn.text, turn.thought, turn.finish, turn.error, turn.fork && [turn.fork.at, turn.fork.tails.length], k === this.#editing]);
+    const state = JSON.stringify([last, running, this.continues, shown]);
+    const [[first]] = turns;
+    const before = this.#drawn.get(first);
+    if (before?.state === state && !running) return before.place;
+    const place = this.#exchange(turns, last);
+    this.#drawn.set(first, { place, state });
     return place;
   }
 
-  #drawAnswer(turn, place, last) {
+  #exchange(turns, last) {
+    const place = el("li", { class: "exchange" });
+    for (const [turn, k] of turns) place.append(turn.role === "user" ? this.#question(turn, k) : this.#drawAnswer(turn, k, place, last));
+    return place;
+  }
+
+  #question(turn, k) {
+    const made = el("div", { class: "question", role: "group", "aria-label": "You" });
+    if (k === this.#editing) {
+      const { form, field } = editor(turn.text, (text) => this.#edited(() => this.#actions.edit(k, text)), () => this.#edited());
+      made.append(form);
+      requestAnimationFrame(() => field.focus());
+      return made;
+    }
+    made.append(el("p", {}, turn.text), " ");
+    if (!this.continues) made.append(el("div", { class: "tools" }, this.#editButton(k), ...this.#versions(turn, k, "message")));
+    return made;
+  }
+
+  #editButton(k) {
+    return button("Edit", "edit", () => {
+      this.#editing = k;
+      this.draw();
+    }, { id: `edit-${k}`, class: "tool turn-act" });
+  }
+
+  /** The editing of a turn is over. */
+  #edited(then = null) {
+    const k = this.#editing;
+    this.#editing = -1;
+    if (then) return then();
+    this.draw();
+    byId(`edit-${k}`)?.focus();
+  }
+
+  /** Which version of a turn is shown, and how to get to the others. */
+  #versions({ fork }, k, what) {
+    if (!fork) return [];
+    const { at, tails } = fork;
+    const turn = (name, symbol, to) =>
+      button(name, symbol, () => this.#actions.leaf(k, to), { bare: true, id: `${symbol}-${k}`, "aria-disabled": !(to in tails) && "true" });
+    return [el("span", { class: "versions turn-act", role: "group", "aria-label": `Versions of this ${what}` },
+      turn("Older version", "older", at - 1), el("span", {}, `${at + 1} / ${tails.length}`), turn("Newer version", "newer", at + 1))];
+  }
+
+  #drawAnswer(turn, k, place, last) {
     const running = last && this.#talk.running;
     const prose = el("div", { class: "prose" });
     const view = new MarkdownView(prose);
@@ -111,24 +174,23 @@ export class Transcript {
     const made = el("div", { class: `answer${running ? " running" : ""}`, role: "group", "aria-label": "Answer" }, fold, prose);
     if (running && !turn.text && !turn.thought) made.append(waiting);
     if (turn.finish === "error") made.append(el("p", { class: "failure" }, turn.error));
-    if (!running) made.append(this.#tools(turn, last));
+    if (!running) made.append(this.#tools(turn, k, last));
     if (last) this.#answer = { view, join, think, waiting };
     return made;
   }
 
-  #tools(turn, last) {
+  #tools(turn, k, last) {
     const tools = el("div", { class: `tools${last ? " last" : ""}` });
     if (last && this.continues && turn.text) tools.append(button("Go on", "forward", this.#actions.goOn));
-    if (last) tools.append(button(this.continues ? "Another" : "Retry", "retry", this.#actions.retry));
+    tools.append(button(this.continues ? "Another" : "Retry", "retry", () => this.#actions.retry(k), { id: `retry-${k}`, class: "tool turn-act" }));
     if (turn.text) tools.append(copyButton(() => turn.text));
-    if (last) tools.append(button("Edit", "edit", this.#actions.edit));
+    tools.append(...this.#versions(turn, k, "answer"));
+    const question = this.#talk.turns[k - 1];
+    // In a story the words of both stand in one text, and so do their tools below it.
+    if (this.continues && question?.role === "user") tools.append(this.#editButton(k - 1), ...this.#versions(question, k - 1, "line"));
     tools.append(el("span", { class: "account" }, account(turn)));
     return tools;
   }
-}
-
-function question(turn) {
-  return el("div", { class: "question", role: "group", "aria-label": "You" }, el("p", {}, turn.text), " ");
 }
 
 /** What an answer cost, in a line. */
