@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams
 from cellar.server import errors, memory, page, reference
+from cellar.server.bodies import large_bodies
 from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
@@ -29,7 +30,7 @@ from cellar.server.keys import owner_of, read_keys
 from cellar.server.messages import routes as messages
 from cellar.server.messages.routes import MessagesApi
 from cellar.server.metrics import CONTENT_TYPE, Metrics
-from cellar.server.pieces import answered
+from cellar.server.pieces import answered, lazily, respond
 from cellar.server.pooling import routes as pooling
 from cellar.server.pooling.routes import PoolingApi
 from cellar.server.prepare import Preparer, beside
@@ -136,8 +137,9 @@ class Api:
             special = bool(body.add_special_tokens)
             ids = await self.prepare.conversation(body, body.tools, lambda text: self.prepare.encode(text, special))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
-        found["token_strs"] = [tokenizer.id_to_piece(id) for id in ids] if body.return_token_strs else None
-        return JSONResponse(found)
+        pieces = (tokenizer.id_to_piece(id) for id in ids.tolist())
+        found["token_strs"] = lazily(pieces, len(ids)) if body.return_token_strs else None
+        return respond(found)
 
     async def tokenizer_info(self) -> Response:
         """What a client needs that renders chats itself: special tokens, the chat template, the context."""
@@ -236,6 +238,7 @@ def build_app(
         await host.close()
 
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.router.route_class = large_bodies(limits.max_body_values)
     app.state.api = api
     app.state.conversations = service
     if defaults := model.generation.sampling:

@@ -90,7 +90,8 @@ class ServerConfig:
 
 _AT_LEAST_ONE = (
     *("max_request_sequences", "max_listed_tokens", "max_request_logprobs", "max_queued_requests"),
-    *("max_queued_tokens", "max_body_bytes", "max_head_bytes", "max_grammar_bytes", "conversation_bytes"),
+    *("max_queued_tokens", "max_body_bytes", "max_body_values", "max_head_bytes", "max_grammar_bytes"),
+    "conversation_bytes",
 )
 _AT_LEAST_ONE_IF_GIVEN = (
     *("max_key_queued_requests", "max_key_queued_tokens", "max_connections", "max_connections_per_address"),
@@ -114,6 +115,7 @@ class LimitConfig:
     )
     max_key_queued_tokens: int | None = _option(None, "Most prompt tokens of one API key that may wait, likewise.")
     max_body_bytes: int = _option(8 * 2**20, "Largest request body.")
+    max_body_values: int = _option(2**20, "Most values in a request's body: numbers, texts, lists and objects.")
     max_head_bytes: int = _option(64 * 2**10, "Largest head of a request: its line and headers.")
     max_connections: int | None = _option(None, "Most open connections; default: what file descriptors allow.")
     max_connections_per_address: int | None = _option(None, "Most of them from one address; default: all.")

@@ -1,6 +1,7 @@
 """JSON of large answers, made and sent in pieces, so that no other request waits for all of one.
 
-Whoever builds an answer gives iterators for its long arrays: their elements are made when they are written.
+Whoever builds an answer gives iterators for its long arrays: their elements are made when they are written. Arrays of
+NumPy stand for lists of whole numbers.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -28,13 +30,21 @@ SENT = 2**16
 
 def dumps(body: Any) -> str:
     """A small body as one piece; iterators become arrays."""
-    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=list)
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_listed)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value.tolist() if isinstance(value, np.ndarray) else list(value)
 
 
 def pieces(body: Any) -> Iterator[str]:
     """A body as pieces of at most about PIECE values; elements of iterators are made one after another."""
     if isinstance(body, dict):
         yield from _joined("{", ((f"{dumps(str(key))}:", value) for key, value in body.items()), "}")
+    elif isinstance(body, np.ndarray):
+        for begin in range(0, len(body), PIECE):
+            yield "[,"[begin > 0] + dumps(body[begin : begin + PIECE])[1:-1]
+        yield "]" if len(body) else "[]"
     elif isinstance(body, (list, tuple, Iterator)):
         yield from _joined("[", (("", value) for value in body), "]")
     else:
@@ -66,6 +76,8 @@ def _weight(value: Any) -> int:
         return 1 + len(value) // 64
     if isinstance(value, Iterator):
         return PIECE + 1
+    if isinstance(value, np.ndarray):
+        return 1 + len(value)
     if not isinstance(value, (dict, list, tuple)):
         return 1
     if len(value) > PIECE:

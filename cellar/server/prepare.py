@@ -29,10 +29,10 @@ from cellar.server.work import check_sequences
 from cellar.text.continuation import PromptText, new_ids
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck
-from cellar.text.incremental import IncrementalTokenizer, IntArray
+from cellar.text.incremental import IncrementalTokenizer
 from cellar.text.prefill import begun_answer
 from cellar.text.rendering import Rendering
-from cellar.text.tokenizer import Tokenizer
+from cellar.text.tokenizer import IntArray, Tokenizer
 from cellar.text.tools.registry import parser_of
 from cellar.text.truncation import Side, cut, cut_text
 
@@ -256,7 +256,6 @@ class Preparer:
     def read_text(self, text: str, add_special_tokens: bool, salt: bytes) -> Prompt:
         """A prompt with or without special tokens around it; `salt` is its KV's. Raises RequestError, ApiError."""
         self._desk.check_length(text)
-        ids: list[int] | IntArray
         if self._incremental is None or add_special_tokens:
             ids = self.encode(text, add_special_tokens)
         else:
@@ -282,9 +281,11 @@ class Preparer:
             return None
         return self._desk.read({"prompt": text, "prompt_token_ids": np.concatenate((known.ids, more))})
 
-    def encode(self, text: str | None, add_special_tokens: bool | None) -> list[int]:
-        """Token ids of a text. Raises ApiError if it is no text."""
-        return self.tokenizer.encode(whole_characters(text or ""), add_special_tokens=add_special_tokens is not False)
+    def encode(self, text: str | None, add_special_tokens: bool | None) -> IntArray:
+        """Token ids of a text, int32 [n]. Raises ApiError if it is no text, RequestError if it cannot be tokenized."""
+        return self.tokenizer.encode_array(
+            whole_characters(text or ""), add_special_tokens=add_special_tokens is not False
+        )
 
 
 def _timed(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:

@@ -21,12 +21,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from cellar.text.cuts import MAX_LENGTH
-from cellar.text.tokenizer import Tokenizer
-
-IntArray = npt.NDArray[np.int32]
+from cellar.text.tokenizer import IntArray, Tokenizer
 
 BLOCK = 2048
 ENTRY_BYTES = 300
@@ -72,7 +69,7 @@ class IncrementalTokenizer:
         begin, before, head, cuts = self._known(text, salt)
         places = [begin, *(cut for cut, _ in cuts), len(text)]
         texts = [text[a:b] for a, b in pairwise(places)]
-        found = [np.asarray(ids, np.int32) for ids in self._tokenizer.encode_all(texts)]
+        found = self._tokenizer.encode_all(texts)
         with self._guard:
             self.stats.characters += len(text)
             self.stats.tokenized += len(text) - begin

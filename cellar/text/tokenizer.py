@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
@@ -17,6 +20,14 @@ from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.decoding import DecoderKind, Decoding
 from cellar.text.growth import excess
 from cellar.text.reach import reach
+
+IntArray = npt.NDArray[np.int32]
+
+PART = 2**16
+"""Characters that are tokenized in one go, where a text can be cut: the backend takes up to 220 bytes for each."""
+
+MOST = 2**20
+"""Characters that can be tokenized in one go, where there is no cut."""
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -48,6 +59,7 @@ class Tokenizer:
         eos = self._role_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         self._texts: dict[int, str] = {}
+        self._large = threading.Lock()  # what takes hundreds of megabytes is done by one thread at a time
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         decoder = None if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.decoding = Decoding(decoder, backend.id_to_token, self.special_ids)
@@ -100,15 +112,49 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Ids of a text; with `add_special_tokens` as the model expects a prompt to begin (and end).
 
-        Raises RequestError if the tokenizer fails on it.
+        Raises RequestError if the tokenizer fails on it, or if more than MOST characters of it cannot be divided.
         """
         # As a batch of one: `encode` would keep the interpreter from all other threads until it is done.
-        (ids,) = self._encoded([text], add_special_tokens)
+        if len(text) <= PART:
+            return self._encoded([text], add_special_tokens)[0]
+        ids: list[int] = self.encode_array(text, add_special_tokens).tolist()
         return ids
 
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of texts, without special tokens around them. Raises as `encode` does."""
-        return self._encoded(texts, False)
+    def encode_array(self, text: str, add_special_tokens: bool = True) -> IntArray:
+        """`encode` as int32 [n]. A long text is tokenized part by part, where it may be cut."""
+        if len(text) <= PART:
+            return np.array(self.encode(text, add_special_tokens), np.int32)
+        parts = list(self._parts(text))
+        before: list[int] = []
+        after: list[int] = []
+        if add_special_tokens:
+            (around, first), (inside,) = self._encoded(["", parts[0]], True), self._encoded([parts[0]], False)
+            extra = len(first) - len(inside)
+            where = next((k for k in range(extra + 1) if first[k : k + len(inside)] == inside), None)
+            if where is None or len(around) != extra:  # what stands around depends on the text
+                return np.array(self._encoded([text], True)[0], np.int32)
+            before, after = first[:where], first[where + len(inside) :]
+        return np.concatenate([np.array(ids, np.int32) for ids in (before, *self.encode_all(parts), after)])
+
+    def _parts(self, text: str) -> Iterator[str]:
+        """A text cut into parts of at least PART characters, as long as there are cuts."""
+        begin = 0
+        while self.cuts is not None and (match := self.cuts.search(text, begin + PART)) is not None:
+            yield text[begin : match.start()]
+            begin = match.start()
+        yield text[begin:]
+
+    def encode_all(self, texts: Sequence[str]) -> list[IntArray]:
+        """Ids of texts, int32, without special tokens around them; not all at once. Raises as `encode` does."""
+        found, some, size = list[IntArray](), list[str](), 0
+        for text in texts:
+            some.append(text)
+            size += len(text)
+            if size >= PART:
+                found += (np.array(ids, np.int32) for ids in self._encoded(some, False))
+                some, size = [], 0
+        found += (np.array(ids, np.int32) for ids in self._encoded(some, False))
+        return found
 
     def encode_inside(self, text: str) -> list[int]:
         """Ids of a text that follows another: what a tokenizer does at the beginning of a text is not done."""
@@ -158,8 +204,15 @@ class Tokenizer:
         return text
 
     def _encoded(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        longest = max(map(len, texts), default=0)
+        if longest > MOST:
+            raise RequestError(
+                f"a stretch of {longest} characters of the text has no place where it can be divided, but {MOST} are "
+                "tokenized in one go; send it in several texts, or as token ids.",
+                "prompt",
+            )
         try:
-            with _panics_told(ValueError):
+            with self._large if longest > 4 * PART else nullcontext(), _panics_told(ValueError):
                 found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises bare Exception
             raise RequestError(

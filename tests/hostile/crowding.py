@@ -1,7 +1,8 @@
 """One client's requests against another's: `python -m tests.hostile.crowding [CASE ...] [--tree FOLDER]`.
 
 A client asks for 8 tokens every 0.2 s, first alone, then while an attack of one case runs; what it felt, and what the
-server's processes took, is one line per case. `--tree` serves from another checkout, for a figure from before.
+server's processes took, is one line per case: `back` is what each of them has a minute later, as a ratio, and `new_MB`
+what those have that were started meanwhile. `--tree` serves from another checkout, for a figure from before.
 The clients share the machine with the server: on a busy one compare ratios within a run.
 """
 
@@ -87,6 +88,10 @@ CASES: dict[str, Callable[[], Attack]] = {
     "metadata": lambda: (C, {"prompt": "a", "max_tokens": 1, "metadata": {str(k): "x" for k in range(70000)}}, 1),
     "deep": lambda: (C, {"prompt": "a", "max_tokens": 1, "metadata": deep(900)}, 4),
     "long-prompts": lambda: (C, {"prompt": [ids(1900)] * 100, "max_tokens": 1}, 1),
+    "lists": lambda: (C, {"prompt": [[5]] * 1300000, "max_tokens": 1}, 2),
+    "empties": lambda: (H, {"messages": SAY, "max_tokens": 1, "metadata": {"a": [[]] * 2000000}}, 2),
+    "tokenize-digits": lambda: ("/tokenize", {"prompt": "1" * 8000000}, 1),
+    "tokenize-many": lambda: ("/tokenize", {"prompt": "once upon a time " * 490000}, 8),
     "tokenize": lambda: ("/tokenize", {"prompt": "once upon a time " * 490000}, 1),
     "detokenize": lambda: ("/detokenize", {"tokens": ids(1500000)}, 1),
     "wrong-ids": lambda: (C, {"prompt": [*ids(200000), "x"], "max_tokens": 1}, 1),
@@ -183,7 +188,8 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
     context = multiprocessing.get_context("spawn")
     with served(tree, *options) as (pid, port):
         honest(port, 2.0)
-        start = sum(resident(pid).values())
+        before = resident(pid)
+        start = sum(before.values())
         quiet = honest(port, 6.0)
         ends = []
         for _ in range(CASES[case]()[2]):
@@ -200,7 +206,7 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
         for process in (watcher, *(process for _, process in ends)):
             process.join(10)
         time.sleep(after)
-        back = sum(resident(pid).values())
+        then = resident(pid)
     return {
         "case": case,
         "answer": said,
@@ -208,7 +214,8 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
         "quiet_gap": quiet["gap"],
         **{name: under[name] for name in ("count", "p50", "p99", "gap", "gap_p99", "failures")},
         "peak_MB": (peak - start) / 1e6,
-        "back": back / start,
+        "back": {name: round(then.get(name, 0.0) / size, 3) for name, size in before.items()},
+        "new_MB": sum(size for name, size in then.items() if name not in before) / 1e6,
     }
 
 
@@ -225,7 +232,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each attack lasts")
-    parser.add_argument("--after", type=float, default=5.0, help="seconds until memory is looked at again")
+    parser.add_argument("--after", type=float, default=60.0, help="seconds until memory is looked at again")
     parser.add_argument("--option", action="append", default=[], help="of cellar serve, as --option=--name=value")
     options = parser.parse_args()
     for case in options.cases or CASES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 
 import cellar.demo
+from cellar.core.errors import RequestError
 from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.incremental import IncrementalTokenizer
 from cellar.text.tokenizer import Tokenizer
@@ -31,6 +33,11 @@ def _made(pre_tokenizer: object, *added: AddedToken, normalizer: object = None) 
         backend.normalizer = normalizer
     backend.add_tokens(list(added))
     return Tokenizer(backend)
+
+
+def _shipped() -> Tokenizer:
+    """The one of the model that ships with the package."""
+    return Tokenizer.load(Path(cellar.demo.__file__).parent / "story-11m")
 
 
 def _metaspace() -> Tokenizer:
@@ -196,3 +203,38 @@ def test_what_is_remembered_is_found_under_its_salt_only() -> None:
         tokenized.append(incremental.take_stats().tokenized)
     assert tokenized[0] == tokenized[2] == tokenized[4] == len(text)
     assert tokenized[1] == tokenized[3] < len(text) / 2
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_long_text_is_tokenized_in_parts(special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the ids of the whole, and never more at once than a part and what follows until the next cut."""
+    rng = random.Random(0)
+    words = ["once", "upon", " ", "  ", "\n", "a", "é", "1", "time.", "<|endoftext|>", "日本"]
+    sizes: list[int] = []
+    encoded = Tokenizer._encoded
+
+    def noted(tokenizer: Tokenizer, some: list[str], around: bool) -> list[list[int]]:
+        sizes.append(sum(map(len, some)))
+        return encoded(tokenizer, some, around)
+
+    shipped = _shipped()
+    for tokenizer in (shipped, load("gpt-tiny"), load("llama-tiny"), _metaspace()):
+        texts = [" ".join(rng.choices(words, k=300)) for _ in range(4)]
+        expected = [tokenizer.encode(text, special) for text in texts]
+        with monkeypatch.context() as patch:
+            patch.setattr("cellar.text.tokenizer.PART", 100)
+            patch.setattr(Tokenizer, "_encoded", noted)
+            for text, ids in zip(texts, expected, strict=True):
+                sizes.clear()
+                assert tokenizer.encode_array(text, special).tolist() == ids
+                assert tokenizer.encode(text, special) == ids
+                assert tokenizer is not shipped or max(sizes) < 300
+
+
+def test_what_cannot_be_divided_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellar.text.tokenizer.MOST", 1000)
+    monkeypatch.setattr("cellar.text.tokenizer.PART", 100)
+    tokenizer = _shipped()
+    assert len(tokenizer.encode_array("once upon " * 1000)) > 1000
+    with pytest.raises(RequestError, match="1001 characters of the text has no place where it can be divided"):
+        tokenizer.encode_array("1" * 1001)
