@@ -43,7 +43,10 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Rows, and columns unless all, of the stored part number `part`; ranges have a step of 1."""
+    """Rows, and columns unless all, of the stored part number `part`; ranges have a step of 1.
+
+    What lies past the part's ends is zero: a piece may be filled up.
+    """
 
     part: int
     rows: range

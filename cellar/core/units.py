@@ -56,7 +56,7 @@ def row_units(spec: LayerSpec | ModelSpec) -> dict[str, Units]:
     if isinstance(spec, ModelSpec):
         return _plain((*spec.embedding, *spec.head))
     units = _plain(spec.tensors)
-    steps = _steps(spec.tensors)
+    steps = group_steps(spec.tensors)
     group = spec.num_heads // spec.num_kv_heads
     if {"heads", "qkv"} & set(units):
         width = group * spec.head_dim
@@ -77,7 +77,7 @@ def row_units(spec: LayerSpec | ModelSpec) -> dict[str, Units]:
 def _plain(tensors: Iterable[TensorSpec]) -> dict[str, Units]:
     """Every axis in groups."""
     tensors = tuple(tensors)
-    steps = _steps(tensors)
+    steps = group_steps(tensors)
     return {
         axis: Units((length,), (math.lcm(GROUP_ROWS, steps.get(axis, 1)),))
         for tensor in tensors
@@ -85,7 +85,7 @@ def _plain(tensors: Iterable[TensorSpec]) -> dict[str, Units]:
     }
 
 
-def _steps(tensors: Iterable[TensorSpec]) -> dict[str, int]:
+def group_steps(tensors: Iterable[TensorSpec]) -> dict[str, int]:
     """Axis -> the step that no quantization group along it allows to leave."""
     found: dict[str, int] = {}
     for tensor in tensors:

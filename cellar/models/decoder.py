@@ -19,13 +19,12 @@ from torch import Tensor
 
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import KVGroup, KVSpec, LayerSpec, ModelSpec, TensorSpec
+from cellar.models import points
 from cellar.models.fields import Fields
-from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, gathered, plain, summed
+from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import rope_spec
-from cellar.ops.embedding import embedding
 from cellar.ops.linear.definition import linear
-from cellar.ops.linear.fused import norm_gated_linear, norm_linear
-from cellar.ops.norm import add_rms_norm, rms_norm
+from cellar.ops.norm import rms_norm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,15 +200,15 @@ class Decoder:
 
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden."""
-        return Hidden(embedding(tokens, plain(weights)["embed"]))
+        return Hidden(points.embedded(tokens, plain(weights)["embed"], ctx.comm))
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """q, k, v = norm(x) W, of each head normed again in some models."""
         tensors = plain(weights)
-        qkv, residual = norm_linear(
-            h.residual, h.delta, tensors["input_norm"], self._eps, weights["qkv"], tensors.get("qkv_bias")
-        )
+        norm, bias = tensors["input_norm"], tensors.get("qkv_bias")
+        qkv, residual = points.norm_linear(h.residual, h.delta, norm, self._eps, weights["qkv"], bias, ctx.comm)
         q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
+        q, k, v = points.spread(q, k, v, ctx.comm)
         if "q_norm" in weights:
             q = rms_norm(q, tensors["q_norm"], self._eps)
             k = rms_norm(k, tensors["k_norm"], self._eps)
@@ -220,8 +219,9 @@ class Decoder:
     ) -> Hidden:
         """x += out(attended); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
         tensors, comm = plain(weights), ctx.comm
-        delta = summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
-        x, residual = norm_gated_linear(
+        attended = points.returned(attended, comm)
+        delta = points.summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
+        x, residual = points.norm_gated_linear(
             residual,
             delta,
             tensors["post_norm"],
@@ -229,15 +229,19 @@ class Decoder:
             weights["gate_up"],
             tensors.get("gate_up_bias"),
             self._activation,
+            comm,
         )
-        return Hidden(residual, summed(linear(x, weights["down"], tensors.get("down_bias")), comm))
+        return Hidden(residual, points.summed(linear(x, weights["down"], tensors.get("down_bias")), comm))
 
-    def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
+    def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, if there is one: [n, hidden]."""
-        if "norm" not in weights:
-            return h.residual if h.delta is None else h.residual + h.delta
-        return add_rms_norm(h.residual, h.delta, plain(weights)["norm"], self._eps)[0]
+        if "norm" in weights:
+            x, _ = points.rms_norm(h.residual, h.delta, plain(weights)["norm"], self._eps, comm)
+        else:
+            x = points.entered(h.residual if h.delta is None else h.residual + h.delta, comm)
+        return points.wide(x, comm)
 
     def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows [n, hidden] -> logits [n, vocab]."""
-        return gathered(linear(self.final_hidden(weights, h), weights["lm_head"]), comm)
+        x = points.whole_rows(self.final_hidden(weights, h, comm), comm)
+        return points.gathered(linear(x, weights["lm_head"]), comm)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import CheckpointError
-from cellar.core.specs import HeadRows, ModelSpec, StoredPart, TensorSpec
+from cellar.core.specs import HeadRows, ModelSpec, Region, StoredPart, TensorSpec
 from cellar.models.checkpoint import Checkpoint
 from cellar.models.quantization import module_of
 from cellar.models.quantized import QUANTIZED_READERS, Get
@@ -169,7 +169,8 @@ def _joined(tensor: TensorSpec, names: Mapping[str, str], checkpoint: Checkpoint
     parts, regions = tensor.stored_parts(), tensor.regions()
     for target, region in zip(whole.split_with_sizes([len(r.rows) for r in regions]), regions, strict=True):
         name = names[parts[region.part].name]
-        PLAIN.read(checkpoint, name, region, target, transposed=tensor.transposed)
+        there, inside = _inside(parts[region.part], region, target)
+        PLAIN.read(checkpoint, name, there, inside, transposed=tensor.transposed)
     if tensor.heads is not None:
         _reorder(whole, tensor.heads)
     return whole
@@ -195,10 +196,24 @@ def _random(tensor: TensorSpec, seed: int, device: torch.device) -> Tensor:
     parts, regions = tensor.stored_parts(), tensor.regions()
     for target, region in zip(made.split_with_sizes([len(r.rows) for r in regions]), regions, strict=True):
         key = key_of(seed, parts[region.part].name)
-        fill_random(target if is_matrix else target[:, None], key, region.rows, region.columns or every, deviation)
+        there, inside = _inside(parts[region.part], region, target)
+        fill_random(inside if is_matrix else inside[:, None], key, there.rows, there.columns or every, deviation)
     if tensor.heads is not None:
         _reorder(made, tensor.heads)
     return made
+
+
+def _inside(part: StoredPart, region: Region, target: Tensor) -> tuple[Region, Tensor]:
+    """What of a region the part has, and where in `target` that goes; the rest of `target` is made zero."""
+    rows = range(min(region.rows.start, part.shape[0]), min(region.rows.stop, part.shape[0]))
+    columns = region.columns
+    if columns is not None:
+        columns = range(min(columns.start, part.shape[1]), min(columns.stop, part.shape[1]))
+    if rows == region.rows and columns == region.columns:
+        return region, target
+    target.zero_()
+    inside = target[: len(rows)] if columns is None else target[: len(rows), : len(columns)]
+    return Region(region.part, rows, columns), inside
 
 
 def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:

@@ -100,7 +100,7 @@ class Model(Protocol):
     def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows (already selected) [n, hidden] -> logits [n, vocab], in the weights' dtype or float32."""
 
-    def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
+    def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm: [n, hidden]."""
 
 
@@ -108,13 +108,3 @@ def run_layer(model: Model, j: int, weights: Weights, h: Hidden, ctx: LayerConte
     """Layer j: its first half, attention, its second half."""
     q, k, v, residual = model.before_attention(j, weights, h, ctx)
     return model.after_attention(j, weights, residual, ctx.attend(j, q, k, v, rotate=model.spec.rope is not None), ctx)
-
-
-def summed(x: Tensor, comm: Comm | None) -> Tensor:
-    """A product of which every rank has computed a part."""
-    return x if comm is None else comm.all_reduce(x)
-
-
-def gathered(x: Tensor, comm: Comm | None) -> Tensor:
-    """A product of which every rank has computed some columns."""
-    return x if comm is None else comm.all_gather(x)

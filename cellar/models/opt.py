@@ -24,14 +24,13 @@ from torch import Tensor
 
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
+from cellar.models import points
 from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
-from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, gathered, plain, summed
+from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import context_length
-from cellar.ops.activation import activate
 from cellar.ops.embedding import embedding
 from cellar.ops.linear.definition import linear
-from cellar.ops.norm import add_layer_norm
 
 ARCHITECTURE = "OPTForCausalLM"
 
@@ -137,54 +136,67 @@ class OPT:
 
     def embed(self, weights: Weights, tokens: Tensor, ctx: LayerContext) -> Hidden:
         """tokens: int64 [tokens] -> hidden: the words (projected if narrower) plus the positions."""
-        words = embedding(tokens, plain(weights)["embed"])
+        table = plain(weights)["embed"]
         if "project_in" in weights:
-            words = linear(words, weights["project_in"], None)
-        return Hidden(words, embedding(ctx.positions + POSITION_OFFSET, plain(weights)["positions"]))
+            words = linear(points.looked_up(tokens, table, ctx.comm), weights["project_in"], None)
+        else:
+            words = points.embedded(tokens, table, ctx.comm)
+        h = Hidden(words, embedding(ctx.positions + POSITION_OFFSET, plain(weights)["positions"]))
+        return h if self._norm_first else Hidden(points.entered(_sum(h), ctx.comm))
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """q, k, v = norm(x) W; with norms last x W."""
         if self._norm_first:
-            x, residual = _norm(h.residual, h.delta, weights, "input_norm")
+            x, residual = _norm(h.residual, h.delta, weights, "input_norm", ctx.comm)
         else:
             x = residual = _sum(h)
         qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
         q, k, v = qkv.view(-1, 3, self.spec.num_heads, self.spec.head_dim).unbind(1)
+        q, k, v = points.spread(q, k, v, ctx.comm)
         return Projected(q, k, v, residual)
 
     def after_attention(
         self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """Norms first: x += out(attended), x += mlp(norm(x)). Norms last: x = norm(x + out(attended)), likewise."""
-        delta = summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), ctx.comm)
+        comm = ctx.comm
+        attended = points.returned(attended, comm)
+        delta = points.summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), comm)
         if self._norm_first:
-            x, residual = _norm(residual, delta, weights, "post_norm")
-            return Hidden(residual, self._mlp(weights, x, ctx.comm))
-        x, _ = _norm(residual, delta, weights, "input_norm")
-        x, _ = _norm(x, self._mlp(weights, x, ctx.comm), weights, "post_norm")
+            x, residual = _norm(residual, delta, weights, "post_norm", comm)
+            return Hidden(residual, self._mlp(weights, x, comm))
+        # What is normed last is what the next product takes: it stays as it is, and the stream is a part of it.
+        x, _ = _norm(points.kept(residual, comm), delta, weights, "input_norm", comm)
+        x, _ = _norm(points.kept(x, comm), self._mlp(weights, x, comm), weights, "post_norm", comm)
         return Hidden(x)
 
-    def final_hidden(self, weights: Weights, h: Hidden) -> Tensor:
+    def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, before any projection to the words' width: [n, hidden]."""
-        return _norm(h.residual, h.delta, weights, "norm")[0] if "norm" in weights else _sum(h)
+        if "norm" in weights:
+            x, _ = _norm(h.residual, h.delta, weights, "norm", comm)
+        else:
+            x = points.entered(_sum(h), comm) if self._norm_first else _sum(h)
+        return points.wide(x, comm)
 
     def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows [n, hidden] -> logits [n, vocab]."""
-        x = self.final_hidden(weights, h)
+        x = points.whole_rows(self.final_hidden(weights, h, comm), comm)
         if "project_out" in weights:
             x = linear(x, weights["project_out"], None)
-        return gathered(linear(x, weights["lm_head"]), comm)
+        return points.gathered(linear(x, weights["lm_head"]), comm)
 
     def _mlp(self, weights: Weights, x: Tensor, comm: Comm | None) -> Tensor:
         biases = plain(weights)
-        up = activate(linear(x, weights["up"], biases.get("up_bias")), self._activation)
-        return summed(linear(up, weights["down"], biases.get("down_bias")), comm)
+        up = points.activated_linear(x, weights["up"], biases.get("up_bias"), self._activation, comm)
+        return points.summed(linear(up, weights["down"], biases.get("down_bias")), comm)
 
 
-def _norm(residual: Tensor, delta: Tensor | None, weights: Weights, name: str) -> tuple[Tensor, Tensor]:
+def _norm(
+    residual: Tensor, delta: Tensor | None, weights: Weights, name: str, comm: Comm | None
+) -> tuple[Tensor, Tensor]:
     """(norm(residual + delta), residual + delta)."""
     norms = plain(weights)
-    return add_layer_norm(residual, delta, norms[name], norms[name + "_bias"], NORM_EPS)
+    return points.layer_norm(residual, delta, norms[name], norms[name + "_bias"], NORM_EPS, comm)
 
 
 def _sum(h: Hidden) -> Tensor:

@@ -17,7 +17,8 @@ class Dimensions:
     """The numbers of a model that a cost needs. E `embed`, F `mlp`, H `heads`, K `kv_heads`, D `head_dim`.
 
     `windows` are the layers' sliding windows (None: full); `parallel` says that attention and MLP share their input;
-    `chunk` are the tokens of a chunk of the KV cache, its unit.
+    `chunk` are the tokens of a chunk of the KV cache, its unit; `norm_sums` the numbers that a norm adds up per token:
+    of squares (RMSNorm), and of what is normed, too (LayerNorm).
     """
 
     name: str
@@ -33,6 +34,7 @@ class Dimensions:
     tied: bool
     windows: tuple[int | None, ...] = ()
     chunk: int = 32
+    norm_sums: int = 1
 
     @property
     def attention_elements(self) -> int:
@@ -99,6 +101,7 @@ def dimensions(spec: ModelSpec) -> Dimensions:
         tied=spec.tied_head,
         windows=windows if any(w is not None for w in windows) else (),
         chunk=spec.kv.chunk_size,
+        norm_sums=2 if any(t.name == "input_norm_bias" for t in layer.tensors) else 1,
     )
 
 

@@ -1,7 +1,8 @@
 """How a transformer block is laid over a mesh of chips: each layout as a program in the sharding algebra.
 
 Letters: B batch, L new tokens of a sequence, S tokens of its context, E embed, F the MLP's width, G 2 if it is gated
-(else 1), H query heads, K heads of K and V, D a head's dimension. Stored weights are the same for every layout,
+(else 1), H query heads, K heads of K and V, D a head's dimension, N the numbers that a norm sums up per token, V words.
+Stored weights are the same for every layout (the vocabulary, of table and head, lies over zyx),
 
     w_in E_xGF_zy    w_out F_zyE_x    w_q E_xH_zyD    w_k, w_v E_xK_(prefix of zy that divides K)D    w_o H_zyDE_x
 
@@ -16,75 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from cellar.core.errors import ConfigError
+from cellar.core.layouts import Layout, Mesh
 from cellar.planner import sharding
-from cellar.planner.sharding import Kind, Mesh, Sharded
-
-GATHERS = ("", "x", "xy", "xyz")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """`gather`: axes over which weights are gathered. `head_axes`: axes that cut the heads in attention."""
-
-    mesh: Mesh
-    gather: str = ""
-    head_axes: str = ""
-
-    def __post_init__(self) -> None:
-        if self.gather not in GATHERS:
-            raise ConfigError(f"weights are gathered over one of {GATHERS}, not {self.gather!r}.")
-        if not self.spread.startswith(self.head_axes):
-            raise ConfigError(f"head_axes {self.head_axes!r} must begin {self.spread!r}, the axes left for attention.")
-
-    @property
-    def name(self) -> str:
-        """`1D`, `2D`, `X`, `XY` or `XYZ`."""
-        if self.gather:
-            return self.gather.upper()
-        return "1D" if self.mesh.x == 1 else "2D"
-
-    @property
-    def attention(self) -> str:
-        """`heads`, `batch` or `mixed`."""
-        if self.mesh.count(self.spread) == self.mesh.count(self.head_axes):
-            return "heads" if self.mesh.count(self.spread) > 1 else "batch"
-        return "batch" if self.mesh.count(self.head_axes) == 1 else "mixed"
-
-    @property
-    def spread(self) -> str:
-        """Axes that attention spreads over heads and batch, in that order."""
-        return "zyx" if not self.gather else "".join(a for a in "zy" if a not in self.gather)
-
-    @property
-    def rest(self) -> str:
-        """Axes that cut F and H in the products."""
-        return "".join(a for a in "zy" if a not in self.gather)
-
-    @property
-    def batch_axes(self) -> str:
-        """Axes that cut the batch in attention, and so the KV cache."""
-        return self.gather + self.spread[len(self.head_axes) :]
-
-    def kv_axes(self, kv_heads: int) -> str:
-        """The part of `head_axes` that cuts the heads of K and V; over the others the cache is repeated."""
-        return _dividing(self.mesh, self.head_axes, kv_heads)
-
-    def stored_kv_axes(self, kv_heads: int) -> str:
-        """Axes that cut the heads of the stored w_k and w_v."""
-        return _dividing(self.mesh, "zy", kv_heads)
-
-    def kv_copies(self, kv_heads: int) -> int:
-        """Chips that hold the same K and V."""
-        return self.mesh.count(self.head_axes) // self.mesh.count(self.kv_axes(kv_heads))
-
-
-def _dividing(mesh: Mesh, axes: str, heads: int) -> str:
-    """The longest beginning of `axes` whose chips divide `heads`."""
-    for stop in range(len(axes), 0, -1):
-        if heads % mesh.count(axes[:stop]) == 0:
-            return axes[:stop]
-    return ""
+from cellar.planner.sharding import Kind, Sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +134,7 @@ class _Builder:
 
 def stream_axes(layout: Layout) -> str:
     """How the residual stream lies between blocks, e.g. `BLE_xzy` or `B_xyLE_z`."""
-    g = layout.gather
-    embed = ("" if "x" in g else "x") + layout.rest
+    g, embed = layout.gather, layout.stream
     return f"B{'_' + g if g else ''}LE{'_' + embed if embed else ''}"
 
 
@@ -211,8 +145,8 @@ def _enter(b: _Builder, layout: Layout, source: str, out: str, normed: bool) -> 
     if not normed:
         return
     whole = b.now[out]
-    sums = Sharded("BL", (whole.of("B"), whole.of("L")), whole.of("E"))
-    b.local("square_sum", "sums", (out,), sums)
+    sums = Sharded("BLN", (whole.of("B"), whole.of("L"), ""), whole.of("E"))
+    b.local("norm_sums", "sums", (out,), sums)
     b.sum("sums", sums.partial)
     b.local("norm", out, (out, "sums"), whole)
 
@@ -241,7 +175,7 @@ def _attention(b: _Builder, layout: Layout, kv_heads: int, source: str, out: str
     taken = "".join(a for a in "zy" if a in g)
     stored = layout.stored_kv_axes(kv_heads)
     held = "".join(a for a in stored if a not in g)
-    kv_axes, to_batch = layout.kv_axes(kv_heads), layout.spread[len(layout.head_axes) :]
+    kv_axes, to_batch = layout.kv_axes(kv_heads), layout.to_batch
     b.input("w_q", "E_xH_zyD", weight=True)
     b.input("w_o", "H_zyDE_x", weight=True)
     for name in ("w_k", "w_v"):
@@ -309,6 +243,31 @@ def block_program(layout: Layout, kv_heads: int, parallel: bool) -> Program:
     b.scatter("m", "E", layout.rest)
     b.local("add", "x2", ("x1", "m"), b.now["x"])
     return b.finish("x2")
+
+
+@lru_cache(maxsize=256)
+def embed_program(layout: Layout) -> Program:
+    """The residual stream from the table of words: each chip looks up the words that it has, the others are zeros."""
+    b = _Builder()
+    b.input("table", "V_zyxE", weight=True)
+    b.local("look_up", "words", ("table",), Sharded("BLE", ("", "", ""), "zyx"))
+    b.scatter("words", "B", layout.gather)
+    b.scatter("words", "E", layout.stream)
+    return b.finish("words")
+
+
+@lru_cache(maxsize=256)
+def head_program(layout: Layout) -> Program:
+    """Logits of every row on every chip, from the residual stream of the rows that are sampled (L is 1)."""
+    b = _Builder()
+    b.input("x", stream_axes(layout))
+    b.input("lm_head", "V_zyxE", weight=True)
+    _enter(b, layout, "x", "n", normed=True)
+    b.gather("n", "E", "" if layout.gather else "x")
+    b.gather("n", "B", layout.gather)
+    b.product("logits", "n", "lm_head", "BLV")
+    b.gather("logits", "V", "zyx")
+    return b.finish("logits")
 
 
 def communication(program: Program, sizes: dict[str, float], mesh: Mesh) -> tuple[float, float]:

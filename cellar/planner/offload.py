@@ -18,11 +18,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.core.layouts import Layout, Mesh
 from cellar.planner.cost import Dimensions
-from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
 from cellar.planner.partition import BF16, Formats, block_work
-from cellar.planner.sharding import Mesh
 
 Vector = NDArray[np.float64]
 

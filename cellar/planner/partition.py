@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cellar.core.layouts import GATHERS, Layout, Mesh
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
-from cellar.planner.layouts import GATHERS, Layout, Local, Move, Product, block_program
+from cellar.planner.layouts import Local, Move, Product, block_program
 from cellar.planner.machines import Constants, Machine
-from cellar.planner.sharding import Kind, Mesh, volume
+from cellar.planner.sharding import Kind, volume
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,12 @@ def padded_heads(d: Dimensions, chips: int) -> Dimensions | None:
     return replace(d, heads=heads) if d.kv_heads == 1 else None
 
 
+SUM_BYTES = 4
+"""Of a number that a norm adds up over a cut E: float32, whatever activations are."""
+
+
 def sizes_of(d: Dimensions, work: Work) -> dict[str, float]:
-    """Sizes of the letters of `layouts`."""
+    """Sizes of the letters of `layouts`, in elements of two bytes where those have another size."""
     return {
         "B": float(work.batch),
         "L": float(work.new),
@@ -87,6 +92,8 @@ def sizes_of(d: Dimensions, work: Work) -> dict[str, float]:
         "H": float(d.heads),
         "K": float(d.kv_heads),
         "D": float(d.head_dim),
+        "N": SUM_BYTES / 2.0 * d.norm_sums,
+        "V": float(d.vocab),
     }
 
 
@@ -326,7 +333,7 @@ def choices(
         return
     boxes = ((mesh, outer),) if mesh else meshes(chips, hosts)
     for box, crossing in boxes:
-        for layout in _layouts(box, padded.kv_heads):
+        for layout in distinct_layouts(box, padded.kv_heads):
             if fits_shape(layout, padded, work.batch):
                 timeline = block_timeline(
                     padded, machine, layout, work, formats, outer=crossing, looped=looped, layers=layers
@@ -335,7 +342,7 @@ def choices(
 
 
 @lru_cache(maxsize=1024)
-def _layouts(mesh: Mesh, kv_heads: int) -> tuple[Layout, ...]:
+def distinct_layouts(mesh: Mesh, kv_heads: int) -> tuple[Layout, ...]:
     """Layouts of a box that differ: axes of one chip cut nothing, so cuts along them are left out.
 
     A mixture of heads and batch is worth having only where it repeats no cache: its head axes divide the heads of K, V.

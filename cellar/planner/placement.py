@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from cellar.core.errors import CapacityError
+from cellar.core.layouts import Mesh
 from cellar.core.messages import BlockSchedule, Partition, Placed, PlacedUnits, Placement
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.planner.integer import IntegerPlan, integer
 from cellar.planner.offload import TIERS
 from cellar.planner.partition import padded_heads
 from cellar.planner.plans import Plan
-from cellar.planner.sharding import Mesh
 from cellar.planner.shards import stored_shape
 
 _STORED = {"int8": "int8", "int4": "int4", "int4+kv4": "int4"}

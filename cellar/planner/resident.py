@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from cellar.core.config import step_tokens
+from cellar.core.layouts import Layout
 from cellar.planner.cost import Dimensions
-from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job, logits_bytes
 from cellar.planner.partition import (

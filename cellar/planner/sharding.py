@@ -19,34 +19,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cellar.core.errors import ConfigError
+from cellar.core.layouts import Mesh
 
 _TERM = re.compile(r"([A-Z])(?:_([xyz]+))?")
 _TENSOR = re.compile(r"((?:[A-Z](?:_[xyz]+)?)+)(?: \+([xyz]+))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Chips as a box of x times y times z."""
-
-    x: int = 1
-    y: int = 1
-    z: int = 1
-
-    @property
-    def size(self) -> int:
-        """Number of chips."""
-        return self.x * self.y * self.z
-
-    def count(self, axes: str) -> int:
-        """Chips along some axes."""
-        product = 1
-        for axis in axes:
-            product *= getattr(self, axis)
-        return product
-
-    def hops(self, axes: str) -> int:
-        """Steps of a ring collective along each axis in turn."""
-        return sum(getattr(self, axis) - 1 for axis in axes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,13 +8,12 @@ a price as soon as its counts are known. A test holds the two equal.
 from __future__ import annotations
 
 from cellar.core.errors import CapacityError
+from cellar.core.layouts import Layout, Mesh
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
-from cellar.planner.layouts import Layout
 from cellar.planner.machines import Machine
 from cellar.planner.offload import logits_bytes, working_bytes
 from cellar.planner.partition import BF16, Formats, Work, block_work, choices, kv_bytes_per_chip, padded_heads, unhidden
 from cellar.planner.resident import resident_bytes
-from cellar.planner.sharding import Mesh
 from cellar.planner.work import Positions, StepCost, StepWork, step_work
 
 TYPICAL = (32, 1024)

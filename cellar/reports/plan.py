@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from cellar.core.errors import ConfigError
-from cellar.planner.layouts import GATHERS, Layout, communication, mlp_program
+from cellar.core.layouts import GATHERS, Layout, Mesh
+from cellar.planner.layouts import communication, mlp_program
 from cellar.planner.partition import Work, meshes, sizes_of
 from cellar.planner.plans import Plan
 from cellar.planner.search import Answer
-from cellar.planner.sharding import Mesh
 from cellar.reports import plan_rows
 
 

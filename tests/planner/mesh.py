@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from cellar.core.layouts import Mesh
 from cellar.planner.layouts import Local, Move, Product, Program
-from cellar.planner.sharding import Kind, Mesh, Sharded
+from cellar.planner.sharding import Kind, Sharded
 
 Chip = tuple[int, int, int]
 Array = np.ndarray
@@ -190,8 +191,8 @@ def _attend(m: Machine, chip: Chip, s: Local, q: Array, k: Array, v: Array, kc: 
 
 LOCAL = {
     "copy": lambda m, c, s, x: x.copy(),
-    "square_sum": lambda m, c, s, x: (x * x).sum(axis=2),
-    "norm": lambda m, c, s, x, sums: norm(x, sums),
+    "norm_sums": lambda m, c, s, x: (x * x).sum(axis=2, keepdims=True),
+    "norm": lambda m, c, s, x, sums: norm(x, sums[..., 0]),
     "activate": lambda m, c, s, h: activate(h),
     "add": lambda m, c, s, a, b: a + b,
     "attend": _attend,

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from cellar.core.errors import ConfigError
-from cellar.planner.layouts import GATHERS, Layout, block_program, communication, mlp_program
-from cellar.planner.sharding import Kind, Mesh, Sharded, contract, volume
+from cellar.core.layouts import GATHERS, Layout, Mesh
+from cellar.planner.layouts import block_program, communication, mlp_program
+from cellar.planner.sharding import Kind, Sharded, contract, volume
 from tests.planner.mesh import Array, Machine, activate, attend, norm
 
 RNG = np.random.default_rng(0)
 MESH = Mesh(2, 2, 2)
-SIZES = {"B": 8, "L": 4, "E": 16, "F": 32, "G": 2, "H": 8, "K": 8, "D": 2, "S": 0}
+SIZES = {"B": 8, "L": 4, "E": 16, "F": 32, "G": 2, "H": 8, "K": 8, "D": 2, "S": 0, "N": 1}
 
 
 def integers(dims: str, sizes: dict[str, int]) -> Array:

@@ -10,11 +10,11 @@ import pytest
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Device, Link, Measure, Profile
+from cellar.core.layouts import Layout, Mesh
 from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
 from cellar.planner import saving
 from cellar.planner.cost import Dimensions, dimensions
-from cellar.planner.layouts import Layout
 from cellar.planner.linear import policy, solve
 from cellar.planner.machines import LIBRARY, Machine, from_profile, h200, machine
 from cellar.planner.models import decoder_spec, known_spec
@@ -35,7 +35,6 @@ from cellar.planner.plans import Plan, ways
 from cellar.planner.resident import resident_bytes
 from cellar.planner.saved import read_plan
 from cellar.planner.search import Answer, find, frontier
-from cellar.planner.sharding import Mesh
 from cellar.reports.plan_rows import busy, origins, prediction, where
 
 JOB = Job(512, 32)

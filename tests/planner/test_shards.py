@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from cellar.core.layouts import STORED, Layout, Mesh
 from cellar.core.messages import Placement
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.registry import shipped_names
 from cellar.models.sharding import shard
+from cellar.models.stored import padded_heads, stored
 from cellar.planner import models
 from cellar.planner.cost import dimensions
-from cellar.planner.layouts import Layout, block_program
+from cellar.planner.layouts import block_program
 from cellar.planner.machines import machine
 from cellar.planner.offload import Job
 from cellar.planner.partition import Work, block_work, meshes, sizes_of
 from cellar.planner.saving import saved_plan
 from cellar.planner.search import find
-from cellar.planner.sharding import Mesh
-from cellar.planner.shards import AXES, stored_shape
+from cellar.planner.shards import stored_shape
 from cellar.reports.models import model_spec
 
 NAMES = (*shipped_names(), *models.NAMES)
@@ -27,8 +30,8 @@ NAMES = (*shipped_names(), *models.NAMES)
 
 def test_specs_and_planner_name_the_same_axes() -> None:
     named = {axis for name in NAMES for tensor in model_spec(name).tensors() for axis in tensor.axes}
-    assert named <= AXES.keys()
-    assert AXES.keys() - named <= {"words"}  # a projection that few of the OPT models have
+    assert named <= STORED.keys()
+    assert STORED.keys() - named <= {"words"}  # a projection that few of the OPT models have
 
 
 @pytest.mark.parametrize("chips", [1, 8, 16])
@@ -66,10 +69,41 @@ def test_the_planner_counts_what_the_spec_says(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "size"), [("llama-3-8b", 4), ("llama-3-8b", 8), ("opt-6.7b", 2), ("qwen3-8b", 8)])
 def test_one_dimension_is_what_ranks_load(name: str, size: int) -> None:
+    """Tensor parallelism cuts matrices as a box of one dimension does; its vectors are cut, too."""
     spec = model_spec(name)
+    matrices = [t for t in spec.layers[0].tensors if len(t.shape) == 2]
     mine = {tensor.name: tensor.shape for tensor in shard(spec, 0, size).layers[0].tensors}
-    planned = {t.name: stored_shape(t, dimensions(spec), Mesh(1, 1, size)) for t in spec.layers[0].tensors}
-    assert planned == mine
+    for tensor in matrices:
+        assert stored_shape(tensor, dimensions(spec), Mesh(1, 1, size)) == mine[tensor.name]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 4), Mesh(2, 2, 2), Mesh(4, 1, 2), Mesh(8, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "opt-6.7b", "qwen3-8b"])
+def test_a_rank_stores_what_the_planner_says(name: str, mesh: Mesh) -> None:
+    """Every tensor, the vocabulary too, on every rank; and the ranks have all of every matrix between them."""
+    spec = model_spec(name)
+    heads, kv_heads = padded_heads(spec.num_heads, spec.num_kv_heads, mesh.size)
+    d = replace(dimensions(spec), heads=heads, kv_heads=kv_heads)
+    ranks = [dict(stored(spec, mesh, rank).named_tensors()) for rank in range(mesh.size)]
+    for key, tensor in spec.named_tensors():
+        for mine in ranks:
+            assert mine[key].shape == stored_shape(tensor, d, mesh), key
+        if len(tensor.shape) == 2 and tensor.size < 1e8:
+            assert _covered(tensor, [mine[key] for mine in ranks]), key
+
+
+def _covered(tensor: TensorSpec, pieces: list[TensorSpec]) -> bool:
+    """Whether every element of every stored part is in some piece."""
+    for p, part in enumerate(tensor.stored_parts()):
+        seen = np.zeros(part.shape, bool)
+        for piece in pieces:
+            for region in piece.regions():
+                if region.part == p:
+                    columns = region.columns or range(part.shape[1])
+                    seen[region.rows.start : region.rows.stop, columns.start : columns.stop] = True
+        if not seen.all():
+            return False
+    return True
 
 
 def rows(found: Placement, name: str) -> int:

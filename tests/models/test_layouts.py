@@ -1,0 +1,216 @@
+"""Every layout computes what one device computes, from one stored form, and sends the bytes that the planner prices."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cellar.core.errors import ConfigError
+from cellar.core.layouts import Layout, Mesh
+from cellar.models.loader import LoadedWeights, load
+from cellar.models.model import Model
+from cellar.models.registry import open_model
+from cellar.models.stored import stored
+from cellar.planner.cost import dimensions
+from cellar.planner.layouts import block_program, embed_program, head_program
+from cellar.planner.partition import distinct_layouts
+from cellar.planner.sharding import volume
+from cellar.runtime.mesh.account import Account
+from cellar.runtime.mesh.threads import ThreadCollectives, ThreadMesh
+from tests.conformance.chatglm import config_of
+from tests.models.dense_context import logits_of
+from tests.models.laid_run import LaidRank, Span
+from tests.models.test_halves import SIZES
+from tests.models.test_sharding import stored_tensors
+
+WIDE = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 12}
+OPT = WIDE | {"model_type": "opt", "ffn_dim": 96, "word_embed_proj_dim": 64, "head_dim": None}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": WIDE | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama, one head of K and V": WIDE | {"model_type": "llama", "num_key_value_heads": 1},
+    "llama, all heads": WIDE | {"model_type": "llama", "num_key_value_heads": 8},
+    "mistral": WIDE | {"model_type": "mistral", "sliding_window": 7, "num_key_value_heads": 4},
+    "qwen2": WIDE | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": WIDE | {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 4},
+    "opt": OPT,
+    "opt, norms last": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "chatglm": config_of(8, 2, 16, 64) | {"ffn_hidden_size": 96},
+    "chatglm, own k and v of each head": config_of(8, 8, 16, 64, multi_query_attention=False) | {"ffn_hidden_size": 96},
+}
+MESHES = (Mesh(1, 1, 2), Mesh(2, 1, 1), Mesh(1, 2, 2), Mesh(2, 1, 2), Mesh(4, 1, 1), Mesh(2, 2, 2), Mesh(1, 2, 4))
+PROMPTS = (7, 3, 5, 1, 6, 2, 4, 5)  # tokens of each row's prompt
+STEPS = 3  # decodes after it
+HOMES = (0, 3, 1, 1, 6, 4, 7, 0)  # ranks, modulo their number: unequal shares, and places with nothing
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model, its checkpoint, its rows' tokens, and what one device computes of them."""
+
+    model: Model
+    directory: Path
+    rows: list[Tensor]
+    logits: list[Tensor]
+
+
+@lru_cache(maxsize=32)
+def wanted(family: str) -> Wanted:
+    model = open_model(FAMILIES[family], "float32")
+    directory = Path(tempfile.mkdtemp(prefix="cellar-layouts-"))
+    save_file(stored_tensors(model.spec), directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randint(0, model.spec.vocab_size, (n + STEPS,), generator=generator) for n in PROMPTS]
+    whole = load(model.spec, directory)
+    logits = [logits_of(model, whole, tokens, [len(tokens)]) for tokens in rows]
+    assert all(one.std() > 0.1 for one in logits), "logits this flat would hide errors"
+    return Wanted(model, directory, rows, logits)
+
+
+@lru_cache(maxsize=128)
+def pieces(family: str, mesh: Mesh) -> tuple[LoadedWeights, ...]:
+    case = wanted(family)
+    return tuple(load(stored(case.model.spec, mesh, rank), case.directory) for rank in range(mesh.size))
+
+
+def steps() -> list[list[tuple[int, int, int]]]:
+    """(row, start, stop) of each step: prompts, one of them in two pieces; decodes, which one row leaves early and one
+    joins late.
+    """
+    late, early, cut = 2, 5, 4
+    found = [[(r, 0, n if r != cut else 2) for r, n in enumerate(PROMPTS) if r != late]]
+    found.append([(late, 0, PROMPTS[late]), (cut, 2, PROMPTS[cut])])
+    for t in range(STEPS):
+        found.append([(r, n + t, n + t + 1) for r, n in enumerate(PROMPTS) if not (r == early and t > 0)])
+    return found
+
+
+def check(family: str, mesh: Mesh, prefill: Layout, decode: Layout) -> None:
+    case, weights = wanted(family), pieces(family, mesh)
+
+    def one(c: ThreadCollectives) -> list[dict[int, Tensor]]:
+        rank = LaidRank(case.model, weights[c.rank], c, [home % mesh.size for home in HOMES])
+        found = []
+        for number, spans in enumerate(steps()):
+            layout = prefill if number < 2 else decode
+            found.append(rank.step(layout, [Span(r, a, case.rows[r][a:b]) for r, a, b in spans]))
+        return found
+
+    found = ThreadMesh(mesh).run(one)
+    for number, spans in enumerate(steps()):
+        for row, start, stop in spans:
+            expected = case.logits[row][start:stop]
+            for mine in found:
+                assert torch.equal(mine[number][row], found[0][number][row]), "every rank has the same bits"
+            logits = found[0][number][row]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+            assert torch.equal(logits.argmax(1), expected.argmax(1)), "greedy tokens"
+
+
+def _all_layouts() -> list[tuple[str, Mesh, Layout]]:
+    return [
+        (family, mesh, layout)
+        for family, config in FAMILIES.items()
+        for mesh in MESHES
+        for layout in distinct_layouts(mesh, open_model(config, "float32").spec.num_kv_heads)
+    ]
+
+
+ALL = _all_layouts()
+
+
+def name(value: object) -> str:
+    if isinstance(value, Layout):
+        return f"{value.name}-{value.attention}-{value.head_axes}"
+    return f"{value.x}{value.y}{value.z}" if isinstance(value, Mesh) else str(value)
+
+
+# Some of every family, layout and number of ranks; the long test has three times as many more.
+SHORT = [case for number, case in enumerate(ALL) if number % 29 == 0]
+LONG = [case for number, case in enumerate(ALL) if number % 5 == 1]
+
+
+@pytest.mark.parametrize(("family", "mesh", "layout"), SHORT, ids=name)
+def test_a_layout_is_the_model(family: str, mesh: Mesh, layout: Layout) -> None:
+    check(family, mesh, layout, layout)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_layouts_are_the_model(family: str) -> None:
+    for other, mesh, layout in LONG:
+        if other == family:
+            check(family, mesh, layout, layout)
+
+
+def test_all_are_there() -> None:
+    """Every layout with every attention is among those that run, for two, four and eight ranks."""
+    ran = {(mesh.size, layout.name, layout.attention) for _, mesh, layout in (*SHORT, *LONG)}
+    assert ran == {(mesh.size, layout.name, layout.attention) for _, mesh, layout in ALL}
+
+
+def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tuple[str, str]]:
+    """Bytes of each kind of collective over each set of axes that the planner counts for a chip and a float32 step."""
+    spec, mesh = case.model.spec, layout.mesh
+    d = dimensions(spec)
+    sizes = {"B": batch, "L": length, "S": 0, "E": d.embed, "F": d.mlp, "G": 2 if d.gated else 1, "H": d.heads}
+    sizes |= {"K": d.kv_heads, "D": d.head_dim, "N": d.norm_sums, "V": -(-d.vocab // mesh.size) * mesh.size}
+    block = block_program(layout, d.kv_heads, d.parallel).moves() * spec.num_layers
+    found: Counter[tuple[str, str]] = Counter()
+    for move in (*embed_program(layout).moves(), *block, *head_program(layout).moves()):
+        elements = volume(move.kind, move.before, move.after, move.axes, {k: float(n) for k, n in sizes.items()}, mesh)
+        assert elements == int(elements)
+        if elements:
+            found[move.kind.value, move.axes] += 4 * int(elements)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh"),
+    [
+        ("llama", Mesh(2, 2, 2)),
+        ("opt", Mesh(4, 1, 2)),
+        ("llama, one head of K and V", Mesh(2, 2, 1)),
+        pytest.param("llama", Mesh(1, 2, 4), marks=pytest.mark.long),
+        pytest.param("llama, one head of K and V", Mesh(2, 2, 2), marks=pytest.mark.long),
+        pytest.param("llama, all heads", Mesh(2, 2, 2), marks=pytest.mark.long),
+        pytest.param("opt", Mesh(2, 2, 2), marks=pytest.mark.long),
+    ],
+    ids=name,
+)
+def test_the_bytes_are_the_planners(family: str, mesh: Mesh) -> None:
+    """Of every collective, on every rank, to the byte: as many tokens for every home, prompts and decodes."""
+    case, weights = wanted(family), pieces(family, mesh)
+    for layout in distinct_layouts(mesh, case.model.spec.num_kv_heads):
+        for length in (3, 1):
+
+            def one(c: ThreadCollectives, layout: Layout = layout, length: int = length) -> Account:
+                rank = LaidRank(case.model, weights[c.rank], c, range(mesh.size))
+                rank.step(layout, [Span(r, 0, torch.arange(length)) for r in range(mesh.size)])
+                return c.account
+
+            expected = priced(case, layout, mesh.size, length)
+            for account in ThreadMesh(mesh).run(one):
+                sent: Counter[tuple[str, str]] = Counter()
+                for entry, nbytes in account.logical.items():
+                    sent[entry.kind, entry.axes] += nbytes
+                assert sent == expected, layout
+                assert sum(account.moved.values()) >= sum(account.logical.values()) / 2
+
+
+def test_what_has_no_equal_shares_is_refused() -> None:
+    spec = wanted("llama").model.spec
+    with pytest.raises(ConfigError, match="hidden size of 64 has no equal shares for 3 chips"):
+        stored(spec, Mesh(3, 1, 1), 0)
+    with pytest.raises(ConfigError, match="8 heads with 2 heads of K and V have no equal shares for 16 chips"):
+        stored(spec, Mesh(4, 2, 2), 0)
+    with pytest.raises(ConfigError, match="rank 8 is not one of 8"):
+        stored(spec, Mesh(2, 2, 2), 8)
