@@ -142,6 +142,7 @@ class DeviceConfig:
     """Where the model runs."""
 
     device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
+    tensor_parallel_size: int = _option(1, "Ranks that share the model: one a GPU, or parts of the CPU.")
     num_threads: int | None = _option(
         None, "Threads of the CPU runtime; default: as measured while it runs, at most all cores."
     )
@@ -153,6 +154,8 @@ class DeviceConfig:
         kind, _, index = self.device.partition(":")
         if kind not in ("auto", "cpu", "cuda") or (index and (kind != "cuda" or not index.isdigit())):
             raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N.")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads is {self.num_threads}; it must be at least 1.")
 

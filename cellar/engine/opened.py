@@ -60,20 +60,26 @@ def open_front(
     again, whichever is faster. Raises CheckpointError, ConfigError,
     CapacityError or DeviceError.
     """
-    from cellar.runtime.steps.local import open_local
+    from cellar.runtime.ranks.opened import OpenedRanks, open_ranks
+    from cellar.runtime.steps.local import OpenedModel, open_local
     from cellar.schedule.steps.scheduler import StepScheduler
 
-    config, plan = with_plan(config)
+    ranks = config.device.tensor_parallel_size > 1
+    config, plan = (config, None) if ranks else with_plan(config)
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
-    elif config.offload.device_memory is not None:
+    elif config.offload.device_memory is not None and not ranks:
         config, plan = with_own_plan(config, checkpoint)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
     try:
-        opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
+        opened: OpenedModel | OpenedRanks
+        if ranks:
+            opened = open_ranks(config, checkpoint)
+        else:
+            opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
         costs = model_costs(spec)
         scheduler = StepScheduler(
@@ -115,7 +121,7 @@ def open_front(
         generation,
         plan,
         opened.memory,
-        opened.offload,
+        None if isinstance(opened, OpenedRanks) else opened.offload,
     )
 
 

@@ -14,10 +14,28 @@ from numpy.typing import NDArray
 from cellar.core.errors import ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyResult, Flag, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity
-from cellar.runtime.ranks.rank import Died, Masks, News, Opener, Rank, ThreadRank
+from cellar.runtime.ranks.rank import (
+    CLOSE_SECONDS,
+    Answer,
+    Died,
+    Masks,
+    News,
+    Opened,
+    Opener,
+    Order,
+    Packed,
+    Rank,
+    ThreadRank,
+)
 
 MakeRank = Callable[[int, Opener, "SimpleQueue[News]"], Rank]
 Result = StepResult | CopyResult
+
+GRACE_SECONDS = 0.5
+"""After a rank has died, others may say why."""
+
+HURRY_SECONDS = 1.0
+"""How long ranks may take to end by themselves after one has failed: they may wait for it for ever."""
 
 
 @dataclass(slots=True)
@@ -34,8 +52,11 @@ class RankGroup:
 
     Rank 0 samples: masks go to it alone, and the ranks hand its tokens on among themselves. All answer, and must say
     the same: a rank that answers otherwise or out of turn raises IntegrityError from `poll`; one that has died, or has
-    not answered `patience` seconds after another did, DeviceError. Every later call raises the same. A step that failed
-    on any rank has failed. Capacity is the least of all ranks.
+    not answered `patience` seconds after another did, DeviceError, and then all are ended. Every later call raises the
+    same. A step that failed on any rank has failed. Capacity is the least of all ranks. `memory` is what each takes,
+    where they say it. There is no tier to be looked up (`lookup`).
+
+    Raises what a user can mend of what kept a rank from opening, else DeviceError.
     """
 
     def __init__(self, openers: Sequence[Opener], make: MakeRank = ThreadRank, *, patience: float = 60.0) -> None:
@@ -49,11 +70,15 @@ class RankGroup:
         try:
             for number, opener in enumerate(openers):
                 self._ranks.append(make(number, opener, self._news))
-            self.capacity = least([rank.capacity for rank in self._ranks])
-        except BaseException:
+            opened = self._opened()
+            self.capacity = least([one.capacity for one in opened])
+            self.memory = [one.memory for one in opened]
+        except BaseException as error:
+            self._failed = error if isinstance(error, Exception) else None
             self.close()
             raise
         self.workers = (RankedWorker(self),)
+        self.lookup: None = None
 
     @property
     def in_flight(self) -> int:
@@ -64,19 +89,18 @@ class RankGroup:
         """Hand a plan to every rank."""
         self._check()
         self._steps.append(_Awaited(plan.step))
-        for rank in self._ranks:
-            rank.send(plan)
+        self._send(plan)
 
     def copy(self, batch: TierOrder) -> None:
         """Each rank copies its shard of the chunks."""
         self._check()
         self._copies[batch.number] = _Awaited(batch.number)
-        for rank in self._ranks:
-            rank.send(batch)
+        self._send(batch)
 
     def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Masks go to the rank that samples."""
-        self._ranks[0].send(Masks(step, masks))
+        order = Masks(step, masks)
+        self._ranks[0].send(order, Packed(order))
 
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
         """Results that all ranks have answered, in order; waits for a first one, or for a wake."""
@@ -103,6 +127,7 @@ class RankGroup:
                     self._take(news, found)
         except (DeviceError, IntegrityError) as error:
             self._failed = error
+            self.close()
             raise
 
     def wake(self) -> None:
@@ -110,20 +135,56 @@ class RankGroup:
         self._news.put(None)
 
     def close(self) -> None:
-        """End all ranks, within seconds even if one hangs; a second call does nothing."""
+        """End all ranks, within seconds even if one hangs, at once if one has failed; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         for rank in self._ranks:
             rank.stop()
+        end = time.monotonic() + (CLOSE_SECONDS if self._failed is None else HURRY_SECONDS)
         for rank in self._ranks:
-            rank.join()
+            rank.join(end - time.monotonic())
         self._news.put(None)
+
+    def _opened(self) -> list[Opened]:
+        """What all ranks have opened, in order. Raises CellarError if one cannot."""
+        found: dict[int, Opened] = {}
+        while len(found) < len(self._ranks):
+            news = self._news.get()
+            if isinstance(news, Opened):
+                found[news.rank] = news
+            elif isinstance(news, Died):
+                deaths = self._deaths(news)
+                first = deaths[0]
+                kind = DeviceError if first.error is None else type(first.error)
+                if first.error is not None and len({str(death.error) for death in deaths}) == 1 < len(deaths):
+                    raise kind(str(first.error))
+                raise kind(f"rank {first.rank} could not be opened: {str(first.error or first.reason).rstrip('.')}.")
+        return [found[rank] for rank in range(len(self._ranks))]
+
+    def _deaths(self, first: Died) -> list[Died]:
+        """All ranks that have died, after a moment for others; the causes stand before those that went with them."""
+        found, end = {first.rank: first}, time.monotonic() + GRACE_SECONDS
+        while len(found) < len(self._ranks) and (left := end - time.monotonic()) > 0:
+            try:
+                news = self._news.get(timeout=left)
+            except Empty:
+                break
+            if isinstance(news, Died):
+                found.setdefault(news.rank, news)  # what it said itself comes before how its process ended
+        return sorted(found.values(), key=lambda death: (death.follows, death.error is not None, death.rank))
+
+    def _send(self, order: Order) -> None:
+        packed = Packed(order)
+        for rank in self._ranks:
+            rank.send(order, packed)
 
     def _take(self, news: News, found: list[Result]) -> None:
         assert news is not None
         if isinstance(news, Died):
-            raise DeviceError(f"rank {news.rank} has ended ({news.reason}); start again.")
+            first = self._deaths(news)[0]
+            raise DeviceError(f"rank {first.rank} has ended ({first.reason.rstrip('.')}); start again.")
+        assert isinstance(news, Answer), "ranks open once"
         rank, result = news.rank, news.result
         awaited = self._awaited(rank, result)
         awaited.answers[rank] = result
@@ -200,6 +261,7 @@ def least(capacities: Sequence[Capacity]) -> Capacity:
         min(capacity.num_rows for capacity in capacities),
         sizes.pop(),
         min(capacity.max_model_len for capacity in capacities),
+        {tier: min(capacity.tiers[tier] for capacity in capacities) for tier in capacities[0].tiers},
     )
 
 

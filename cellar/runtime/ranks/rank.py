@@ -2,16 +2,24 @@
 
 group -- orders --> [obey] -- submit, copy, supply --> runtime -- poll --> [answer] -- news --> group
                     its thread or process                       a second thread beside it
+
+A process ends when it is told to, when its runtime fails, and when the process that started it is gone, however that
+ended: nobody else holds the other end of its lifeline.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
+import os
+import pickle
 import signal
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -21,14 +29,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.errors import DeviceError
+from cellar.core.errors import CapacityError, CellarError
 from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, StepPlan, StepResult, TierOrder
+from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.protocol import Capacity, Runtime
+from cellar.runtime.ranks.comm import GONE
 
 logger = logging.getLogger(__name__)
 
-CLOSE_SECONDS = 5.0
-"""How long a rank may take to end by itself."""
+CLOSE_SECONDS = 4.0
+"""How long ranks may take to end by themselves."""
+
+OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
 Opener = Callable[[], Runtime[StepPlan]]
 
@@ -45,6 +57,15 @@ Order = StepPlan | TierOrder | Masks
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """A rank's runtime is there. `memory`: what it takes, if it says so."""
+
+    rank: int
+    capacity: Capacity
+    memory: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What a rank's runtime answered."""
 
@@ -54,120 +75,124 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """A rank runs no more, and why."""
+    """A rank runs no more, and why. `error` is what a user can mend; `follows`: it went because another one did."""
 
     rank: int
     reason: str
+    error: CellarError | None = None
+    follows: bool = False
 
 
-News = Answer | Died | None
+News = Opened | Answer | Died | None
 
 
 class Rank(Protocol):
-    """One of a group."""
+    """One of a group. It begins to open at once, and all that it says is news: first `Opened`, or `Died`."""
 
-    @property
-    def capacity(self) -> Capacity:
-        """What its runtime has room for."""
-
-    def send(self, order: Order) -> None:
+    def send(self, order: Order, packed: Packed) -> None:
         """Give an order; they are obeyed one after another. Fails silently once the rank has died: that is news."""
 
     def stop(self) -> None:
-        """Tell it to end."""
+        """Tell it to end, after what it was told before."""
 
-    def join(self) -> None:
-        """Wait for its end, which `stop` was told; a process that does not end is killed."""
+    def join(self, seconds: float) -> None:
+        """Wait so long for its end; a process that has not ended then is killed."""
+
+
+class Packed:
+    """An order as bytes, made once for all ranks that want them."""
+
+    def __init__(self, order: Order | None) -> None:
+        self._order = order
+        self._bytes: bytes | None = None
+
+    def bytes(self) -> bytes:
+        """Pickled."""
+        if self._bytes is None:
+            self._bytes = pickle.dumps(self._order, pickle.HIGHEST_PROTOCOL)
+        return self._bytes
 
 
 class ThreadRank:
-    """A rank in a thread of this process. Raises what `opener` raises."""
+    """A rank in a thread of this process."""
 
     def __init__(self, number: int, opener: Opener, news: SimpleQueue[News]) -> None:
         self._number = number
         self._news = news
+        self._opener = opener
         self._orders: SimpleQueue[Order | None] = SimpleQueue()
-        self._runtime = opener()
-        self.capacity = self._runtime.capacity
         self._thread = threading.Thread(target=self._run, name=f"cellar-rank-{number}", daemon=True)
         self._thread.start()
 
-    def send(self, order: Order) -> None:
+    def send(self, order: Order, packed: Packed) -> None:
         self._orders.put(order)
 
     def stop(self) -> None:
         self._orders.put(None)
-        self._runtime.close()  # ends what it waits for
 
-    def join(self) -> None:
-        self._thread.join(CLOSE_SECONDS)
+    def join(self, seconds: float) -> None:
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         number, news = self._number, self._news
+        try:
+            runtime = self._opener()
+        except Exception as error:
+            news.put(_death(number, error))
+            return
+        news.put(Opened(number, runtime.capacity))
         obey(
-            self._runtime,
+            runtime,
             self._orders.get,
             lambda result: news.put(Answer(number, result)),
-            lambda reason: news.put(Died(number, reason)),
+            lambda error: news.put(_death(number, error)),
         )
 
 
 class ProcessRank:
-    """A rank in a process of its own, which `opener` must be able to reach. Raises DeviceError if it does not start."""
+    """A rank in a process of its own, which `opener` must be able to reach."""
 
     def __init__(self, number: int, opener: Opener, news: SimpleQueue[News]) -> None:
         context = multiprocessing.get_context("spawn")
         self._number = number
         self._news = news
         self._pipe, theirs = context.Pipe()
+        lifeline, self._lifeline = context.Pipe(duplex=False)
         self._stopping = False
         self.process: BaseProcess = context.Process(
-            target=run_rank, args=(theirs, opener), name=f"cellar-rank-{number}", daemon=True
+            target=run_rank, args=(number, theirs, lifeline, opener), name=f"cellar-rank-{number}"
         )
-        self.process.start()
+        with _without_main():
+            self.process.start()
         theirs.close()
-        self._ready: Capacity | None = None
+        lifeline.close()
+        atexit.register(self._lifeline.close)  # at exit multiprocessing waits for the process
         self._reader = threading.Thread(target=self._read, name=f"cellar-rank-{number}", daemon=True)
+        self._reader.start()
 
-    @property
-    def capacity(self) -> Capacity:
-        """Waits for the process the first time."""
-        if self._ready is None:
-            try:
-                said = self._pipe.recv()
-            except (EOFError, OSError):
-                said = self._how_it_ended()
-            if not isinstance(said, Capacity):
-                self.stop()
-                self.join()
-                raise DeviceError(f"rank {self._number} could not be opened: {said}.")
-            self._ready = said
-            self._reader.start()
-        return self._ready
-
-    def send(self, order: Order) -> None:
+    def send(self, order: Order, packed: Packed) -> None:
         with contextlib.suppress(OSError):  # its end is on the way as news
-            self._pipe.send(order)
+            self._pipe.send_bytes(packed.bytes())
 
     def stop(self) -> None:
         self._stopping = True
         with contextlib.suppress(OSError):
             self._pipe.send(None)
 
-    def join(self) -> None:
-        self.process.join(CLOSE_SECONDS)
+    def join(self, seconds: float) -> None:
+        self.process.join(max(0.0, seconds))
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
-        if self._reader.is_alive():
-            self._reader.join()
+        atexit.unregister(self._lifeline.close)
+        self._lifeline.close()
+        self._reader.join()
         self._pipe.close()
 
     def _read(self) -> None:
         try:
             while True:
-                said = self._pipe.recv()
-                self._news.put(Died(self._number, said) if isinstance(said, str) else Answer(self._number, said))
+                self._news.put(self._pipe.recv())
         except (EOFError, OSError):
             if not self._stopping:
                 self._news.put(Died(self._number, self._how_it_ended()))
@@ -180,18 +205,29 @@ class ProcessRank:
         )
 
 
-def run_rank(pipe: Connection, opener: Opener) -> None:
-    """In a rank's process: until it is told to end, or the other end of the pipe is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C reaches all processes; the group decides
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """A process that starts meanwhile does not run the user's script: what a rank runs is not in it."""
+    main = sys.modules["__main__"]
+    kept = {name: getattr(main, name) for name in ("__spec__", "__file__") if hasattr(main, name)}
     try:
-        runtime = opener()
-    except Exception as error:
-        logger.exception("a rank could not be opened")
-        pipe.send(f"{type(error).__name__}: {error}")
-        return
+        for name in kept:
+            setattr(main, name, None)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(main, name, value)
+
+
+def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener) -> None:
+    """In a rank's process: until it is told to end, or the other end of the pipe is gone."""
+    # The group decides when to end; a terminal's Ctrl-C and a service's end reach all processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(lifeline,), name="cellar-lifeline", daemon=True).start()
     lock = threading.Lock()
 
-    def say(what: Any) -> None:
+    def say(what: News) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens: the end is near
             pipe.send(what)
 
@@ -202,33 +238,65 @@ def run_rank(pipe: Connection, opener: Opener) -> None:
             return None
         return found
 
-    say(runtime.capacity)
-    obey(runtime, order, say, say)
+    try:
+        runtime = opener()
+    except Exception as error:
+        if not isinstance(error, CellarError):
+            logger.exception("rank %d could not be opened", number)
+        say(_death(number, error))
+    else:
+        say(Opened(number, runtime.capacity, getattr(runtime, "memory", None)))
+        obey(runtime, order, lambda result: say(Answer(number, result)), lambda error: say(_death(number, error)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread may hang in a collective
+
+
+def _end_with(lifeline: Connection) -> None:
+    """End this process soon after the one that started it, whatever its threads wait for."""
+    with contextlib.suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    time.sleep(CLOSE_SECONDS)
+    os._exit(1)
+
+
+def _death(number: int, error: BaseException) -> Died:
+    if isinstance(error, CellarError):
+        return Died(number, str(error), error, follows=str(error).startswith(GONE))
+    if is_out_of_memory(error):
+        return Died(number, "", CapacityError(OUT_OF_MEMORY))
+    return Died(number, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
 
 def obey(
     runtime: Runtime[StepPlan],
     receive: Callable[[], Order | None],
     answer: Callable[[StepResult | CopyResult], None],
-    died: Callable[[str], None],
+    died: Callable[[BaseException], None],
 ) -> None:
-    """Do as `receive` says until it says None, then close the runtime. `died` hears, once, why it cannot go on."""
+    """Do as `receive` says until it says None, then close the runtime, once the plans that it has are done: other
+    ranks do them, too. `died` hears, once, why it cannot go on.
+    """
     ended = threading.Event()
-    lock = threading.Lock()
+    changed = threading.Condition()
+    worker = runtime.workers[0]
 
     def fail(error: BaseException) -> None:
-        with lock:
+        with changed:
             first = not ended.is_set()
             ended.set()
+            changed.notify_all()
         if first:
             logger.error("a rank has failed", exc_info=error)
-            died(f"{type(error).__name__}: {error}")
+            died(error)
 
     def poll() -> None:
         try:
             while not ended.is_set():
                 for result in runtime.poll(None):
                     answer(result)
+                with changed:
+                    changed.notify_all()
         except BaseException as error:  # whatever it is, nobody may wait for ever
             fail(error)
 
@@ -244,6 +312,8 @@ def obey(
                 runtime.supply(order.step, order.masks)
     except BaseException as error:
         fail(error)
-    ended.set()
+    with changed:
+        changed.wait_for(lambda: ended.is_set() or not worker.in_flight, CLOSE_SECONDS / 2)
+        ended.set()
     runtime.close()
     poller.join(CLOSE_SECONDS)

@@ -88,14 +88,16 @@ def _zeros(nbytes: int) -> Tensor:
     return torch.from_numpy(np.zeros(nbytes, np.uint8))
 
 
-def cpu_cache_nbytes(cache: CacheConfig, available: int) -> int:
-    """Bytes of KV cache on a host with `available` bytes left: as asked for, or min(4 GiB, a quarter of them).
+def cpu_cache_nbytes(cache: CacheConfig, available: int, ranks: int = 1) -> int:
+    """Bytes of KV cache on a host with `available` bytes left: as asked for, or min(4 GiB, a quarter of them) in all.
+
+    `ranks` of them share the host; what is asked for is each one's.
 
     Raises CapacityError if more is asked for than there is.
     """
     requested = cache.kv_cache_memory_bytes
     if requested is None:
-        return int(min(CPU_CACHE_LIMIT, CPU_CACHE_SHARE * available))
+        return int(min(CPU_CACHE_LIMIT, CPU_CACHE_SHARE * available)) // ranks
     if requested > available:
         raise CapacityError(
             f"kv_cache_memory_bytes is {requested} ({human(requested)}), but only {human(available)} of memory are "

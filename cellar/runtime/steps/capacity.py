@@ -18,6 +18,7 @@ from cellar.core.sampling import MAX_LOGPROBS, SamplingParams
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.runtime.memory import device_total, device_used, host_available, human
+from cellar.runtime.ranks.comm import RankComm
 from cellar.runtime.steps import arena
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
@@ -45,20 +46,23 @@ def plan_slots(
     *,
     enforce_eager: bool = False,
     planned: int | None = None,
+    comm: RankComm | None = None,
 ) -> int:
     """Slots of the KV cache on `device`, on which the weights lie already; `planned` ones, if that is given.
+    `comm`: the other ranks, which do the same now.
 
     Raises CapacityError if one request of the longest context does not fit.
     """
     spec = model.spec
     if device.type == "cpu":
         free = host_available()
-        nbytes = arena.cpu_cache_nbytes(cache, free) if planned is None else planned * spec.kv.chunk_nbytes()
+        size = 1 if comm is None else comm.size
+        nbytes = arena.cpu_cache_nbytes(cache, free, size) if planned is None else planned * spec.kv.chunk_nbytes()
     else:
         # What nobody can reach any more, perhaps a model of before, would be counted as taken.
         gc.collect()
         torch.cuda.empty_cache()
-        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager)
+        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, comm=comm)
         used = device_used(device) + graphs
         free = device_total(device) - used
         nbytes = arena.device_cache_nbytes(cache, used, device) if planned is None else planned * spec.kv.chunk_nbytes()
@@ -72,7 +76,13 @@ def plan_slots(
 
 
 def rehearse(
-    model: Model, weights: LoadedWeights, schedule: ScheduleConfig, device: torch.device, *, capture: bool
+    model: Model,
+    weights: LoadedWeights,
+    schedule: ScheduleConfig,
+    device: torch.device,
+    *,
+    capture: bool,
+    comm: RankComm | None = None,
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
@@ -82,7 +92,7 @@ def rehearse(
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
     assert tokens is not None, "decided by EngineConfig.on"
     longest = model.spec.max_position
-    executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device)
+    executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device, comm=comm)
     try:
         with torch.inference_mode(), torch.cuda.device(device):
             graphs = 0

@@ -18,12 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cellar.core.errors import IntegrityError
+from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import Flag, FloatArray, Logprobs, StepPlan, StepResult
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Hidden, Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
 from cellar.runtime.pace import Pace, magnitude
+from cellar.runtime.ranks.comm import RankComm
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward, Layers, select
 from cellar.runtime.steps.graphs import StepGraphs
@@ -70,7 +71,8 @@ class StepExecutor:
     """Runs plans on one device, one at a time, in order.
 
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
-    bytes, if not the system; `layers` and `batch`: see `Forward`.
+    bytes, if not the system; `layers` and `batch`: see `Forward`. `comm`: the other ranks, if this is one of several:
+    rank 0 samples, and the others take its tokens.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class StepExecutor:
         memory: Callable[[int], Tensor] | None = None,
         layers: Layers | None = None,
         batch: int | None = None,
+        comm: RankComm | None = None,
     ) -> None:
         spec = model.spec
         self._device = device
@@ -93,7 +96,10 @@ class StepExecutor:
         self._chunk_size = spec.kv.chunk_size
         self._upload = upload or uploader(device)
         self.arena = Arena(spec.kv, num_slots, device, memory)
-        self.forward = Forward(model, weights, self.arena, device, layers=layers, batch=batch)
+        self.forward = Forward(model, weights, self.arena, device, comm, layers, batch)
+        self._comm = comm
+        self._samples = comm is None or comm.rank == 0
+        self._begun = 0
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
@@ -104,12 +110,17 @@ class StepExecutor:
         The plan's deltas are applied even if computing fails, so that later plans find the rows they expect.
         """
         clock = _clock(self._device)
+        self._begun = 0 if self._comm is None else self._comm.count
         try:
             applied = self.rows.apply(plan)
             finish = self._run(plan, applied.delta, masks, clock, pace)
             return (lambda: replace(finish(), failed=applied.failed)) if applied.failed else finish
         finally:
             self.rows.close(plan.closes)
+
+    def out_of_step(self, error: Exception) -> bool:
+        """Whether a plan that failed here may not have failed on the other ranks, which then wait for this one."""
+        return self._comm is not None and not (isinstance(error, CellarError) and self._comm.count == self._begun)
 
     def _run(
         self,
@@ -124,9 +135,9 @@ class StepExecutor:
             raise IntegrityError(f"step {plan.step} has a token that is not in [0, {self._vocab_size}).")
         inputs = step_inputs(plan, self.rows.table_host, self._chunk_size)
         # On the CPU a step's masks have nearly always come when its logits are there, so its rows are grouped then.
-        later = bool(plan.masked_rows) and self._device.type == "cpu"
+        later = bool(plan.masked_rows) and self._device.type == "cpu" and self._samples
         groups = [] if later else self._groups(plan, inputs)
-        if self._graphs is not None and self._graphs.serves(inputs) and groups[0].index is None:
+        if self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping])
@@ -157,15 +168,14 @@ class StepExecutor:
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
         if len(inputs.pooled):
             states |= self._sums(h, inputs, *tensors[pooled])
-        outcomes = []
+        outcomes: list[_Outcome] = []
         if len(inputs.sampled):
             logits = self.forward.logits(h if inputs.all_sampled else select(h, *tensors[chosen]))
             drawn = [tensors[place] for place in places]
             if later:
                 groups = self._groups(plan, inputs, masks)
                 drawn = [self._upload(group.arrays()) for group in groups]
-            for group, there in zip(groups, drawn, strict=True):
-                outcomes.append(self._sample(plan.step, logits, group, there, masks))
+            outcomes = self._chosen(plan.step, logits, groups, drawn, masks)
         return _Finish(plan.step, outcomes, prompt_scores, states, clock())
 
     def _replay(
@@ -179,7 +189,7 @@ class StepExecutor:
         clock: Callable[[], Callable[[], float]],
     ) -> Callable[[], StepResult]:
         """A step of decodes alone, from its graph. What a graph does not do is done before and after it."""
-        plain = not group.drawing.wants
+        plain = self._comm is None and not group.drawing.wants
         arrays = [*delta, *([] if plain else group.arrays())]
         tensors = self._upload(arrays) if arrays else []
         if delta:
@@ -187,10 +197,10 @@ class StepExecutor:
         logits = graphs.logits(inputs)
         if plain:
             chosen = graphs.best(inputs.num_tokens)
-            outcome = _Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None, np.empty(0, np.int64))
+            outcomes = [_Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None, np.empty(0, np.int64))]
         else:
-            outcome = self._sample(step, logits, group, tensors[len(delta) :], masks)
-        return _Finish(step, [outcome], {}, {}, clock())
+            outcomes = self._chosen(step, logits, [group], [tensors[len(delta) :]], masks)
+        return _Finish(step, outcomes, {}, {}, clock())
 
     def capture(self, most_rows: int, most_tokens: int) -> None:
         """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, if
@@ -211,6 +221,8 @@ class StepExecutor:
         rows = inputs.sampled_rows
         if not len(rows):
             return []
+        if not self._samples:
+            return [_Group(Drawing(rows, 0), None, None)]
         if not plan.masked_rows:
             return [_Group(self.rows.prepare(rows), None, None)]
         is_masked = np.zeros(self.rows.spare, np.bool_)
@@ -230,7 +242,32 @@ class StepExecutor:
         last = self.rows.last.index_select(0, fed[-1])
         return given[0].index_copy(0, fed[0], last) if given else last
 
-    def _sample(self, step: int, logits: Tensor, group: _Group, tensors: Sequence[Tensor], masks: MaskBox) -> _Outcome:
+    def _chosen(
+        self, step: int, logits: Tensor, groups: Sequence[_Group], drawn: Sequence[Sequence[Tensor]], masks: MaskBox
+    ) -> list[_Outcome]:
+        """Sample one group after another; of several ranks the first one does it, and then tells all others at once."""
+        if self._comm is None:
+            return [
+                self._sample(step, logits, group, there, masks)[0] for group, there in zip(groups, drawn, strict=True)
+            ]
+        told = torch.zeros((2, len(logits)), dtype=torch.int64, device=self._device)
+        if not self._samples:
+            tokens, finite = self._comm.share(told)
+            self.rows.last.index_copy_(0, drawn[0][0], tokens)
+            return [_Outcome(groups[0], to_host(tokens), to_host(finite.bool()), None, np.empty(0, np.int64))]
+        outcomes = []
+        for group, there in zip(groups, drawn, strict=True):
+            outcome, chosen = self._sample(step, logits, group, there, masks)
+            where = slice(None) if group.index is None else there[-1]
+            told[0, where] = chosen.tokens
+            told[1, where] = chosen.finite.long()
+            outcomes.append(outcome)
+        self._comm.share(told)
+        return outcomes
+
+    def _sample(
+        self, step: int, logits: Tensor, group: _Group, tensors: Sequence[Tensor], masks: MaskBox
+    ) -> tuple[_Outcome, Sampled]:
         drawing, index = group.drawing, group.index
         rows_there, tensors = tensors[0], tensors[1:]
         if index is not None:
@@ -243,7 +280,7 @@ class StepExecutor:
             late = group.masked[[mask is None for mask in given]]
         chosen = sample(logits, how)
         self.rows.sampled(rows_there, chosen.tokens, how)
-        return _Outcome(group, *_downloaded(chosen, how), late if index is None else index[late])
+        return _Outcome(group, *_downloaded(chosen, how), late if index is None else index[late]), chosen
 
     def _masks(self, step: int, places: LongArray, masks: Sequence[NDArray[np.int32] | None]) -> Masks:
         """The masks of the rows at `places`; what is chosen without one is void."""
@@ -270,8 +307,10 @@ class StepExecutor:
             for begin in range(int(places[0]), int(places[-1]) + 1, size):
                 piece = slice(begin, min(begin + size, int(places[-1]) + 1))
                 logits = self.forward.logits(select(h, scored[piece]))
-                pieces.append(_to_host(target_logprobs(logits, targets[piece], best)))
-            found[row] = (inputs.positions[inputs.scored[places]] + 1, best, pieces)
+                if self._samples:
+                    pieces.append(_to_host(target_logprobs(logits, targets[piece], best)))
+            if self._samples:
+                found[row] = (inputs.positions[inputs.scored[places]] + 1, best, pieces)
         return found
 
     def _hidden(self, h: Hidden, inputs: StepInputs, hidden: Tensor) -> dict[int, tuple[Tensor, LongArray]]:

@@ -36,6 +36,8 @@ from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.probes.scores import wide_layers
 from cellar.runtime.protocol import Capacity
+from cellar.runtime.ranks.comm import RankComm
+from cellar.runtime.ranks.place import Place
 from cellar.runtime.steps.capacity import plan_slots
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
@@ -62,7 +64,8 @@ class LocalRuntime:
     `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
     softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
     keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
-    `offloaded`: where layers come from that do not lie on the device; its own, too.
+    `offloaded`: where layers come from that do not lie on the device; its own, too. `comm`: the other ranks, if this is
+    one of several; what puts it out of step with them comes out of `poll`, as an error.
     """
 
     def __init__(
@@ -81,9 +84,11 @@ class LocalRuntime:
         tiers: Mapping[Tier, Storage] = MappingProxyType({}),
         warmup: Warmup | None = None,
         offloaded: Offloaded | None = None,
+        comm: RankComm | None = None,
     ) -> None:
         spec = model.spec
         self._results: Results = SimpleQueue()
+        self.memory: MemoryUse | None = None
         self._masks = MaskBox()
         self._closed = False
         self._warmup = warmup
@@ -98,6 +103,7 @@ class LocalRuntime:
             memory=None if offloaded is None else offloaded.memory.carve,
             layers=None if offloaded is None else offloaded.layers,
             batch=None if offloaded is None else offloaded.batch,
+            comm=comm,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
@@ -147,6 +153,8 @@ class LocalRuntime:
             while True:
                 if isinstance(item, CopyResult):
                     found.append(item)
+                elif isinstance(item, Exception):
+                    raise item
                 elif item is not None:
                     worker, result = item
                     worker.num_collected += 1
@@ -215,6 +223,7 @@ def open_local(
     directory: Path | None = None,
     placement: Placement | None = None,
     identify: Identify | None = None,
+    place: Place | None = None,
 ) -> OpenedModel:
     """`_open` in a thread of its own, which takes its OpenMP team with it when it ends.
 
@@ -223,18 +232,22 @@ def open_local(
     one token).
     """
     with ThreadPoolExecutor(1, "cellar-open") as thread:
-        return thread.submit(_open, config, directory, placement, identify).result()
+        return thread.submit(_open, config, directory, placement, identify, place).result()
 
 
 def _open(
-    config: EngineConfig, directory: Path | None, placement: Placement | None, identify: Identify | None
+    config: EngineConfig,
+    directory: Path | None,
+    placement: Placement | None,
+    identify: Identify | None,
+    place: Place | None,
 ) -> OpenedModel:
     """Load a model and make a runtime for it.
 
     `directory` is that of the checkpoint; without it `config.model.model` is looked for: a directory, the name of a
     config that ships with the package (dummy weights only), or a repository of the hub.
     With a `placement` there are as many slots as it has chunks, and what lies in memory is compared with it. Tiers that
-    outlive the process need `identify`.
+    outlive the process need `identify`. With a `place` it is one rank of several: what is loaded is its share.
     Raises DeviceError, CheckpointError, ConfigError, or CapacityError if weights or one request do not fit.
     """
     device = resolve_device(config.device.device)
@@ -255,6 +268,10 @@ def _open(
     model = registry.open_model(
         raw, dtype, config.cache.block_size, model_config.max_model_len, model_config.quantization
     )
+    comm = None
+    if place is not None:
+        whole, model = model.spec, place.share_of(model)
+        comm = place.join(whole, device)
     spec = model.spec
     offloads = placement is not None and placement.kind == "offload"
     if placement is not None:
@@ -313,6 +330,7 @@ def _open(
             device,
             enforce_eager=config.device.enforce_eager,
             planned=placement.num_chunks if placement is not None else None,
+            comm=comm,
         )
         tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
         runtime = LocalRuntime(
@@ -328,6 +346,7 @@ def _open(
             tiers=tiers,
             warmup=warmup,
             offloaded=offloaded,
+            comm=comm,
         )
     except BaseException:
         close_tiers(tiers)
@@ -343,6 +362,7 @@ def _open(
     if report is not None:
         memory = replace(memory, weights=report.weights["device"])
     _LOG.info("%s", memory.line())
+    runtime.memory = memory
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     ready = time.perf_counter()
     times = {"list": listed - start, "load": loaded - listed, "compile": compiled - loaded, "capture": ready - compiled}

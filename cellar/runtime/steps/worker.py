@@ -27,7 +27,7 @@ from cellar.runtime.steps.masks import Closed, MaskBox
 logger = logging.getLogger(__name__)
 
 Finish = Callable[[], StepResult]
-Results: TypeAlias = "SimpleQueue[tuple[StepWorker, StepResult] | CopyResult | None]"
+Results: TypeAlias = "SimpleQueue[tuple[StepWorker, StepResult] | CopyResult | Exception | None]"
 
 
 class Executor(Protocol):
@@ -38,9 +38,13 @@ class Executor(Protocol):
         threads of a CPU.
         """
 
+    def out_of_step(self, error: Exception) -> bool:
+        """Whether nothing can run any more after a plan has failed so: other ranks wait for this one."""
+
 
 class StepWorker:
-    """Runs plans first in, first out; a plan that fails makes a result that says so, and the next one runs.
+    """Runs plans first in, first out; a plan that fails makes a result that says so, and the next one runs, unless the
+    executor says that ranks are out of step: then the error is the last result.
 
     `num_collected` counts the results that `poll` has taken.
     """
@@ -107,6 +111,9 @@ class StepWorker:
                 except Closed:
                     break
                 except Exception as error:
+                    if self._executor.out_of_step(error):
+                        self._results.put(error)
+                        break
                     finish = _failing(error)
                 finally:
                     if plan.masked_rows:
@@ -127,6 +134,9 @@ class StepWorker:
         try:
             result = finish()
         except Exception as error:
+            if self._executor.out_of_step(error):
+                self._results.put(error)
+                return
             result = _failure(plan.step, error, self._device)
         self._results.put((self, result))
 

@@ -314,7 +314,7 @@ def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
     engine.add(request("long", [7], 200))
     engine.turn(1.0)
     os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(DeviceError, match=r"rank \d has ended"):
+    with pytest.raises(DeviceError, match=r"rank 1 has ended \(its process has ended by signal 9\)"):
         run(engine)
     begin = time.monotonic()
     engine.close()
@@ -323,7 +323,7 @@ def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
 
 
 def test_a_rank_whose_process_cannot_open_says_why() -> None:
-    with pytest.raises(DeviceError, match="rank 1 could not be opened: ConfigError: no such shard"):
+    with pytest.raises(ConfigError, match="rank 1 could not be opened: no such shard"):
         RankGroup([partial(_open_or_not, star) for star in stars(2)], ProcessRank)
 
 

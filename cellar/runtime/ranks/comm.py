@@ -1,0 +1,151 @@
+"""GroupComm: collectives among ranks over gloo or NCCL, with sums in the order of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cellar.core.errors import DeviceError
+from cellar.models.model import Comm
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+ONE_SHOT_NBYTES = 256 * 2**10
+"""Sums up to this size: every rank gets all parts and adds them. Larger ones: each adds a piece for all."""
+
+GONE = "another rank has gone"
+"""What a rank says that finds nobody at the other end; who went says more."""
+
+
+class RankComm(Comm, Protocol):
+    """Collectives of a runtime that is one rank of several. Every rank calls all of them in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """From 0; rank 0 samples."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    @property
+    def count(self) -> int:
+        """Collectives begun so far: while it stands still, the ranks have not begun anything together."""
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, in the place of everyone's."""
+
+
+class GroupComm:
+    """Implements `RankComm` over a process group of torch.distributed, which moves bytes and adds nothing.
+
+    Libraries add in an order that depends on where in a tensor an element lies, so a request's tokens would depend on
+    its company. Here parts are gathered, or exchanged, and added in the order of ranks, in float32: the same bits on
+    all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
+    large one, as an all-reduce does. `widths`: own columns of a gather -> those of all ranks, where they are unequal.
+    Raises DeviceError if another rank has gone.
+    """
+
+    def __init__(self, group: Any, rank: int, size: int, widths: Mapping[int, Sequence[int]] | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.count = 0
+        self._group = group
+        self._widths = dict(widths or {})
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, in the order of ranks."""
+        if self.size == 2 or x.nbytes <= ONE_SHOT_NBYTES:
+            return _added(self._gathered(x)).to(x.dtype)
+        each = -(-x.numel() // self.size)
+        padded = x.new_empty(each * self.size)
+        padded[: x.numel()] = x.reshape(-1)
+        padded[x.numel() :] = 0
+        theirs = torch.empty_like(padded)
+        self._exchange(lambda: self._group.alltoall_base(_bytes(theirs), _bytes(padded), [], []))
+        mine = _added(theirs.view(self.size, each)).to(x.dtype)
+        return self._gathered(mine).view(-1)[: x.numel()].view(x.shape)
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """[n, w_r] of every rank r side by side."""
+        widths = self._widths.get(x.shape[1], (x.shape[1],) * self.size)
+        widest = max(widths)
+        if x.shape[1] < widest:
+            x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
+        parts = self._gathered(x)
+        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+
+    def share(self, x: Tensor) -> Tensor:
+        """Rank 0's `x`, contiguous, in the place of everyone's."""
+        self._exchange(lambda: self._group.broadcast([x]))
+        return x
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        """[ranks, *shape]."""
+        found = x.new_empty((self.size, *x.shape))
+        self._exchange(lambda: self._group._allgather_base(_bytes(found), _bytes(x.contiguous())))
+        return found
+
+    def _exchange(self, begin: Any) -> None:
+        self.count += 1
+        with _gone():
+            begin().wait()
+
+
+def gloo_comm(
+    store: Store,
+    rank: int,
+    size: int,
+    widths: Mapping[int, Sequence[int]] | None = None,
+    patience: float = 1800.0,
+) -> GroupComm:
+    """Ranks in processes or threads of this machine, on CPUs. Waits for all of them. Raises DeviceError."""
+    kind: Any = torch.distributed.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname="127.0.0.1")]  # no other machine shall reach it
+    options._timeout = timedelta(seconds=patience)
+    with _gone():
+        return GroupComm(kind(store, rank, size, options), rank, size, widths)
+
+
+def nccl_comm(
+    store: Store,
+    rank: int,
+    size: int,
+    widths: Mapping[int, Sequence[int]] | None = None,
+    patience: float = 1800.0,
+) -> GroupComm:
+    """Ranks in processes of this machine, on GPUs: rank r on the current device of its process."""
+    kind: Any = torch.distributed.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=patience)
+    with _gone():
+        return GroupComm(kind(store, rank, size, options), rank, size, widths)
+
+
+def _added(parts: Tensor) -> Tensor:
+    """[ranks, ...] -> the sum, first to last, in float32 for narrower types."""
+    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as what it is for a network: not all libraries know all types."""
+    return x.view(-1).view(torch.uint8)
+
+
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise DeviceError(f"{GONE} ({' '.join(str(error).split())[:200]}).") from error

@@ -1,0 +1,167 @@
+"""Opening a model over several ranks: a process for each, on a GPU or a part of the processor of its own."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from cellar.core.config import EngineConfig
+from cellar.core.errors import ConfigError
+from cellar.core.messages import StepPlan
+from cellar.core.specs import ModelSpec
+from cellar.models import fingerprint, hub, registry
+from cellar.models.sharding import shard
+from cellar.runtime.device import resolve_device
+from cellar.runtime.protocol import Runtime
+from cellar.runtime.ranks.group import MakeRank, RankGroup
+from cellar.runtime.ranks.place import Place
+from cellar.runtime.ranks.rank import ProcessRank
+from cellar.runtime.steps.local import open_local
+from cellar.runtime.steps.memory_use import MemoryUse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OpenedRanks:
+    """A group of ranks as one runtime, the whole model that they run, and the options with nothing left to decide."""
+
+    runtime: RankGroup
+    spec: ModelSpec
+    config: EngineConfig
+    fingerprint: bytes
+    memory: MemoryUse | None
+
+
+def open_ranks(config: EngineConfig, directory: Path | None, make: MakeRank = ProcessRank) -> OpenedRanks:
+    """Load a model's shares into `config.device.tensor_parallel_size` ranks; `directory` as in `open_local`.
+
+    Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
+    not run on several ranks, DeviceError, CheckpointError or CapacityError.
+    """
+    size = config.device.tensor_parallel_size
+    kind = _kind(config, size)
+    config = config.on(kind)
+    raw = registry.read_config(directory) if directory is not None else _shipped(config)
+    if raw is None:
+        assert config.model.model is not None, "a model without a name is the demo, which has a directory"
+        directory = hub.resolve(config.model.model)
+        raw = registry.read_config(directory)
+    dtype = registry.auto_dtype(raw, kind) if config.model.dtype == "auto" else config.model.dtype
+    named = config.model
+    spec = registry.open_model(raw, dtype, config.cache.block_size, named.max_model_len, named.quantization).spec
+    _check_shares(spec, size)
+    if named.load_format == "dummy" or directory is None:
+        content = fingerprint.of_dummy(spec, named.seed, kind)
+    else:
+        content = fingerprint.of_checkpoint(directory)
+    if named.quantization is not None:
+        content = fingerprint.of_quantized(content, named.quantization)
+    begin = time.perf_counter()
+    meeting = tempfile.mkdtemp(prefix="cellar-ranks-")
+    try:
+        places = [Place(rank, size, f"{meeting}/ranks") for rank in range(size)]
+        runtime = RankGroup([partial(open_rank, _of_rank(config, p, kind), directory, p) for p in places], make)
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)
+    logger.info("%d ranks are there after %.1f s", size, time.perf_counter() - begin)
+    device = "cpu" if kind == "cpu" else "cuda"
+    resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=device)
+    return OpenedRanks(runtime, spec, resolved, content, _together(runtime.memory))
+
+
+def open_rank(config: EngineConfig, directory: Path | None, place: Place) -> Runtime[StepPlan]:
+    """One rank's runtime, in its process or thread."""
+    threads = config.device.num_threads
+    if threads is not None:
+        torch.set_num_threads(threads)  # those that load weights, too
+    return open_local(config, directory, place=place).runtime
+
+
+def _kind(config: EngineConfig, size: int) -> str:
+    """cpu or cuda. Raises ConfigError for what several ranks do not do, or more of them than there are GPUs."""
+    device = resolve_device(config.device.device)
+    if config.device.device.startswith("cuda:"):
+        raise ConfigError(
+            f"device is {config.device.device}, but tensor_parallel_size {size} takes the first {size} GPUs; set "
+            "device to cuda, and CUDA_VISIBLE_DEVICES to choose which they are."
+        )
+    if device.type != "cpu" and (count := torch.cuda.device_count()) < size:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this machine has {count} GPU{'s' * (count > 1)}; set it to at most "
+            f"{count}, or device to cpu."
+        )
+    for name, given in (
+        ("plan", config.model.plan),
+        ("device_memory", config.offload.device_memory),
+        ("kv_disk_path", config.cache.kv_disk_path),
+        ("kv_remote", config.cache.kv_remote),
+    ):
+        if given is not None:
+            raise ConfigError(
+                f"{name} does not work on several ranks yet, but tensor_parallel_size is {size}; leave one of both out."
+            )
+    return device.type
+
+
+def _check_shares(spec: ModelSpec, size: int) -> None:
+    """Raise ConfigError, saying how many ranks would do, if so many cannot share the model."""
+    try:
+        shard(spec, 0, size)
+    except ConfigError as error:
+        most = next(count for count in range(size - 1, 0, -1) if _shares(spec, count))
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but this {spec.model_type} model has {spec.num_kv_heads} KV heads, "
+            f"{spec.intermediate_size} intermediate columns and {spec.vocab_size} tokens to share, in whole heads "
+            f"and in groups of up to 64; set it to at most {most}."
+        ) from error
+
+
+def _shares(spec: ModelSpec, size: int) -> bool:
+    try:
+        shard(spec, 0, size)
+    except ConfigError:
+        return False
+    return True
+
+
+def _of_rank(config: EngineConfig, place: Place, kind: str) -> EngineConfig:
+    """The options of one rank: its device, and its part of what the host has."""
+    host_kv = config.cache.kv_offloading_size
+    cache = replace(config.cache, kv_offloading_size=None if host_kv is None else host_kv / place.size)
+    device = replace(config.device, tensor_parallel_size=1)
+    if kind == "cpu":
+        threads = config.device.num_threads or torch.get_num_threads()
+        device = replace(device, device="cpu", num_threads=max(1, threads // place.size))
+    else:
+        device = replace(device, device=f"cuda:{place.rank}")
+    return replace(config, cache=cache, device=device)
+
+
+def _shipped(config: EngineConfig) -> dict[str, object] | None:
+    name = config.model.model
+    return None if name is None else registry.shipped_config(name)
+
+
+def _together(each: Sequence[MemoryUse | None]) -> MemoryUse | None:
+    """What all ranks take."""
+    known = [memory for memory in each if memory is not None]
+    if len(known) < len(each):
+        return None
+    kind = known[0].device.partition(":")[0]
+    return MemoryUse(
+        f"{len(known)} ranks ({kind})" if kind != "cpu" else kind,
+        sum(memory.weights for memory in known),
+        sum(memory.kv for memory in known),
+        min(memory.num_chunks for memory in known),
+        sum(memory.host_kv for memory in known),
+        sum(memory.taken for memory in known),
+    )

@@ -1,0 +1,84 @@
+"""Real gloo between threads: sums are those of rank order, whatever stands beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from cellar.core.errors import DeviceError
+from cellar.runtime.ranks import comm
+from cellar.runtime.ranks.comm import GroupComm, gloo_comm
+from tests.limits import SECONDS
+
+T = TypeVar("T")
+
+
+def on_ranks(size: int, directory: Path, run: Callable[[GroupComm], T], columns: tuple[int, ...] = ()) -> list[T]:
+    def one(rank: int) -> T:
+        widths = {columns[rank]: columns} if columns else None
+        made = gloo_comm(FileStore(str(directory / "meeting"), size), rank, size, widths, patience=SECONDS)
+        with torch.inference_mode():
+            return run(made)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(one, range(size)))
+
+
+def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
+    return made.to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_sums_are_those_of_rank_order(
+    size: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small ones and large ones alike; 7 x 331 elements are not a multiple of any number of ranks."""
+    monkeypatch.setattr(comm, "ONE_SHOT_NBYTES", 4 * 331)
+    parts = [part_of(rank, (7, 331), dtype) for rank in range(size)]
+    exact = torch.int32 if dtype is torch.int32 else torch.float32
+    wanted = parts[0].to(exact)
+    for part in parts[1:]:
+        wanted = wanted + part.to(exact)
+    wanted = wanted.to(dtype)
+
+    def run(made: GroupComm) -> tuple[Tensor, Tensor]:
+        return made.all_reduce(parts[made.rank]), made.all_reduce(parts[made.rank][3:4])
+
+    for whole, row in on_ranks(size, tmp_path, run):
+        assert torch.equal(whole, wanted)
+        assert torch.equal(row, wanted[3:4]), "a row alone has the bits that it has in company"
+
+
+def test_columns_stand_side_by_side_and_tokens_are_rank_0s(tmp_path: Path) -> None:
+    columns = (3, 3, 2, 2)
+    first = [sum(columns[:rank]) for rank in range(4)]
+    whole = part_of(0, (5, 10), torch.bfloat16)
+
+    def run(made: GroupComm) -> tuple[Tensor, Tensor, int]:
+        mine = whole[:, first[made.rank] : first[made.rank] + columns[made.rank]]
+        return made.all_gather(mine), made.share(torch.full((2, 3), 7 - made.rank)), made.count
+
+    for gathered, told, count in on_ranks(4, tmp_path, run, columns):
+        assert torch.equal(gathered, whole)
+        assert torch.equal(told, torch.full((2, 3), 7))
+        assert count == 2
+
+
+def test_a_rank_that_has_gone_is_missed(tmp_path: Path) -> None:
+    def run(made: GroupComm) -> str:
+        if made.rank == 1:
+            return "gone"  # and with it the only reference to its group
+        with pytest.raises(DeviceError, match="another rank has gone"):
+            made.all_reduce(torch.ones(3))
+        return "missed it"
+
+    assert on_ranks(2, tmp_path, run) == ["missed it", "gone"]
