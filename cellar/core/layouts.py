@@ -145,6 +145,33 @@ class Layout:
         return self.mesh.count(self.head_axes) // self.mesh.count(self.kv_axes(kv_heads))
 
 
+@dataclass(frozen=True, slots=True)
+class Relay:
+    """One move of a cache of K and V: what an axis of the mesh cut of it, and cuts then (`B`, `K`, "" for neither)."""
+
+    axis: str
+    before: str
+    after: str
+
+
+def relay(source: Layout, target: Layout, kv_heads: int) -> tuple[Relay, ...]:
+    """From the cache of one layout to another's, of one mesh: what is free first, then K's axes from the finest on.
+
+    A row's home is a chip: it lies where chips agree with its home along the axes that cut the batch.
+    """
+    was, now = source.kv_axes(kv_heads), target.kv_axes(kv_heads)
+    same = 0
+    while same < min(len(was), len(now)) and was[same] == now[same]:
+        same += 1
+    lost, gained = was[same:], now[same:]
+    kept, wanted = source.batch_axes, target.batch_axes
+    found = [Relay(a, "", "B") for a in wanted if a not in kept and a not in lost]
+    found += [Relay(a, "K", "B" if a in wanted else "") for a in reversed(lost)]
+    found += [Relay(a, "B", "") for a in kept if a not in wanted and a not in gained]
+    found += [Relay(a, "B" if a in kept else "", "K") for a in gained]
+    return tuple(step for step in found if source.mesh.count(step.axis) > 1)
+
+
 def _dividing(mesh: Mesh, axes: str, heads: int) -> str:
     """The longest beginning of `axes` whose chips divide `heads`."""
     for stop in range(len(axes), 0, -1):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -68,7 +68,7 @@ def reader(spec: ModelSpec, directory: Path, device: torch.device | str = "cpu")
     def make(tensor: TensorSpec) -> Weight:
         if any(part.format.layout != "plain" for part in tensor.stored_parts()):
             return _read_quantized(tensor, sources, checkpoint, kind)
-        return _quantized(tensor, _joined(tensor, sources, checkpoint, kind))
+        return _quantized(tensor, lambda wanted: _joined(wanted, sources, checkpoint, kind))
 
     return make
 
@@ -87,7 +87,7 @@ def dummy(
 def dummy_reader(device: torch.device | str = "cpu", seed: int = 0) -> Make:
     """What makes the tensors of `dummy` one by one."""
     kind = torch.device(device)
-    return lambda tensor: _quantized(tensor, _random(tensor, seed, kind))
+    return lambda tensor: _quantized(tensor, lambda wanted: _random(wanted, seed, kind))
 
 
 def assembled(spec: ModelSpec, make: Make, transform: Transform | None = None) -> LoadedWeights:
@@ -110,11 +110,30 @@ def assembled(spec: ModelSpec, make: Make, transform: Transform | None = None) -
     return LoadedWeights(embedding, layers, head)
 
 
-def _quantized(tensor: TensorSpec, matrix: Tensor) -> Weight:
-    """A matrix in the formats that the parts of its spec have; as it is where they are plain."""
+def _quantized(tensor: TensorSpec, read: Callable[[TensorSpec], Tensor]) -> Weight:
+    """A matrix in the formats that the parts of its spec have; as it is where they are plain.
+
+    Where all of a row shares a scale, some columns of it get the scale that the whole row has: a shard is the whole's.
+    """
     if not tensor.formats:
-        return matrix
-    regions = tensor.regions()
+        return read(tensor)
+    columns = tensor.regions()[0].columns
+    if columns is not None and any(format.is_quantized and not format.group for format in tensor.formats):
+        whole = _numbers(_with_all_columns(tensor, columns), read)
+        return whole.slice(1, columns)
+    return _numbers(tensor, read)
+
+
+def _with_all_columns(tensor: TensorSpec, columns: range) -> TensorSpec:
+    """The same rows of all columns, and of those past the end that `columns` has."""
+    assert tensor.cut is not None
+    width = max(tensor.cut.shape[1], columns.stop)
+    regions = tuple(replace(region, columns=range(width)) for region in tensor.cut.regions)
+    return replace(tensor, shape=(tensor.shape[0], width), cut=replace(tensor.cut, regions=regions))
+
+
+def _numbers(tensor: TensorSpec, read: Callable[[TensorSpec], Tensor]) -> LinearWeight:
+    matrix, regions = read(tensor), tensor.regions()
     rows = matrix.split_with_sizes([len(region.rows) for region in regions])
     return _stack(
         [
@@ -138,7 +157,8 @@ def _read_quantized(
             continue
         columns = part.shape[1] if region.columns is None else len(region.columns)
         piece = torch.empty((len(region.rows), columns), dtype=getattr(torch, tensor.dtype), device=device)
-        PLAIN.read(checkpoint, names[part.name], region, piece, transposed=tensor.transposed)
+        there, inside = _inside(part, region, piece)
+        PLAIN.read(checkpoint, names[part.name], there, inside, transposed=tensor.transposed)
         found.append(piece)
     return _stack(found)
 

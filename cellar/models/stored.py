@@ -67,6 +67,12 @@ def _layer(layer: LayerSpec, mesh: Mesh, rank: int) -> LayerSpec:
     kv_axes = Layout(mesh).stored_kv_axes(kv_heads)
     q = _share(heads, mesh, rank, "zy")
     k = _share(kv_heads, mesh, rank, kv_axes)
+    quantized = [t.name for t in layer.tensors if any(f.layout != "plain" for f in t.formats)]
+    if heads != layer.num_heads and quantized:
+        raise ConfigError(
+            f"{layer.num_heads} heads would be padded for {mesh.size} chips, but the checkpoint has {quantized[0]} "
+            "quantized; take a number of chips that divides the heads."
+        )
     _refuse_cut_groups(layer.tensors, mesh, len(k) < layer.num_kv_heads, layer.head_dim)
     tensors = tuple(_cut(tensor, layer, q, k, mesh, rank) for tensor in layer.tensors)
     return replace(layer, tensors=tensors, num_heads=len(q), num_kv_heads=len(k))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from cellar.core.layouts import Layout, Mesh
+from cellar.core.layouts import Layout, Mesh, relay
 from cellar.planner import sharding
 from cellar.planner.sharding import Kind, Sharded
 
@@ -268,6 +268,19 @@ def head_program(layout: Layout) -> Program:
     b.product("logits", "n", "lm_head", "BLV")
     b.gather("logits", "V", "zyx")
     return b.finish("logits")
+
+
+def relay_moves(source: Layout, target: Layout, kv_heads: int) -> tuple[Move, ...]:
+    """The collectives that bring a cache `BSKD` from one layout to another (`core.layouts.relay`)."""
+    axes, kv = source.batch_axes, source.kv_axes(kv_heads)
+    found = []
+    for step in relay(source, target, kv_heads):
+        before = Sharded("BSKD", (axes, "", kv, ""))
+        axes = axes.replace(step.axis, "") + (step.axis if step.after == "B" else "")
+        kv = kv.replace(step.axis, "") + (step.axis if step.after == "K" else "")
+        kind = Kind.ALL_TO_ALL if step.before and step.after else Kind.ALL_GATHER if step.before else Kind.SLICE
+        found.append(Move(kind, "kv", step.axis, before, Sharded("BSKD", (axes, "", kv, "")), step.before, step.after))
+    return tuple(found)
 
 
 def communication(program: Program, sizes: dict[str, float], mesh: Mesh) -> tuple[float, float]:

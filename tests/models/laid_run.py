@@ -17,6 +17,7 @@ from cellar.models.loader import LoadedWeights
 from cellar.models.model import Hidden, Model, run_layer
 from cellar.models.views import View, laid, laid_spec
 from cellar.ops.rotary import rope_table
+from cellar.runtime.mesh.relay import relaid
 from tests.models.dense_context import DenseContext
 
 
@@ -62,6 +63,8 @@ class LaidRank:
         self.collectives = collectives
         self.homes = homes
         self.rows: dict[int, DenseContext] = {}
+        self.lengths: dict[int, int] = {}
+        self.layout: Layout | None = None
 
     def step(self, layout: Layout, spans: Sequence[Span]) -> dict[int, Tensor]:
         """Logits of every token of a step, by row."""
@@ -78,6 +81,11 @@ class LaidRank:
         ctx = LaidContext(spec, side, self.rows)
         ctx.here = [s for s in ordered if place[s.row] == mesh.index(rank, layout.batch_axes)]
         attention = replace(spec, num_heads=side.heads[0], num_kv_heads=side.heads[1])
+        if self.layout not in (None, layout):
+            self.move(layout, side, attention)
+        self.layout = layout
+        for span in spans:
+            self.lengths[span.row] = span.start + len(span.tokens)
         for span in ctx.here:
             self.rows.setdefault(span.row, DenseContext(attention))
         group = [s for s in ordered if mesh.index(self.homes[s.row], layout.gather) == mesh.index(rank, layout.gather)]
@@ -91,3 +99,21 @@ class LaidRank:
         logits = model.head(view.head, h, side)
         parts = logits.split([len(s.tokens) for s in ordered])
         return {span.row: part for span, part in zip(ordered, parts, strict=True)}
+
+    def move(self, layout: Layout, side: Laid, attention: ModelSpec) -> None:
+        """The cache of all rows from the last step's layout to this one's: K and V of all layers at once."""
+        assert self.layout is not None
+        heads = side.whole.kv_heads
+        here = heads // layout.mesh.count(self.layout.kv_axes(heads))
+        width = 2 * len(self.stored.layers) * self.whole.head_dim
+        held = [torch.cat([*row.k, *row.v], 2) for _, row in sorted(self.rows.items())]
+        x = torch.cat([torch.zeros(0, here, width), *held])
+        homes = {row: self.homes[row] for row in self.lengths}
+        x = relaid(x, homes, self.lengths, self.layout, layout, heads, self.collectives)
+        axes, rank = layout.batch_axes, self.collectives.rank
+        mine = [r for r in sorted(homes) if layout.mesh.index(homes[r], axes) == layout.mesh.index(rank, axes)]
+        self.rows.clear()
+        for row, part in zip(mine, x.split([self.lengths[r] for r in mine]), strict=True):
+            self.rows[row] = DenseContext(attention)
+            both = part.split(self.whole.head_dim, 2)
+            self.rows[row].k, self.rows[row].v = list(both[: len(both) // 2]), list(both[len(both) // 2 :])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,15 @@ from cellar.core.errors import ConfigError
 from cellar.core.layouts import Layout, Mesh
 from cellar.models.loader import LoadedWeights, load
 from cellar.models.model import Model
+from cellar.models.quantization import quantized_on_loading
 from cellar.models.registry import open_model
 from cellar.models.stored import stored
 from cellar.planner.cost import dimensions
-from cellar.planner.layouts import block_program, embed_program, head_program
-from cellar.planner.partition import distinct_layouts
+from cellar.planner.layouts import block_program, embed_program, head_program, relay_moves
+from cellar.planner.partition import distinct_layouts, padded_heads
 from cellar.planner.sharding import volume
 from cellar.runtime.mesh.account import Account
+from cellar.runtime.mesh.relay import relaid
 from cellar.runtime.mesh.threads import ThreadCollectives, ThreadMesh
 from tests.conformance.chatglm import config_of
 from tests.models.dense_context import logits_of
@@ -47,6 +51,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "chatglm, own k and v of each head": config_of(8, 8, 16, 64, multi_query_attention=False) | {"ffn_hidden_size": 96},
 }
 MESHES = (Mesh(1, 1, 2), Mesh(2, 1, 1), Mesh(1, 2, 2), Mesh(2, 1, 2), Mesh(4, 1, 1), Mesh(2, 2, 2), Mesh(1, 2, 4))
+SIX = {"num_attention_heads": 6, "num_key_value_heads": 1, "head_dim": 16}
+QUANTIZED = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+SPECIAL: dict[str, dict[str, Any]] = {
+    "opt, six heads": OPT | {"hidden_size": 48, "word_embed_proj_dim": 48, "num_attention_heads": 6},
+    "llama, six heads": WIDE | SIX | {"model_type": "llama", "attention_bias": True},
+    "llama, int8": WIDE | QUANTIZED | {"model_type": "llama"},
+    "llama, int4": WIDE | QUANTIZED | {"model_type": "llama"},
+}
 PROMPTS = (7, 3, 5, 1, 6, 2, 4, 5)  # tokens of each row's prompt
 STEPS = 3  # decodes after it
 HOMES = (0, 3, 1, 1, 6, 4, 7, 0)  # ranks, modulo their number: unequal shares, and places with nothing
@@ -64,11 +76,13 @@ class Wanted:
 
 @lru_cache(maxsize=32)
 def wanted(family: str) -> Wanted:
-    model = open_model(FAMILIES[family], "float32")
+    model = open_model((FAMILIES | SPECIAL)[family], "float32")
     directory = Path(tempfile.mkdtemp(prefix="cellar-layouts-"))
     save_file(stored_tensors(model.spec), directory / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, model.spec.vocab_size, (n + STEPS,), generator=generator) for n in PROMPTS]
+    if (quantization := family.split(", ")[-1]) in ("int8", "int4"):
+        model = type(model)(quantized_on_loading(model.spec, quantization))  # type: ignore[call-arg]
     whole = load(model.spec, directory)
     logits = [logits_of(model, whole, tokens, [len(tokens)]) for tokens in rows]
     assert all(one.std() > 0.1 for one in logits), "logits this flat would hide errors"
@@ -134,7 +148,7 @@ def name(value: object) -> str:
 
 
 # Some of every family, layout and number of ranks; the long test has three times as many more.
-SHORT = [case for number, case in enumerate(ALL) if number % 29 == 0]
+SHORT = [case for number, case in enumerate(ALL) if number % 37 == 0]
 LONG = [case for number, case in enumerate(ALL) if number % 5 == 1]
 
 
@@ -157,10 +171,111 @@ def test_all_are_there() -> None:
     assert ran == {(mesh.size, layout.name, layout.attention) for _, mesh, layout in ALL}
 
 
+def _pairs() -> list[tuple[str, Mesh, Layout, Layout]]:
+    """A layout for prompts and another for decodes, of one mesh; caches that are repeated in parts cannot be moved."""
+    found = []
+    for family in FAMILIES:
+        kv_heads = open_model(FAMILIES[family], "float32").spec.num_kv_heads
+        for mesh in MESHES:
+            layouts = [
+                layout
+                for layout in distinct_layouts(mesh, kv_heads)
+                if layout.kv_copies(kv_heads) == 1 or kv_heads == mesh.count(layout.kv_axes(kv_heads))
+            ]
+            found += [(family, mesh, a, b) for a in layouts for b in layouts if a != b]
+    return found
+
+
+PAIRS = _pairs()
+
+
+@pytest.mark.parametrize(("family", "mesh", "prefill", "decode"), PAIRS[::401], ids=name)
+def test_prompts_in_one_layout_and_decodes_in_another(family: str, mesh: Mesh, prefill: Layout, decode: Layout) -> None:
+    check(family, mesh, prefill, decode)
+
+
+@pytest.mark.long
+def test_more_prompts_in_one_layout_and_decodes_in_another() -> None:
+    for case in PAIRS[7::37]:
+        check(*case)
+
+
+def test_a_moved_cache_sends_what_the_planner_says() -> None:
+    """Integers, as many tokens for every home: exact, and to the byte."""
+    kv_heads, length, width = 4, 3, 5
+    for mesh in MESHES:
+        layouts = [lay for lay in distinct_layouts(mesh, kv_heads) if lay.kv_copies(kv_heads) == 1]
+        whole = torch.randint(-9, 9, (mesh.size * length, kv_heads, width))
+        homes, lengths = dict(enumerate(range(mesh.size))), dict.fromkeys(range(mesh.size), length)
+
+        def piece(layout: Layout, rank: int, mesh: Mesh = mesh, whole: Tensor = whole) -> Tensor:
+            at = mesh.index(rank, layout.batch_axes)
+            rows = [r for r in range(mesh.size) if mesh.index(r, layout.batch_axes) == at]
+            mine = torch.cat([whole[r * length : (r + 1) * length] for r in rows])
+            axes = layout.kv_axes(kv_heads)
+            return mine.chunk(mesh.count(axes), 1)[mesh.index(rank, axes)]
+
+        for source, target in itertools.product(layouts, layouts):
+            one = partial(_moved_cache, piece, homes, lengths, source, target, kv_heads)
+            sizes = {"B": float(mesh.size), "S": float(length), "K": float(kv_heads), "D": float(width)}
+            priced = sum(
+                volume(move.kind, move.before, move.after, move.axes, sizes, mesh)
+                for move in relay_moves(source, target, kv_heads)
+            )
+            for rank, (found, sent) in enumerate(ThreadMesh(mesh).run(one)):
+                assert torch.equal(found, piece(target, rank)), (source, target)
+                assert sent == 8 * priced
+
+
+def _moved_cache(
+    piece: Callable[[Layout, int], Tensor],
+    homes: dict[int, int],
+    lengths: dict[int, int],
+    source: Layout,
+    target: Layout,
+    kv_heads: int,
+    c: ThreadCollectives,
+) -> tuple[Tensor, int]:
+    found = relaid(piece(source, c.rank), homes, lengths, source, target, kv_heads, c)
+    return found, sum(c.account.logical.values())
+
+
+@pytest.mark.parametrize("size", [4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("config", ["opt", "llama"])
+def test_heads_that_do_not_divide_are_padded(config: str, size: int) -> None:
+    """Six heads on four and eight chips, of K and V as many or one: filled up as the planner does, to its bytes."""
+    family = f"{config}, six heads"
+    d = padded_heads(dimensions(wanted(family).model.spec), size)
+    assert d is not None
+    assert d.heads == 8
+    for mesh in [mesh for mesh in MESHES if mesh.size == size][:2]:
+        for layout in distinct_layouts(mesh, d.kv_heads)[::3]:
+            check(family, mesh, layout, layout)
+            check_bytes(family, layout, 1)
+
+
+@pytest.mark.parametrize("name", ["int8", pytest.param("int4", marks=pytest.mark.long)])
+def test_quantized_weights(name: str) -> None:
+    """Groups stay whole, and what is gathered are codes: 1 byte an element, and a half."""
+    family = f"llama, {name}"
+    check(family, Mesh(2, 1, 2), Layout(Mesh(2, 1, 2), "", "z"), Layout(Mesh(2, 1, 2), "x"))
+    check(family, Mesh(1, 2, 1), Layout(Mesh(1, 2, 1), "xy"), Layout(Mesh(1, 2, 1), "", "zyx"))
+    if name == "int8":
+        check_bytes(family, Layout(Mesh(2, 1, 2), "xyz"), 1)
+
+
+def test_a_cut_through_a_group_is_refused() -> None:
+    spec = wanted("llama, int4").model.spec
+    with pytest.raises(ConfigError, match="through a quantization group of 64; take fewer chips along 'x'"):
+        stored(spec, Mesh(4, 1, 1), 0)
+
+
 def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tuple[str, str]]:
     """Bytes of each kind of collective over each set of axes that the planner counts for a chip and a float32 step."""
     spec, mesh = case.model.spec, layout.mesh
-    d = dimensions(spec)
+    d = padded_heads(dimensions(spec), mesh.size)
+    assert d is not None
+    weight_bytes = 1 if spec.layers[0].tensors[1].formats else 4
     sizes = {"B": batch, "L": length, "S": 0, "E": d.embed, "F": d.mlp, "G": 2 if d.gated else 1, "H": d.heads}
     sizes |= {"K": d.kv_heads, "D": d.head_dim, "N": d.norm_sums, "V": -(-d.vocab // mesh.size) * mesh.size}
     block = block_program(layout, d.kv_heads, d.parallel).moves() * spec.num_layers
@@ -169,8 +284,28 @@ def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tup
         elements = volume(move.kind, move.before, move.after, move.axes, {k: float(n) for k, n in sizes.items()}, mesh)
         assert elements == int(elements)
         if elements:
-            found[move.kind.value, move.axes] += 4 * int(elements)
+            found[move.kind.value, move.axes] += (weight_bytes if move.weight else 4) * int(elements)
     return found
+
+
+def check_bytes(family: str, layout: Layout, length: int) -> None:
+    """Of every collective, on every rank, to the byte: as many tokens for every home, prompts and decodes."""
+    mesh, case = layout.mesh, wanted(family)
+    weights = pieces(family, mesh)
+
+    def one(c: ThreadCollectives) -> Account:
+        rank = LaidRank(case.model, weights[c.rank], c, range(mesh.size))
+        rank.step(layout, [Span(r, 0, torch.arange(length)) for r in range(mesh.size)])
+        return c.account
+
+    expected = priced(case, layout, mesh.size, length)
+    for account in ThreadMesh(mesh).run(one):
+        sent: Counter[tuple[str, str]] = Counter()
+        for entry, nbytes in account.logical.items():
+            if not entry.name.endswith("scales"):
+                sent[entry.kind, entry.axes] += nbytes
+        assert sent == expected, layout
+        assert sum(account.moved.values()) >= sum(account.logical.values()) / 2
 
 
 @pytest.mark.parametrize(
@@ -187,23 +322,9 @@ def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tup
     ids=name,
 )
 def test_the_bytes_are_the_planners(family: str, mesh: Mesh) -> None:
-    """Of every collective, on every rank, to the byte: as many tokens for every home, prompts and decodes."""
-    case, weights = wanted(family), pieces(family, mesh)
-    for layout in distinct_layouts(mesh, case.model.spec.num_kv_heads):
+    for layout in distinct_layouts(mesh, wanted(family).model.spec.num_kv_heads):
         for length in (3, 1):
-
-            def one(c: ThreadCollectives, layout: Layout = layout, length: int = length) -> Account:
-                rank = LaidRank(case.model, weights[c.rank], c, range(mesh.size))
-                rank.step(layout, [Span(r, 0, torch.arange(length)) for r in range(mesh.size)])
-                return c.account
-
-            expected = priced(case, layout, mesh.size, length)
-            for account in ThreadMesh(mesh).run(one):
-                sent: Counter[tuple[str, str]] = Counter()
-                for entry, nbytes in account.logical.items():
-                    sent[entry.kind, entry.axes] += nbytes
-                assert sent == expected, layout
-                assert sum(account.moved.values()) >= sum(account.logical.values()) / 2
+            check_bytes(family, layout, length)
 
 
 def test_what_has_no_equal_shares_is_refused() -> None:
