@@ -23,12 +23,13 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml; charset=utf-8",
+    ".woff2": "font/woff2",
 }
 
 HEADERS = {
     # Nothing from elsewhere, no code in attributes, and no way to make elements from a model's text.
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; font-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         "require-trusted-types-for 'script'; trusted-types 'none'"
     ),
@@ -64,8 +65,9 @@ class PageFile:
 
 
 def page_files(directory: Path = DIRECTORY) -> Mapping[str, PageFile]:
-    """The page's files by name."""
-    return {path.name: PageFile.read(path) for path in sorted(directory.iterdir()) if path.suffix in _TYPES}
+    """The page's files by their path in it; its libraries have a folder, whose licences are not served."""
+    found = sorted(path for path in directory.rglob("*") if path.suffix in _TYPES)
+    return {path.relative_to(directory).as_posix(): PageFile.read(path) for path in found}
 
 
 def install(app: FastAPI) -> None:
@@ -80,5 +82,5 @@ def install(app: FastAPI) -> None:
             raise ApiError(404, "the page has no such file.")
         return files[name].answer(request.headers.get("if-none-match", ""))
 
-    for path, endpoint in (("/", index), (f"{PREFIX}{{name}}", part)):
+    for path, endpoint in (("/", index), (f"{PREFIX}{{name:path}}", part)):
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None, include_in_schema=False)

@@ -15,7 +15,9 @@ from cellar.text.chat import ChatTemplate
 from tests.server.served import MODEL, serve
 
 ROOT = Path(__file__).parents[2]
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+TEXTS = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+TYPES = {**{ending: f"{kind}; charset=utf-8" for ending, kind in TEXTS.items()}, "woff2": "font/woff2"}
+OWN = sorted(path for path in DIRECTORY.iterdir() if path.is_file())
 
 
 def test_every_file_is_served_with_its_type_and_can_be_kept() -> None:
@@ -24,7 +26,7 @@ def test_every_file_is_served_with_its_type_and_can_be_kept() -> None:
             first = http.get(path)
             ending = "html" if path == "/" else path.rpartition(".")[2]
             assert first.status_code == 200
-            assert first.headers["content-type"] == f"{TYPES[ending]}; charset=utf-8"
+            assert first.headers["content-type"] == TYPES[ending]
             assert first.headers["cache-control"] == "no-cache"
             tag = first.headers["etag"]
             for held in (tag, f"W/{tag}", f'"other", {tag}', "*"):
@@ -37,7 +39,15 @@ def test_every_file_is_served_with_its_type_and_can_be_kept() -> None:
 
 def test_nothing_else_is_served() -> None:
     with serve() as served, served.http() as http:
-        for path in ("/page/index.html", "/page/none.js", "/page/..%2fapp.py", "/page/", "/page/%2e%2e/app.py"):
+        for path in (
+            "/page/index.html",
+            "/page/none.js",
+            "/page/libraries/LICENSE-katex",
+            "/page/libraries/",
+            "/page/..%2fapp.py",
+            "/page/",
+            "/page/%2e%2e/app.py",
+        ):
             assert http.get(path).status_code == 404, path
 
 
@@ -46,12 +56,12 @@ def test_the_policy_allows_nothing_from_elsewhere() -> None:
         policy = http.get("/").headers["content-security-policy"]
     rules = dict(rule.strip().partition(" ")[::2] for rule in policy.split(";"))
     assert rules["default-src"] == "'none'"
-    assert {rules[f"{kind}-src"] for kind in ("script", "style", "img", "connect")} == {"'self'"}
+    assert {rules[f"{kind}-src"] for kind in ("script", "style", "img", "font", "connect")} == {"'self'"}
     assert rules["require-trusted-types-for"] == "'script'"
 
 
 def test_the_files_name_no_other_host_and_parse_no_html() -> None:
-    for path in DIRECTORY.iterdir():
+    for path in OWN:
         text = path.read_text(encoding="utf-8")
         assert set(re.findall(r"https?://[\w.]+", text)) <= {"http://www.w3.org"}, path.name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\bon\w+=\"|style=\"", text), (
@@ -61,10 +71,12 @@ def test_the_files_name_no_other_host_and_parse_no_html() -> None:
 
 def test_what_a_file_names_is_there() -> None:
     names = set(page_files())
-    assert names == {path.name for path in DIRECTORY.iterdir()}
-    for path in DIRECTORY.iterdir():
+    there = [path for path in DIRECTORY.rglob("*") if path.is_file() and not path.name.startswith("LICENSE-")]
+    assert names == {path.relative_to(DIRECTORY).as_posix() for path in there}
+    for path in OWN:
         text = path.read_text(encoding="utf-8")
-        named = re.findall(r'from "\./([\w.]+)"', text) + re.findall(r'(?:href|src)="page/([\w.]+)"', text)
+        named = re.findall(r'(?:from |import\()"\./([\w./-]+)"', text)
+        named += re.findall(r'(?:href="|src="|href: ")page/([\w./-]+)"', text)
         assert set(named) <= names, path.name
         if path.name == "index.html":
             ids = re.findall(r'\bid="([\w-]+)"', text)
@@ -76,7 +88,25 @@ def test_what_a_file_names_is_there() -> None:
 
 def test_the_files_go_into_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert settings["tool"]["setuptools"]["package-data"]["cellar.server"] == ["page/*"]
+    assert settings["tool"]["setuptools"]["package-data"]["cellar.server"] == [
+        "page/*",
+        "page/libraries/*",
+        "page/libraries/fonts/*",
+    ]
+
+
+def test_the_libraries_have_what_they_name_and_their_licences() -> None:
+    """Fonts are there, nothing is asked of another host, and each library stands beside its licence."""
+    libraries = DIRECTORY / "libraries"
+    style = (libraries / "katex.css").read_text(encoding="utf-8")
+    fonts = set(re.findall(r"url\(([^)]+)\)", style))
+    assert fonts == {f"fonts/{path.name}" for path in (libraries / "fonts").iterdir()}
+    for name in ("markdown-it", "highlight", "katex", "katex-fonts"):
+        assert "Permission" in (libraries / f"LICENSE-{name}").read_text(encoding="utf-8") or name == "highlight"
+    for path in libraries.glob("*.js"):
+        assert not re.search(r"XMLHttpRequest|importScripts|sendBeacon", path.read_text(encoding="utf-8")), path.name
+    size = sum(path.stat().st_size for path in libraries.rglob("*") if path.is_file())
+    assert size < 900_000
 
 
 def test_page_and_status_need_no_key() -> None:

@@ -69,9 +69,13 @@ LINK = 'target="_blank" rel="noopener noreferrer nofollow"'
         ("[a *b*](https://x.org/y_(z)_1 \"title\")", f'<p><a href="https://x.org/y_(z)_1" {LINK}>a <em>b</em></a></p>'),
         ("see https://x.org/a_b?c=1&d=2.", f'<p>see <a href="https://x.org/a_b?c=1&amp;d=2" {LINK}>https://x.org/a_b?c=1&amp;d=2</a>.</p>'),
         ("(https://x.org/a)", f'<p>(<a href="https://x.org/a" {LINK}>https://x.org/a</a>)</p>'),
-        ("<https://x.org> <me@x.org>", f'<p><a href="https://x.org" {LINK}>https://x.org</a> &lt;me@x.org&gt;</p>'),
+        ("<https://x.org> <me@x.org>", f'<p><a href="https://x.org" {LINK}>https://x.org</a> '
+         f'<a href="mailto:me@x.org" {LINK}>me@x.org</a></p>'),
         ("![a picture](https://x.org/p.png)", f'<p><a href="https://x.org/p.png" {LINK}>a picture</a></p>'),
         ("[a](b.html) [c] [d](", "<p>a [c] [d](</p>"),
+        ("a<br>b<BR/>c", "<p>a<br>b<br>c</p>"),
+        ("It costs $5 and $10, or 3$.", "<p>It costs $5 and $10, or 3$.</p>"),
+        ("Title\n---\n    not code", '<p>Title</p><hr><p>not code</p>'),
     ],
 )  # fmt: skip
 def test_what_comes_of_a_text(page: Page, text: str, html: str) -> None:
@@ -88,8 +92,101 @@ def test_code(page: Page) -> None:
     assert rendered(page, "1. a\n   ```\n   b\n     c\n   ```\n2. d").count("<li>") == 2
 
 
+COLOURED = """async ([pieces, language]) => {
+    const { MarkdownView } = await import("/page/render.js");
+    const place = document.createElement("div");
+    document.body.append(place);
+    const view = new MarkdownView(place);
+    let text = "```" + language + "\\n";
+    for (const piece of pieces) {
+        view.update(text += piece, true);
+        await new Promise((done) => setTimeout(done, 400));
+    }
+    const grown = place.querySelectorAll("code span").length;
+    view.update(text += "\\n```\\n\\nDone.", false);
+    while (language && !place.querySelector("code span")) await new Promise((done) => setTimeout(done, 20));
+    const spans = [...place.querySelectorAll("code span")].map((one) => [one.className, one.textContent]);
+    const shown = place.querySelector("code").textContent;
+    place.remove();
+    return [grown, spans, shown];
+}"""
+
+
+def test_code_has_colours_also_while_it_is_written(page: Page) -> None:
+    grown, spans, shown = page.evaluate(COLOURED, [["def f(x):\n", "    return 'a<b>'  # c\n", "f(1)"], "python"])
+    assert grown > 3
+    assert shown == "def f(x):\n    return 'a<b>'  # c\nf(1)"
+    assert ["c-keyword", "def"] in spans
+    assert ["c-string", "'a<b>'"] in spans
+    assert ["c-comment", "# c"] in spans
+    assert page.evaluate(COLOURED, [["<b onclick=x>y</b>"], "html"])[1]
+    assert page.evaluate(COLOURED, [["x = 1"], ""]) == [0, [], "x = 1"]
+
+
+FORMULAS = """async (text) => {
+    const { MarkdownView } = await import("/page/render.js");
+    const place = document.createElement("div");
+    document.body.append(place);
+    const view = new MarkdownView(place);
+    for (let k = 1; k < text.length; k += 3) view.update(text.slice(0, k), true);
+    view.update(text, false);
+    const formulas = [...place.querySelectorAll(".math")];
+    const settled = (one) => one.querySelector(".katex") || one.classList.contains("source");
+    while (!formulas.every(settled)) await new Promise((done) => setTimeout(done, 20));
+    await document.fonts.ready;
+    const found = formulas.map((one) => [
+        one.classList.contains("display"), one.querySelector("annotation")?.textContent ?? null,
+        one.getBoundingClientRect().height > 0,
+    ]);
+    const rest = place.cloneNode(true);
+    for (const one of rest.querySelectorAll(".math")) one.replaceWith("#");
+    const styled = [...document.styleSheets].some((one) => one.href?.endsWith("katex.css"));
+    place.remove();
+    return [found, rest.innerHTML, styled];
+}"""
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas", "rest"),
+    [
+        ("is $a_1*b_1$ or \\(c*d*e\\).", [(False, "a_1*b_1"), (False, "c*d*e")], "<p>is # or #.</p>"),
+        ("so\n$$\nx^2\n+ 1\n$$\nand", [(True, "x^2\n+ 1")], "<p>so</p>#<p>and</p>"),
+        ("\\[ \\frac{1}{2} \\]\n\n- $$x$$ it", [(True, "\\frac{1}{2}"), (True, "x")],
+         '#<ul class="tight"><li><p># it</p></li></ul>'),
+        ("| $a$ |\n|-|\n| $\\text{b}$ |", [(False, "a"), (False, "\\text{b}")],
+         '<div class="table" tabindex="0" role="region" aria-label="Table"><table><thead><tr><th scope="col">#</th>'
+         '</tr></thead><tbody><tr><td>#</td></tr></tbody></table></div>'),
+        ("`$a$` and $5 or $6, \\$x", [], "<p><code>$a$</code> and $5 or $6, $x</p>"),
+        ("$$\nopen\n\nnot *math*", [], "<p>$$<br>open</p><p>not <em>math</em></p>"),
+    ],
+)  # fmt: skip
+def test_mathematics(page: Page, text: str, formulas: list[tuple[bool, str]], rest: str) -> None:
+    found, html, styled = page.evaluate(FORMULAS, text)
+    assert [tuple(one) for one in found] == [(*one, True) for one in formulas]
+    assert html == rest
+    assert styled or not formulas
+
+
+def test_a_formula_that_is_none_stays_as_it_was(page: Page) -> None:
+    found, _, _ = page.evaluate(FORMULAS, "$\\frac{1$ and $\\href{javascript:alert(1)}{x}$")
+    assert found[0] == [False, None, True]
+    assert page.evaluate("document.querySelectorAll('a[href^=javascript]').length") == 0
+
+
+def test_a_title_has_no_marks(page: Page) -> None:
+    plain = "async (text) => (await import('/page/conversation.js')).titleOf(text)"
+    for text, title in (
+        ("What is **Gauss'** `integral`?\n\nPlease.", "What is Gauss' integral? Please."),
+        ("# Read [this](https://x.org)\n- a\n- *b*", "Read this a b"),
+        ("```python\nx = 1\n```", "x = 1"),
+        ("2 * 3 * 4 <b>", "2 * 3 * 4 <b>"),
+        ("***", "***"),
+    ):
+        assert page.evaluate(plain, text) == title
+
+
 def test_tables(page: Page) -> None:
-    html = rendered(page, "| a | b |\n|:--|--:|\n| `c|d` | e\\|f |\n| g |\n\nafter | this")
+    html = rendered(page, "| a | b |\n|:--|--:|\n| `c\\|d` | e\\|f |\n| g |\n\nafter | this")
     assert '<th class="to-left" scope="col">a</th><th class="to-right" scope="col">b</th>' in html
     assert '<td class="to-left"><code>c|d</code></td><td class="to-right">e|f</td>' in html
     assert '<td class="to-left">g</td><td class="to-right"></td>' in html

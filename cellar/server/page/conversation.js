@@ -4,6 +4,8 @@
 //   turn: { role: "user" | "assistant", text } and, of an answer, { thought, finish, error, usage, seconds, first, seed }
 //   and, once the server keeps it, { item, kept }: the item's id, and its text there
 
+import { plain } from "./markdown.js";
+
 const LONGEST_TITLE = 60;
 
 export function begin() {
@@ -11,9 +13,9 @@ export function begin() {
   return { id: identity(), created: now, updated: now, title: "", turns: [] };
 }
 
-/** What the user began with, on one line. */
+/** What the user began with, on one line and without marks. */
 export function titleOf(text) {
-  const line = text.trim().replace(/\s+/g, " ");
+  const line = plain(text) || text.trim().replace(/\s+/g, " ");
   if (line.length <= LONGEST_TITLE) return line;
   const cut = line.slice(0, LONGEST_TITLE);
   return `${cut.slice(0, cut.lastIndexOf(" ") > 20 ? cut.lastIndexOf(" ") : LONGEST_TITLE)}…`;

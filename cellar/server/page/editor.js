@@ -2,7 +2,7 @@
 import { sends } from "./composer.js";
 import { el } from "./dom.js";
 
-/** A form with `text`; `send(text)` or `cancel()` is called. */
+/** A form with `text`; `send(text)` or `cancel()` is called. Its field is to be given the focus once it stands in the page. */
 export function editor(text, send, cancel) {
   const field = el("textarea", { class: "edit-field", "aria-label": "Edit your message", rows: "1" });
   field.value = text;
@@ -28,5 +28,5 @@ export function editor(text, send, cancel) {
       submit();
     }
   });
-  return { form, field };
+  return form;
 }

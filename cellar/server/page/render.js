@@ -1,8 +1,9 @@
 // A growing markdown text as elements. What was finished stays as it is; of the rest only what changed is made anew,
 // so a long answer costs no more per word than a short one, and a selection in it survives.
+import { colour, colourSoon } from "./colours.js";
 import { copyButton, el } from "./dom.js";
-import { inline } from "./inline.js";
-import { blocks } from "./markdown.js";
+import { formula } from "./formulas.js";
+import { blocks, inline } from "./markdown.js";
 
 const UNSETTLED = 2; // the next letter can still change the last block, and whether the one before it ends here
 
@@ -18,7 +19,7 @@ export class MarkdownView {
   /** Show `text`, which goes on from what was shown before. `open`: it will go on. */
   update(text, open) {
     const rest = text.slice(this.#settled);
-    const fresh = blocks(rest);
+    const fresh = blocks(rest, open);
     fresh.forEach((block, k) => (block.open = open && k === fresh.length - 1));
     reconcile(this.#place, this.#open, fresh);
     const done = open ? fresh.slice(0, -UNSETTLED) : [];
@@ -51,7 +52,7 @@ function reconcile(place, old, fresh) {
 function equal(a, b) {
   if (a.kind !== b.kind || Boolean(a.open) !== Boolean(b.open)) return false;
   if (a.raw !== undefined) return a.raw === b.raw && a.tight === b.tight;
-  if (a.text !== b.text || a.href !== b.href || a.children?.length !== b.children?.length) return false;
+  if (a.text !== b.text || a.href !== b.href || a.display !== b.display || a.children?.length !== b.children?.length) return false;
   return !a.children || a.children.every((child, k) => equal(child, b.children[k]));
 }
 
@@ -66,7 +67,7 @@ function updated(old, fresh) {
       break;
     case "code":
       if (old.raw === undefined || old.language !== fresh.language || !fresh.text.startsWith(old.text)) return false;
-      dom.querySelector("code").firstChild.appendData(fresh.text.slice(old.text.length));
+      writeOn(dom.querySelector("code"), fresh, fresh.text.slice(old.text.length));
       break;
     case "paragraph":
     case "heading":
@@ -118,6 +119,7 @@ function made(node) {
     case "item": return nested(el("li"), node);
     case "list": return nested(el(node.ordered ? "ol" : "ul", { class: spacing(node), start: node.start !== 1 && node.start }), node);
     case "code": return node.raw === undefined ? el("code", {}, node.text) : codeBlock(node);
+    case "math": return formula(node);
     case "table": return table(node);
     case "link": return within(el("a", { href: node.href, target: "_blank", rel: "noopener noreferrer nofollow" }), node.children);
     default: return within(el(node.kind), node.children);
@@ -139,12 +141,23 @@ function spans(place, node) {
   return within(place, node.spans);
 }
 
-function codeBlock({ language, text }) {
+function codeBlock(node) {
+  const { language, text } = node;
   const code = el("code", {}, document.createTextNode(text));
   const label = language ? `Code, ${language}` : "Code";
+  writeOn(code, node, "");
   return el("figure", { class: "code" },
     el("figcaption", {}, el("span", {}, language || "text"), copyButton(() => code.textContent, { "aria-label": "Copy the code" })),
     el("pre", { tabindex: "0", role: "region", "aria-label": label }, code));
+}
+
+/** Code goes on; what was there keeps its colours. */
+function writeOn(code, { language, open }, more) {
+  if (more && code.lastChild instanceof Text) code.lastChild.appendData(more);
+  else if (more) code.append(more);
+  if (!language) return;
+  if (open) colourSoon(code, language);
+  else colour(code, language);
 }
 
 function table({ align, head, rows }) {

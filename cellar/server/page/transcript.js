@@ -120,9 +120,8 @@ export class Transcript {
   #question(turn, k) {
     const made = el("div", { class: "question", role: "group", "aria-label": "You" });
     if (k === this.#editing) {
-      const { form, field } = editor(turn.text, (text) => this.#edited(() => this.#actions.edit(k, text)), () => this.#edited());
+      const form = editor(turn.text, (text) => this.#edited(() => this.#actions.edit(k, text)), () => this.#edited());
       made.append(form);
-      requestAnimationFrame(() => field.focus());
       return made;
     }
     made.append(el("p", {}, turn.text), " ");
@@ -134,6 +133,7 @@ export class Transcript {
     return button("Edit", "edit", () => {
       this.#editing = k;
       this.draw();
+      this.#list.querySelector(".edit-field").focus();
     }, { id: `edit-${k}`, class: "tool turn-act" });
   }
 
