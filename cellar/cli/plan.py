@@ -140,7 +140,7 @@ def _held(spec: ModelSpec, sizes: Mapping[str, int | None], longest: int, model:
         raise ConfigError(f"{longest} tokens are more than the {spec.max_position} that {model} can attend to.")
     limits = Limits(ScheduleConfig().max_num_seqs, step_tokens("cpu"), longest)
     room = Room(sizes["device"] or 0, sizes["host"], sizes["disk"] or 0)
-    return capped_plan(spec, room, limits, model=_named(model), machine=machine, device="cpu")
+    return capped_plan(spec, room, limits, model=_named(model), machine=machine)
 
 
 def _named(model: str) -> str:

@@ -1,20 +1,21 @@
 """A model on a device that holds only a part of it, planned from bytes alone: weights may lie elsewhere.
 
 What must be on the device comes first: tables, head and vectors, the ring (two slots of what one layer has elsewhere),
-the KV cache, a step's activations and logits. Then as many rows of every layer as fit, the same share of each matrix in
-all layers; then host memory, then disk. All else being fixed, a byte in a faster place is never worse, so this is what
-the linear program of `linear.py` finds where only weights may leave the device; it needs no rates.
+the KV cache, a step's activations and logits. Then as many rows of every layer as fit, its matrices one after another,
+the same ones in all layers; then host memory, then disk: so at most two matrices of a layer are cut. All else being
+fixed, a byte in a faster place is never worse, so this is what the linear program of `linear.py` finds where only
+weights may leave the device; it needs no rates. They say how much KV the device has, or whether the host has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cellar.core.errors import CapacityError
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
-from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
 from cellar.planner.offload import logits_bytes, working_bytes
 from cellar.planner.saved import Limits, SavedPlan, geometry_of
@@ -22,34 +23,126 @@ from cellar.planner.saved import Limits, SavedPlan, geometry_of
 KV_SHARE = 0.25
 """Of the device's memory, for KV, if nobody says how much: more sequences share a pass's weights, fewer rows stay."""
 
+RESERVE = 0.1
+"""Of the chunks of KV, what the scheduler keeps free when it admits requests."""
+
+LIBRARIES = 3 * 2**28
+"""Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
+
 RING_SLOTS = 2
 _ALIGNMENT = 64
 _STEPS = 1 << 12
+_UNIT = 64
+"""Rows of large matrices go in so many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes for the model in each place; `host` None: as much as it takes. `kv`: bytes of KV, None: `KV_SHARE`."""
+    """Bytes for the model in each place; `host` None: as much as it takes. `kv`: bytes of KV, None: `KV_SHARE`.
+    `kind` of device: cpu or gpu.
+    """
 
     device: int
     host: int | None = None
     disk: int = 0
     kv: int | None = None
+    kind: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes/s while all go on at once: over the link to the device, of attention by the CPU, of the device's memory.
+
+    Those of an H200 and its 16 cores; `cellar profile` measures others.
+    """
+
+    link: float = 50e9
+    attention: float = 60e9
+    device: float = 4e12
 
 
 def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
-    """True if the whole model, KV of `room` and a step's buffers are on the device."""
-    # A tied head is multiplied by in a form of its own.
-    second = sum(t.nbytes for t in spec.head if spec.tied_head and t.name == "lm_head")
-    return spec.nbytes() + second + _kv_nbytes(spec, room) + _buffers(spec, limits) <= room.device
+    """True if the whole model, KV of `room` and a step's buffers are on the device.
+
+    On an accelerator KV for one request of the longest context is enough: a byte of weights that makes room for KV
+    would cross the link in each pass, which takes longer than that KV saves.
+    """
+    # A tied head is multiplied by in a form of its own on a processor.
+    second = sum(t.nbytes for t in spec.head if spec.tied_head and t.name == "lm_head" and room.kind == "cpu")
+    kv = _kv_nbytes(spec, room)
+    if room.kind != "cpu" and room.kv is None:
+        kv = -(-limits.max_model_len // spec.kv.chunk_size) * spec.kv.chunk_nbytes()
+    return spec.nbytes() + second + kv + _buffers(spec, limits, room.kind) <= room.device
 
 
-def capped_plan(spec: ModelSpec, room: Room, limits: Limits, *, model: str, machine: str, device: str) -> SavedPlan:
+def capped_plan(
+    spec: ModelSpec, room: Room, limits: Limits, *, model: str, machine: str, rates: Rates | None = None
+) -> SavedPlan:
     """The plan. `limits.max_num_seqs` sequences pass a layer as one batch.
 
-    Raises CapacityError, which says how much is missing where.
+    On an accelerator KV lies there or, where more sequences a pass are worth it at these rates, in host memory, where
+    the CPU attends to it. Raises CapacityError, which says how much is missing where.
     """
-    kv = _kv_nbytes(spec, room)
+    rates = rates or Rates()
+    best: tuple[float, _Division, str, int] | None = None
+    for place, kv in _kv_choices(spec, room, limits):
+        try:
+            division = _divide(spec, room, limits, kv, place)
+        except CapacityError:
+            continue
+        if place == "host":
+            kv = min(kv, (room.host or 0) - division.in_host) if room.host is not None else kv
+        speed = _speed(spec, limits, rates, division, place, kv)
+        if speed > 0 and (best is None or speed > best[0]):
+            best = speed, division, place, kv
+    if best is None:
+        place, kv = "device", _kv_nbytes(spec, room)
+        best = 0.0, _divide(spec, room, limits, kv, place), place, kv
+    speed, division, place, kv = best
+    chunks = kv // spec.kv.chunk_nbytes()
+    weights, on_disk = _placed(spec, division.kept, division.kept + division.warm)
+    if on_disk > room.disk:
+        raise CapacityError(
+            f"beside {_gib(room.device)} of device_memory and {_gib(room.host or 0)} of host_memory {_gib(on_disk)} of "
+            f"weights are left, but disk is {_gib(room.disk)}; raise one of them, in GiB."
+        )
+    placement = Placement(
+        weights,
+        place,
+        "device",
+        "offload",
+        (PlacedUnits(place, chunks, place),),
+        (PlacedUnits("device", limits.max_num_seqs, "device"),),
+        BlockSchedule(limits.max_num_seqs, 1),
+    )
+    said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
+    return SavedPlan(
+        model=model,
+        geometry=geometry_of(spec),
+        dtype=spec.dtype,
+        chunk_size=spec.kv.chunk_size,
+        machine=machine,
+        device=room.kind,
+        placement=placement,
+        limits=limits,
+        cost=None,
+        steps=(),
+        figures={"plan": said, "machine": machine},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The share of each layer's bytes on the device, and in host memory; and bytes of weights away, and in host."""
+
+    kept: float
+    warm: float
+    away: int
+    in_host: int
+
+
+def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) -> _Division:
+    """The division beside so many bytes of KV. Raises CapacityError."""
     chunks = kv // spec.kv.chunk_nbytes()
     needed = -(-limits.max_model_len // spec.kv.chunk_size)
     if chunks < needed:
@@ -59,16 +152,21 @@ def capped_plan(spec: ModelSpec, room: Room, limits: Limits, *, model: str, mach
             "device_memory, or give kv_cache_memory_bytes."
         )
     matrices = {t.name for layer in spec.layers for t in layer.tensors if len(t.shape) == 2}
-    fixed = chunks * spec.kv.chunk_nbytes() + _buffers(spec, limits)
+    fixed = _buffers(spec, limits, room.kind)
+    if place == "device":
+        fixed += chunks * spec.kv.chunk_nbytes()
+    else:  # prompts of a pass are attended to in a layer's cache on the device
+        a_layer = spec.kv.chunk_nbytes() // len(spec.layers)
+        fixed += (-(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs) * a_layer
     fixed += sum(_aligned(t.nbytes) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
+    layers = [_matrices(layer) for layer in spec.layers]
 
     def on_device(share: float) -> int:
-        resident = sum(_aligned(_rows(t, share) * _row(t)) for _, t in _matrices(spec))
-        slot = max(
-            sum(_aligned((t.shape[0] - _rows(t, share)) * _row(t)) for t in layer.tensors if len(t.shape) == 2)
-            for layer in spec.layers
-        )
-        return fixed + resident + RING_SLOTS * slot
+        kept = [[(t, _rows(layer, k, share)) for k, t in enumerate(layer)] for layer in layers]
+        resident = sum(_aligned(rows * _row(t)) for layer in kept for t, rows in layer)
+        slot = max(sum(_aligned((t.shape[0] - rows) * _row(t)) for t, rows in layer) for layer in kept)
+        # A matrix that lies in host memory and on disk takes two places of a slot.
+        return fixed + resident + RING_SLOTS * _aligned(slot + _ALIGNMENT)
 
     kept = _largest(lambda share: on_device(share) <= room.device)
     if kept is None:
@@ -79,51 +177,55 @@ def capped_plan(spec: ModelSpec, room: Room, limits: Limits, *, model: str, mach
         )
 
     def in_host(share: float) -> int:
-        away = sum((_rows(t, share + kept) - _rows(t, kept)) * _row(t) for _, t in _matrices(spec))
-        return away + _ALIGNMENT * len(spec.layers)
+        rows = [
+            (t, _rows(layer, k, share + kept) - _rows(layer, k, kept)) for layer in layers for k, t in enumerate(layer)
+        ]
+        return sum(_aligned(away * _row(t)) for t, away in rows)
 
     rest = 1.0 - kept
-    held = rest if room.host is None else _largest(lambda share: in_host(share * rest) <= (room.host or 0))
-    warm = rest if room.host is None else (held or 0.0) * rest
-    weights, on_disk = _placed(spec, kept, kept + warm)
-    if on_disk > room.disk:
-        raise CapacityError(
-            f"beside {_gib(room.device)} of device_memory and {_gib(room.host or 0)} of host_memory {_gib(on_disk)} of "
-            f"weights are left, but disk is {_gib(room.disk)}; raise one of them, in GiB."
-        )
-    placement = Placement(
-        weights,
-        "device",
-        "device",
-        "offload",
-        (PlacedUnits("device", chunks, "device"),),
-        (PlacedUnits("device", limits.max_num_seqs, "device"),),
-        BlockSchedule(limits.max_num_seqs, 1),
-    )
-    return SavedPlan(
-        model=model,
-        geometry=geometry_of(spec),
-        dtype=spec.dtype,
-        chunk_size=spec.kv.chunk_size,
-        machine=machine,
-        device=device,
-        placement=placement,
-        limits=limits,
-        cost=None,
-        steps=(),
-        figures={"plan": f"weights offloaded, {100 * kept:.1f} % of each layer on the device", "machine": machine},
-    )
+    limit = room.host
+    if limit is not None and place == "host":
+        limit -= needed * spec.kv.chunk_nbytes()
+    held = rest if limit is None else _largest(lambda share: in_host(share * rest) <= limit)
+    warm = rest if limit is None else (held or 0.0) * rest
+    return _Division(kept, warm, in_host(rest), in_host(warm))
+
+
+def _kv_choices(spec: ModelSpec, room: Room, limits: Limits) -> list[tuple[str, int]]:
+    """Places for KV, and bytes. What is asked for lies on the device where there is room."""
+    if room.kind == "cpu":
+        return [("device", _kv_nbytes(spec, room))]
+    if room.kv is not None:
+        return [("device", room.kv)] if room.kv <= room.device / 2 else [("host", room.kv)]
+    needed = -(-limits.max_model_len // spec.kv.chunk_size)
+    # The scheduler keeps some chunks free for requests that run.
+    wanted = math.ceil(limits.max_num_seqs * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes()
+    shares = (0.125, KV_SHARE, 0.5)
+    return [*(("device", min(wanted, int(room.device * share))) for share in shares), ("host", wanted)]
+
+
+def _speed(spec: ModelSpec, limits: Limits, rates: Rates, division: _Division, place: str, kv: int) -> float:
+    """Tokens/s of decodes at full length: the weights cross the link while the CPU attends."""
+    held = kv * (1 - RESERVE) / spec.kv.chunk_nbytes()
+    count = min(limits.max_num_seqs, int(held / -(-limits.max_model_len // spec.kv.chunk_size)))
+    read = count * limits.max_model_len * spec.kv.chunk_nbytes() / spec.kv.chunk_size
+    own = spec.nbytes() + (read if place == "device" else 0.0)
+    by_cpu = read / rates.attention if place == "host" else 0.0
+    return count / max(division.away / rates.link, by_cpu, own / rates.device)
 
 
 def _placed(spec: ModelSpec, first: float, second: float) -> tuple[tuple[Placed, ...], int]:
-    """Rows of each tensor up to the share `first` on the device, up to `second` in host memory; and bytes on disk."""
+    """Rows of each layer up to the share `first` on the device, up to `second` in host memory; and bytes on disk."""
     found, on_disk = [], 0
+    cuts = {
+        f"layers.{layer.index}.{t.name}": (_rows(matrices, k, first), _rows(matrices, k, second))
+        for layer in spec.layers
+        for matrices in (_matrices(layer),)
+        for k, t in enumerate(matrices)
+    }
     for name, tensor in spec.named_tensors():
         whole = tensor.shape[0]
-        if not _in_layer(name) or len(tensor.shape) == 1:
-            found.append(Placed(name, "device", 0, whole, spec.dtype))
-            continue
-        a, b = _rows(tensor, first), _rows(tensor, second)
+        a, b = cuts.get(name, (whole, whole))
         for place, start, stop in (("device", 0, a), ("host", a, b), ("disk", b, whole)):
             if start < stop:
                 found.append(Placed(name, place, start, stop, spec.dtype))
@@ -131,8 +233,8 @@ def _placed(spec: ModelSpec, first: float, second: float) -> tuple[tuple[Placed,
     return tuple(found), on_disk
 
 
-def _matrices(spec: ModelSpec) -> list[tuple[str, TensorSpec]]:
-    return [(n, t) for n, t in spec.named_tensors() if _in_layer(n) and len(t.shape) == 2]
+def _matrices(layer: LayerSpec) -> list[TensorSpec]:
+    return [t for t in layer.tensors if len(t.shape) == 2]
 
 
 def _in_layer(name: str) -> bool:
@@ -143,8 +245,12 @@ def _row(tensor: TensorSpec) -> int:
     return tensor.nbytes // tensor.shape[0]
 
 
-def _rows(tensor: TensorSpec, share: float) -> int:
-    return min(tensor.shape[0], math.floor(tensor.shape[0] * share + 1e-9))
+def _rows(matrices: Sequence[TensorSpec], k: int, share: float) -> int:
+    """How many rows of the k-th lie in the first `share` of the bytes of all, which stand one after another."""
+    wanted = math.floor(share * sum(t.nbytes for t in matrices) + 1e-6) - sum(t.nbytes for t in matrices[:k])
+    tensor = matrices[k]
+    rows = max(0, min(tensor.shape[0], wanted // _row(tensor)))
+    return rows if rows == tensor.shape[0] or tensor.shape[0] < 16 * _UNIT else rows // _UNIT * _UNIT
 
 
 def _largest(holds: Callable[[float], bool]) -> float | None:
@@ -162,11 +268,14 @@ def _kv_nbytes(spec: ModelSpec, room: Room) -> int:
     return int(room.device * KV_SHARE) if room.kv is None else room.kv
 
 
-def _buffers(spec: ModelSpec, limits: Limits) -> int:
-    """A step's activations and logits."""
+def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
+    """A step's activations and logits. An accelerator's allocator keeps what it had, and the choice of tokens has a
+    handful of tensors as large as the logits.
+    """
     d, elements = dimensions(spec), 2 if spec.dtype == "float32" else 1
     working = working_bytes(d, limits.max_num_batched_tokens) * elements
-    return math.ceil(working + logits_bytes(d, limits.max_num_seqs))
+    logits = logits_bytes(d, limits.max_num_seqs)
+    return math.ceil(working + logits if kind == "cpu" else 1.25 * working + 6 * logits + LIBRARIES)
 
 
 def _aligned(nbytes: int) -> int:

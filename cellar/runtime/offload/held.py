@@ -1,4 +1,4 @@
-"""Memory held to a size: one mapping, from which pieces are carved until it is full."""
+"""Memory held to a size: one piece of it, from which others are carved until it is full."""
 
 from __future__ import annotations
 
@@ -8,28 +8,45 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import CapacityError
-from cellar.runtime.memory import human
+from cellar.runtime.memory import human, is_out_of_memory
 from cellar.runtime.offload.layout import aligned
+from cellar.runtime.registered import Registered
 
 PAGE = 4096
+HOST = torch.device("cpu")
 
 
 class HeldMemory:
-    """`capacity` bytes of the place `name`. Pages are taken when they are first written.
+    """`capacity` bytes of the place `name`, in host memory or on a device. Pages of host memory are taken when they are
+    first written.
 
-    Raises CapacityError if the system does not give so much.
+    Raises CapacityError if there is not so much.
     """
 
-    def __init__(self, name: str, capacity: int) -> None:
+    def __init__(self, name: str, capacity: int, device: torch.device = HOST) -> None:
         self.name = name
         self.capacity = capacity
         self.used = 0
+        self._registered: Registered | None = None
         try:
-            self._bytes = torch.frombuffer(mmap.mmap(-1, max(capacity, PAGE)), dtype=torch.uint8)
-        except (OSError, ValueError, OverflowError) as error:
+            if device.type == "cpu":
+                self._map = mmap.mmap(-1, max(capacity, PAGE))
+                self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+            else:
+                self._bytes = torch.zeros(capacity, dtype=torch.uint8, device=device)
+        except (OSError, ValueError, OverflowError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+                raise
             raise CapacityError(
                 f"{human(capacity)} of {name} memory cannot be had ({error}); lower {name}_memory."
             ) from error
+
+    def register(self, device: torch.device) -> None:
+        """Have copies between this host memory and an accelerator done by the accelerator, which takes all pages."""
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to take and to name to the driver
+        self._registered = Registered(device)
+        self._registered.add_all(self._bytes.numpy())
 
     def carve(self, nbytes: int, alignment: int = 64) -> Tensor:
         """The next `nbytes`, uint8, zero at first. Raises CapacityError if they do not fit."""
@@ -42,3 +59,9 @@ class HeldMemory:
             )
         self.used = start + nbytes
         return self._bytes[start : self.used]
+
+    def close(self) -> None:
+        """Undo `register`. Nobody copies any more."""
+        if self._registered is not None:
+            self._registered.close()
+            self._registered = None

@@ -17,7 +17,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import Make
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.held import HOST, PAGE, HeldMemory
 from cellar.runtime.offload.layout import (
     PLACES,
     LayerLayout,
@@ -43,18 +43,24 @@ class ReadBack:
 class Homes:
     """The weights of a model in their places.
 
-    `device` is the memory that computes; what lies in host memory and in a file of `directory` gets its room here.
-    `staging` takes a record on its way from or to the disk: while weights are placed and read back, then the loader's.
-    Raises CapacityError if something does not fit.
+    `memory` is that of `device`; what lies in host memory and in a file of `directory` gets its room here, where the
+    copy engines of an accelerator read it. `staging` are buffers for a record on its way from or to the disk: while
+    weights are placed and read back, then the loader's. Raises CapacityError if something does not fit.
     """
 
     def __init__(
-        self, spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], device: HeldMemory, directory: Path | None
+        self,
+        spec: ModelSpec,
+        rows: Mapping[str, tuple[Rows, ...]],
+        memory: HeldMemory,
+        directory: Path | None,
+        device: torch.device = HOST,
     ) -> None:
         self._spec = spec
         self._rows = rows
         self._tensors = dict(spec.named_tensors())
         self._device = device
+        self._memory = memory
         self.layouts = [
             layer_layout(layer, {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors})
             for layer in spec.layers
@@ -63,15 +69,23 @@ class Homes:
         self._records = [self._host.carve(lay.record_nbytes["host"]) for lay in self.layouts]
         sizes = [lay.record_nbytes["disk"] for lay in self.layouts]
         self.file = WeightFile(directory, sizes) if any(sizes) else None
-        buffer = HeldMemory("host", aligned(max(sizes, default=0), PAGE))
-        self.staging = buffer.carve(buffer.capacity, PAGE)
+        size = aligned(max(sizes, default=0), PAGE)
+        # While a copy engine takes one, the disk fills the other.
+        count = 1 if device.type == "cpu" else 2
+        self._buffers = HeldMemory("host", count * size)
+        self.staging = [self._buffers.carve(size, PAGE) for _ in range(count)]
+        if device.type != "cpu":
+            self._host.register(device)
+            self._buffers.register(device)
         self._digests: dict[tuple[str, int], int] = {}
         self.resident: dict[tuple[str, int], Tensor] = {}
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file, and of registered memory. Nobody copies any more."""
         if self.file is not None:
             self.file.close()
+        self._host.close()
+        self._buffers.close()
 
     def place(self, make: Make) -> None:
         """Make the tensors one by one and put their rows where they belong; of each no more is kept.
@@ -84,7 +98,7 @@ class Homes:
             for tensor in layer.tensors:
                 self._place(f"layers.{layer.index}.{tensor.name}", tensor, make(tensor), layout)
             if self.file is not None and layout.record_nbytes["disk"]:
-                self.file.write(layer.index, self.staging.numpy())
+                self.file.write(layer.index, self.staging[0].numpy())
         for tensor in self._spec.head:
             if tensor.name in self._tensors:  # a tied one is the embedding
                 self._place(tensor.name, tensor, make(tensor), None)
@@ -96,27 +110,31 @@ class Homes:
         each = row_nbytes(tensor)
         for part in self._rows[name]:
             rows = whole[part.start * each : part.stop * each]
-            self._digests[name, part.start] = xxh3_64_intdigest(rows.numpy().data)
             if part.place == "device":
-                home = self.resident[name, part.start] = self._device.carve(len(rows))
+                home = self.resident[name, part.start] = self._memory.carve(len(rows))
             else:
                 assert layout is not None, "tables and head are on the device"
                 home = self._record(layout, part, tensor.name)
-            np.copyto(home.numpy(), rows.numpy())
+            if rows.is_cpu and home.is_cpu:
+                np.copyto(home.numpy(), rows.numpy())
+            else:
+                home.copy_(rows)
+            # Of what was made on a device, the bytes that came here.
+            self._digests[name, part.start] = _digest(rows if rows.is_cpu else home)
 
     def _record(self, layout: LayerLayout, part: Rows, tensor: str) -> Tensor:
         """Where rows that are away stand in the record of their layer; one on disk is being put together."""
         move = next(m for m in layout.moves if (m.tensor, m.start, m.place) == (tensor, part.start, part.place))
-        record = self._records[layout.index] if part.place == "host" else self.staging
+        record = self._records[layout.index] if part.place == "host" else self.staging[0]
         return record[move.source : move.source + move.nbytes]
 
-    def source(self, place: str, layer: int) -> Tensor:
-        """A layer's record in `place`; one on disk is read into `staging`. Raises DeviceError."""
+    def source(self, place: str, layer: int, buffer: int = 0) -> Tensor:
+        """A layer's record in `place`; one on disk is read into a buffer of `staging`. Raises DeviceError."""
         if place == "host":
             return self._records[layer]
         assert self.file is not None
-        self.file.read(layer, self.staging.numpy())
-        return self.staging
+        self.file.read(layer, self.staging[buffer].numpy())
+        return self.staging[buffer]
 
     def read_back(self) -> ReadBack:
         """Read all that was placed from where it lies. Raises IntegrityError if rows, bytes or places are not as
@@ -149,15 +167,24 @@ class Homes:
         return ReadBack(found, {place: n / seconds[place] for place, n in found.items() if n and seconds[place] > 0})
 
     def _compare(self, name: str, start: int, home: Tensor) -> None:
-        if xxh3_64_intdigest(home.numpy().data) != self._digests.get((name, start)):
+        if _digest(home) != self._digests.get((name, start)):
             raise IntegrityError(f"row {start} of {name} and those after it are not what was placed there")
 
 
+def _digest(there: Tensor) -> int:
+    return xxh3_64_intdigest(there.cpu().numpy().data)
+
+
 def opened_homes(
-    spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], device: HeldMemory, directory: Path | None, make: Make
+    spec: ModelSpec,
+    rows: Mapping[str, tuple[Rows, ...]],
+    memory: HeldMemory,
+    directory: Path | None,
+    make: Make,
+    device: torch.device = HOST,
 ) -> tuple[Homes, ReadBack]:
     """Homes with the weights in them, read back."""
-    homes = Homes(spec, rows, device, directory)
+    homes = Homes(spec, rows, memory, directory, device)
     try:
         homes.place(make)
         return homes, homes.read_back()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +17,12 @@ from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.layout import LayerLayout
-from cellar.runtime.offload.mover import Fence, Mover
+from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
 
 NUM_SLOTS = 2
 """One layer computes while the next is on its way."""
+MEASURED_NBYTES = 2**31
 
 
 class StreamedLayers:
@@ -33,6 +35,9 @@ class StreamedLayers:
         self._spec = spec
         self._homes = homes
         self._mover = mover
+        # What each buffer for records of the disk waits for before it is filled again.
+        self._staged: list[Fence] = [opened] * len(homes.staging)
+        self._turn = 0
         streamed = [layout for layout in homes.layouts if layout.slot_nbytes]
         size = ring_nbytes(homes.layouts)
         self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
@@ -42,6 +47,7 @@ class StreamedLayers:
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
                 self._weights[layer.index, slot] = weights.of(layer, layout, there)
         self._streamed = frozenset(layout.index for layout in streamed)
+        self.host_rate = self._measured(streamed) if mover.is_asynchronous else None
         self._ring = WeightRing(sorted(self._streamed), NUM_SLOTS, self._fill) if streamed else None
 
     def __len__(self) -> int:
@@ -76,22 +82,44 @@ class StreamedLayers:
             self._ring.give(slot, self._mover.computed())
 
     def close(self) -> None:
-        """End the loader and let go of the file."""
+        """End the loader and let go of the file. Nobody computes any more."""
         if self._ring is not None:
             self._ring.close()
+        self._mover.over()()
         self._homes.close()
 
     def _fill(self, slot: int, layer: int) -> Fence:
         """The loader's thread: bring a layer's rows into a slot."""
-        layout, target = self._homes.layouts[layer], self._slots[slot]
-        records = {place: self._homes.source(place, layer) for place in ("host", "disk") if layout.record_nbytes[place]}
+        layout = self._homes.layouts[layer]
+        if layout.record_nbytes["host"]:
+            self._move("host", layout, self._homes.source("host", layer), self._slots[slot])
         for move in layout.moves:
             if move.place == "device":
                 source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]
-            else:
-                source = records[move.place][move.source : move.source + move.nbytes]
-            self._mover.move(source, target[move.target : move.target + move.nbytes])
+                self._mover.move(source, self._slots[slot][move.target : move.target + move.nbytes])
+        if layout.record_nbytes["disk"]:
+            # The disk is read while what the host has is on its way.
+            self._turn = (self._turn + 1) % len(self._staged)
+            self._staged[self._turn]()
+            self._move("disk", layout, self._homes.source("disk", layer, self._turn), self._slots[slot])
+            self._staged[self._turn] = self._mover.over()
         return self._mover.moved()
+
+    def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor) -> None:
+        for copy in layout.copies:
+            if copy.place == place:
+                source = record[copy.source : copy.source + copy.nbytes]
+                self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
+
+    def _measured(self, layouts: Sequence[LayerLayout]) -> float | None:
+        """Bytes/s from host memory to the slots, of a second of copies at most."""
+        nbytes, begin = 0, time.perf_counter()
+        for layout in layouts:
+            if nbytes < MEASURED_NBYTES and layout.record_nbytes["host"]:
+                self._move("host", layout, self._homes.source("host", layout.index), self._slots[0])
+                nbytes += layout.record_nbytes["host"]
+        self._mover.over()()
+        return nbytes / (time.perf_counter() - begin) if nbytes else None
 
 
 def ring_nbytes(layouts: list[LayerLayout]) -> int:

@@ -3,9 +3,10 @@
     device:  [rows of tensor a] [rows of tensor b] ...      each in a place of its own
     host:    layer j: [rows of a][rows of c]                one record a layer
     disk:    layer j: [rows of a][rows of b]                one record a layer, at a multiple of 4 KiB
-    slot:    [a: rows from host, then from disk][b ...]     runs of rows that are not on the device, each aligned
+    slot:    [rows from host ...][rows from disk ...]       records as they are, so that one copy moves each
+             [vectors of which anything is away, whole]     rows of the device included
 
-A vector of which anything is away lies in the slot whole, rows of the device included.
+Runs of rows begin at multiples of 64 bytes, in records as in slots.
 """
 
 from __future__ import annotations
@@ -56,13 +57,26 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """`nbytes` from byte `source` of the layer's record in `place` to byte `target` of the slot."""
+
+    place: str
+    source: int
+    target: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerLayout:
-    """A layer's rows by tensor, and its slot. `record_nbytes[place]`: what host and disk keep of it."""
+    """A layer's rows by tensor, and its slot. `record_nbytes[place]`: what host and disk keep of it. `copies` are the
+    moves from there, as few as they can be.
+    """
 
     index: int
     rows: Mapping[str, tuple[Rows, ...]]
     areas: tuple[Area, ...]
     moves: tuple[Move, ...]
+    copies: tuple[Copy, ...]
     slot_nbytes: int
     record_nbytes: Mapping[str, int]
 
@@ -145,22 +159,42 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[Rows, ...]]) -> Laye
     moves: list[Move] = []
     end = 0
     taken = {"host": 0, "disk": 0}
-    for tensor in layer.tensors:
-        each, parts = row_nbytes(tensor), rows[tensor.name]
-        if all(part.place == "device" for part in parts):
+    away = [t for t in layer.tensors if any(part.place != "device" for part in rows[t.name])]
+    for place in taken:
+        for tensor in away:
+            each = row_nbytes(tensor)
+            for part in rows[tensor.name]:
+                if len(tensor.shape) > 1 and part.place == place:
+                    end, taken[place] = aligned(end), aligned(taken[place])
+                    nbytes = (part.stop - part.start) * each
+                    areas.append(Area(tensor.name, part.start, part.stop, end))
+                    moves.append(Move(place, tensor.name, part.start, taken[place], end, nbytes))
+                    end, taken[place] = end + nbytes, taken[place] + nbytes
+    for tensor in away:
+        if len(tensor.shape) > 1:
             continue
-        # Vectors are read whole, so they stand there whole.
-        here = parts if len(tensor.shape) == 1 else tuple(p for p in parts if p.place != "device")
-        for part in here:
-            if not areas or areas[-1].tensor != tensor.name or areas[-1].stop != part.start:
-                areas.append(Area(tensor.name, part.start, part.stop, aligned(end)))
-            else:
-                areas[-1] = Area(tensor.name, areas[-1].start, part.stop, areas[-1].offset)
-            area, nbytes = areas[-1], (part.stop - part.start) * each
-            target = area.offset + (part.start - area.start) * each
-            source = taken.get(part.place, 0)
-            moves.append(Move(part.place, tensor.name, part.start, source, target, nbytes))
+        end = aligned(end)
+        areas.append(Area(tensor.name, 0, tensor.shape[0], end))
+        for part in rows[tensor.name]:
+            nbytes = (part.stop - part.start) * row_nbytes(tensor)
+            moves.append(Move(part.place, tensor.name, part.start, taken.get(part.place, 0), end, nbytes))
             if part.place in taken:
                 taken[part.place] += nbytes
-            end = target + nbytes
-    return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), end, taken)
+            end += nbytes
+    return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), _copies(moves), end, taken)
+
+
+def _copies(moves: Sequence[Move]) -> tuple[Copy, ...]:
+    """Moves of one place whose sources and targets lie equally far apart, with less than an alignment between them,
+    are one copy.
+    """
+    found: list[Copy] = []
+    for move in sorted((m for m in moves if m.place != "device"), key=lambda m: (m.place, m.source)):
+        if found and found[-1].place == move.place:
+            last = found[-1]
+            gap = move.source - last.source - last.nbytes
+            if gap == move.target - last.target - last.nbytes and gap < ALIGNMENT:
+                found[-1] = Copy(last.place, last.source, last.target, last.nbytes + gap + move.nbytes)
+                continue
+        found.append(Copy(move.place, move.source, move.target, move.nbytes))
+    return tuple(found)

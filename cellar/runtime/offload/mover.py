@@ -2,19 +2,18 @@
 
 The loader moves rows into a slot and makes a fence behind the moves; whoever computes waits for that fence. When the
 slot is given back, a fence behind the computation is what the loader waits for. On the CPU both are over when the call
-returns, so its fences are open. On an accelerator moves would run on a stream of their own, and a fence be an event.
+returns, so its fences are open. On an accelerator moves run on a stream of their own, and a fence is an event: the
+thread that waits for one goes on at once, and its stream waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from cellar.core.errors import DeviceError
 
 Fence = Callable[[], None]
 """Returns when, or makes the caller's stream wait until, all that was begun before it is done."""
@@ -27,8 +26,12 @@ def opened() -> None:
 class Mover(Protocol):
     """Moves bytes towards one device."""
 
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether moves go on while the thread that began them does something else."""
+
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Begin to copy: uint8, equally long."""
+        """Begin to copy: uint8, equally long. An accelerator wants host memory that is registered."""
 
     def moved(self) -> Fence:
         """Behind the moves so far, for whoever computes."""
@@ -36,9 +39,17 @@ class Mover(Protocol):
     def computed(self) -> Fence:
         """Behind what was computed so far, for whoever moves."""
 
+    def over(self) -> Fence:
+        """Behind the moves so far, for a thread that waits for them itself."""
+
 
 class HostMover:
     """Copies by the calling thread alone. NumPy lets other threads run meanwhile, and brings no team of its own."""
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """No."""
+        return False
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy."""
@@ -52,12 +63,48 @@ class HostMover:
         """Nothing is left to wait for."""
         return opened
 
+    def over(self) -> Fence:
+        """Nothing is left to wait for."""
+        return opened
+
+
+class StreamMover:
+    """Copies of a copy engine, on a stream of its own. What computes is the current stream of who asks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Yes."""
+        return True
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Begin to copy."""
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def moved(self) -> Fence:
+        """An event for the stream that computes."""
+        event = self._event(self._stream)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def computed(self) -> Fence:
+        """An event for the stream of the moves."""
+        event = self._event(torch.cuda.current_stream(self._device))
+        return lambda: self._stream.wait_event(event)
+
+    def over(self) -> Fence:
+        """An event for a thread, which sleeps."""
+        return self._event(self._stream, blocking=True).synchronize  # type: ignore[no-any-return]
+
+    def _event(self, stream: Any, blocking: bool = False) -> Any:
+        event: Any = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
 
 def mover_for(device: torch.device) -> Mover:
-    """Raises DeviceError for an accelerator: streaming weights to one was never measured."""
-    if device.type != "cpu":
-        raise DeviceError(
-            f"offloaded models run on the CPU alone yet, not on {device}; set device to cpu, or take a model or a "
-            "quantization that fits the device."
-        )
-    return HostMover()
+    """What moves bytes to this device."""
+    return HostMover() if device.type == "cpu" else StreamMover(device)

@@ -11,22 +11,28 @@ import torch
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import Placement
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import KVSpec, ModelSpec
 from cellar.models.loader import LoadedWeights, Make
 from cellar.runtime.memory import host_available, human
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import opened_homes
+from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
 from cellar.runtime.offload.layout import PLACES, Rows, aligned, layer_layout, placed_rows, planned_nbytes, row_nbytes
 from cellar.runtime.offload.mover import mover_for
+
+KV_PLACES = {("device", "device"), ("host", "host"), ("host", "device")}
+"""Where KV may lie, and who attends to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
     """What lies where, in bytes, and what every pass moves at which measured rates (bytes/s).
 
-    `weights`: by place, as planned and as read back. `kv` and `ring` lie on the device, whose memory may hold `device`.
-    `direct`: reads of the disk pass the page cache by.
+    `weights`: by place, as planned and as read back. `ring` lies on the device, whose memory may hold `device`; `kv`
+    in `kv_place`.
+    `direct`: reads of the disk pass the page cache by. `overlapped`: while the device takes what host memory has, the
+    disk is read.
     """
 
     weights: Mapping[str, int]
@@ -36,6 +42,8 @@ class OffloadReport:
     moved: Mapping[str, int]
     rates: Mapping[str, float]
     direct: bool
+    overlapped: bool = False
+    kv_place: str = "device"
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -44,27 +52,40 @@ class OffloadReport:
 
     @property
     def limit(self) -> float:
-        """The least seconds of a pass: one loader reads the disk, then moves what the host has."""
-        return sum(self.seconds.values())
+        """The least seconds of a pass for the weights that it moves. Unless both ways are `overlapped`, one loader
+        reads the disk, then moves what the host has.
+        """
+        seconds = self.seconds.values()
+        return max(seconds, default=0.0) if self.overlapped else sum(seconds)
 
     def line(self) -> str:
         """In one line, for people."""
         where = ", ".join(f"{human(n)} {'on the' if p != 'host' else 'in'} {p}" for p, n in self.weights.items())
         moved = ", ".join(f"{human(n)} from {place}" for place, n in self.moved.items() if n)
         said = f"; each pass moves {moved}, which takes {self.limit:.3g} s at the rates measured now" if moved else ""
-        beside = f"KV {human(self.kv)}, ring {human(self.ring)}"
-        return f"weights, read back: {where}; beside them on the device {beside}{said}."
+        beside = f"ring {human(self.ring)} on the device, KV {human(self.kv)} in {self.kv_place} memory"
+        return f"weights, read back: {where}; beside them {beside}{said}."
 
 
 @dataclass(frozen=True)
 class Offloaded:
-    """A model's weights in their places, ready to be streamed. `memory`: what the KV cache is carved from, too."""
+    """A model's weights in their places, ready to be streamed. `memory`: of the device, for what is carved from it (on
+    a CPU the KV cache, too); `capacity`: bytes that the device may hold in all, None if nobody says. `kv`: where the
+    cache lies, and who attends to it.
+    """
 
     weights: LoadedWeights
     layers: StreamedLayers
     memory: HeldMemory
     batch: int | None
     report: OffloadReport
+    capacity: int | None = None
+    kv: tuple[str, str] = ("device", "device")
+
+    def host_kv(self, spec: KVSpec, num_slots: int, device: torch.device) -> HostKV | None:
+        """A cache in host memory, if it lies there; whoever asks closes it. Raises CapacityError."""
+        place, by = self.kv
+        return HostKV(spec, num_slots, device, by_cpu=by == "host") if place == "host" else None
 
     def close(self) -> None:
         """End the loader, and let go of the disk."""
@@ -72,15 +93,15 @@ class Offloaded:
 
 
 def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device) -> dict[str, tuple[Rows, ...]]:
-    """Where rows lie. Raises ConfigError or DeviceError for a placement that does not run yet, or of another model."""
-    mover_for(device)
+    """Where rows lie. Raises ConfigError for a placement that does not run yet on `device`, or of another model."""
     if placement.partition is not None:
         raise ConfigError("the plan offloads on several devices, but one runs yet; plan for one device.")
-    kv = {(part.device, part.compute) for part in placement.kv} | {(placement.kv_device, "device")}
-    if kv != {("device", "device")} or not placement.num_chunks:
+    kv = {(part.device, part.compute) for part in placement.kv}
+    if len(kv) != 1 or not kv <= KV_PLACES or not placement.num_chunks:
         raise ConfigError(
-            "the plan keeps KV outside the device, or attends to it on the CPU, but offloaded models keep all of it on "
-            "the device yet; plan with a smaller batch, or with device_memory."
+            f"the plan has KV in {len(kv)} ways ({', '.join(f'on {a}, attended to by {b}' for a, b in sorted(kv))}), "
+            "but offloaded models keep all of it on the device, or all in host memory, yet; plan with a smaller batch, "
+            "or with device_memory."
         )
     if {placement.activation_device, *(part.device for part in placement.activations)} != {"device"}:
         raise ConfigError(
@@ -116,33 +137,71 @@ def open_offloaded(
                 f"the plan has {human(planned)} of weights in the place {place}, but {option} is {human(most)}; raise "
                 "it, or plan again."
             )
-    here = device_nbytes(spec, rows, placement.num_chunks)
-    both, free = here + planned_nbytes(rows, spec)["host"], host_available()
-    if both > free:
-        raise CapacityError(
-            f"what is not on disk takes {human(both)}, but this machine has {human(free)} of memory free; plan with "
-            "less device_memory and host_memory, and more disk."
-        )
-    held = capacity.get("device")
-    memory = HeldMemory("device", here if held is None else held)
-    homes, read = opened_homes(spec, rows, memory, directory, make)
+    kv = placement.num_chunks * spec.kv.chunk_nbytes()
+    (way,) = {(part.device, part.compute) for part in placement.kv}
+    memory = _device_memory(spec, rows, placement.num_chunks, way[0], device, capacity.get("device"))
+    homes, read = opened_homes(spec, rows, memory, directory, make, device)
+    if device.type != "cpu":
+        # What the device began to fill is there before another stream touches it.
+        torch.cuda.synchronize(device)
     try:
         before = memory.used
         layers = StreamedLayers(spec, homes, memory, mover_for(device))
+        rates = dict(read.rates)
+        if device.type != "cpu":
+            rates.pop("device", None)  # reading it back crossed the link
+            if layers.host_rate is not None:
+                rates["host"] = layers.host_rate
+        held = capacity.get("device")
         report = OffloadReport(
             read.nbytes,
-            placement.num_chunks * spec.kv.chunk_nbytes(),
+            kv,
             memory.used - before,
-            memory.capacity,
+            memory.capacity if held is None else held,
             layers.pass_nbytes,
-            read.rates,
+            rates,
             homes.file is not None and homes.file.direct,
+            overlapped=device.type != "cpu",
+            kv_place=way[0],
         )
         batch = placement.block.batch if placement.block is not None else None
-        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report)
+        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)
     except BaseException:
         homes.close()
         raise
+
+
+def _device_memory(
+    spec: ModelSpec,
+    rows: Mapping[str, tuple[Rows, ...]],
+    num_chunks: int,
+    kv_place: str,
+    device: torch.device,
+    held: int | None,
+) -> HeldMemory:
+    """Room for rows and ring, and on a CPU for KV, whose memory is the host's: there is that much in all, or
+    CapacityError.
+    """
+    in_host, kv = planned_nbytes(rows, spec)["host"], num_chunks * spec.kv.chunk_nbytes()
+    if kv_place == "host":
+        in_host, num_chunks, kv = in_host + kv, 0, 0
+    if device.type == "cpu":
+        here = device_nbytes(spec, rows, num_chunks)
+        capacity, taken = here if held is None else held, here + in_host
+    else:
+        capacity, taken = device_nbytes(spec, rows, 0), in_host
+        if held is not None and capacity + kv > held:
+            raise CapacityError(
+                f"rows, ring and KV of the plan take {human(capacity + kv)} of the device, but device_memory is "
+                f"{human(held)}; raise it, or plan again."
+            )
+    free = host_available()
+    if taken > free:
+        raise CapacityError(
+            f"what is not on disk takes {human(taken)}, but this machine has {human(free)} of memory free; plan with "
+            "less device_memory and host_memory, and more disk."
+        )
+    return HeldMemory("device", capacity, device)
 
 
 def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], num_chunks: int) -> int:

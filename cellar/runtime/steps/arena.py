@@ -12,6 +12,7 @@ On the CPU a layer is contiguous, so that the keys of one layer lie close togeth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -47,18 +48,28 @@ class Arena:
         num_layers = 1 + max(j for group in spec.groups for j in group.layers)
         self.num_slots = num_slots
         self.chunk_size = spec.chunk_size
-        self.buffers: list[Tensor] = []
+        self._groups = spec.groups
+        self._by_layer = device.type == "cpu"
+        self.buffers = [_buffer(group, spec.chunk_size, num_slots, device, memory or _zeros) for group in spec.groups]
+        self.k, self.v = self._views(num_layers)
+
+    def seen(self, buffers: Sequence[Tensor]) -> Arena:
+        """The same chunks, whose buffers another device sees as these."""
+        other = copy(self)
+        other.buffers = list(buffers)
+        other.k, other.v = other._views(len(self.k))
+        return other
+
+    def _views(self, num_layers: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         k: list[Tensor | None] = [None] * num_layers
         v: list[Tensor | None] = [None] * num_layers
-        for group in spec.groups:
-            buffer = _buffer(group, spec.chunk_size, num_slots, device, memory or _zeros)
-            self.buffers.append(buffer)
+        for group, buffer in zip(self._groups, self.buffers, strict=True):
             for n, j in enumerate(group.layers):
-                k[j], v[j] = buffer[n] if device.type == "cpu" else buffer[:, n].unbind(1)
-        self.k: Sequence[Tensor] = [x for x in k if x is not None]
-        self.v: Sequence[Tensor] = [x for x in v if x is not None]
-        if len(self.k) != num_layers:
+                k[j], v[j] = buffer[n] if self._by_layer else buffer[:, n].unbind(1)
+        keys, values = [x for x in k if x is not None], [x for x in v if x is not None]
+        if len(keys) != num_layers:
             raise ConfigError("a layer belongs to no group of the KV cache; each must belong to exactly one.")
+        return keys, values
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from cellar.core.sampling import MAX_LOGPROBS, SamplingParams
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.runtime.memory import device_total, device_used, host_available, human
+from cellar.runtime.offload.opened import Offloaded
 from cellar.runtime.ranks.comm import RankComm
 from cellar.runtime.steps import arena
 from cellar.runtime.steps.executor import StepExecutor
@@ -47,13 +48,28 @@ def plan_slots(
     enforce_eager: bool = False,
     planned: int | None = None,
     comm: RankComm | None = None,
+    offloaded: Offloaded | None = None,
+    held: int | None = None,
 ) -> int:
     """Slots of the KV cache on `device`, on which the weights lie already; `planned` ones, if that is given.
-    `comm`: the other ranks, which do the same now.
+    `comm`: the other ranks, which do the same now. `offloaded`: where layers come from that do not lie there. `held`:
+    bytes that an accelerator may hold in all.
 
     Raises CapacityError if one request of the longest context does not fit.
     """
     spec = model.spec
+    if planned is not None and offloaded is not None and offloaded.kv[0] == "host":
+        if device.type != "cpu":
+            gc.collect()
+            torch.cuda.empty_cache()
+            rehearse(model, weights, schedule, device, capture=False, offloaded=offloaded)
+            taken = int(torch.cuda.memory_reserved(device))
+            if held is not None and taken > held:
+                raise CapacityError(
+                    f"weights and the buffers of the largest step take {human(taken)} of {device}, but device_memory "
+                    f"is {human(held)}; raise it, or lower max_num_batched_tokens or max_num_seqs."
+                )
+        return planned
     if device.type == "cpu":
         free = host_available()
         size = 1 if comm is None else comm.size
@@ -62,10 +78,24 @@ def plan_slots(
         # What nobody can reach any more, perhaps a model of before, would be counted as taken.
         gc.collect()
         torch.cuda.empty_cache()
-        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, comm=comm)
+        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, comm=comm, offloaded=offloaded)
         used = device_used(device) + graphs
         free = device_total(device) - used
-        nbytes = arena.device_cache_nbytes(cache, used, device) if planned is None else planned * spec.kv.chunk_nbytes()
+        if held is not None:
+            # What this process's allocator has taken, and captured steps will.
+            free = min(free, held - int(torch.cuda.memory_reserved(device)) - graphs)
+        if planned is not None:
+            nbytes = planned * spec.kv.chunk_nbytes()
+        elif held is None:
+            nbytes = arena.device_cache_nbytes(cache, used, device)
+        else:
+            nbytes = max(0, free) if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes
+    if held is not None and nbytes > free:
+        raise CapacityError(
+            f"KV is to take {human(nbytes)}, but of its device_memory {device} has {human(max(0, free))} left beside "
+            "weights and the buffers of the largest step; raise device_memory, or lower max_num_batched_tokens, "
+            "max_num_seqs or kv_cache_memory_bytes."
+        )
     if planned is not None and nbytes > free:
         raise CapacityError(
             f"the plan has {planned:,} chunks of KV ({human(nbytes)}), but beside weights and buffers {device} has "
@@ -83,6 +113,7 @@ def rehearse(
     *,
     capture: bool,
     comm: RankComm | None = None,
+    offloaded: Offloaded | None = None,
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
@@ -92,7 +123,18 @@ def rehearse(
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
     assert tokens is not None, "decided by EngineConfig.on"
     longest = model.spec.max_position
-    executor = StepExecutor(model, weights, num_slots=1, num_rows=rows, device=device, comm=comm)
+    host_kv = None if offloaded is None else offloaded.host_kv(model.spec.kv, 1, device)
+    executor = StepExecutor(
+        model,
+        weights,
+        num_slots=1,
+        num_rows=rows,
+        device=device,
+        layers=None if offloaded is None else offloaded.layers,
+        batch=None if offloaded is None else offloaded.batch,
+        comm=comm,
+        host_kv=host_kv,
+    )
     try:
         with torch.inference_mode(), torch.cuda.device(device):
             graphs = 0
@@ -106,11 +148,16 @@ def rehearse(
                 graphs = taken - device_used(device)
             for step, lengths in enumerate((_shares(tokens, rows, longest), [min(tokens, longest)])):
                 executor.launch(_rehearsal(step, lengths, model.spec.kv.chunk_size), MaskBox())()
+            if host_kv is not None:
+                torch.cuda.synchronize(device)
     except torch.OutOfMemoryError as error:
         raise CapacityError(
             f"{device} has too little memory for steps of {tokens} tokens beside the weights; lower "
             "max_num_batched_tokens or max_num_seqs."
         ) from error
+    finally:
+        if host_kv is not None:
+            host_kv.close()
     return graphs
 
 

@@ -23,6 +23,7 @@ from cellar.core.messages import Flag, FloatArray, Logprobs, StepPlan, StepResul
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Hidden, Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
+from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.comm import RankComm
 from cellar.runtime.steps.arena import Arena
@@ -71,8 +72,8 @@ class StepExecutor:
     """Runs plans on one device, one at a time, in order.
 
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
-    bytes, if not the system; `layers` and `batch`: see `Forward`. `comm`: the other ranks, if this is one of several:
-    rank 0 samples, and the others take its tokens.
+    bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
+    `comm`: the other ranks, if this is one of several: rank 0 samples, and the others take its tokens.
     """
 
     def __init__(
@@ -89,13 +90,14 @@ class StepExecutor:
         layers: Layers | None = None,
         batch: int | None = None,
         comm: RankComm | None = None,
+        host_kv: HostKV | None = None,
     ) -> None:
         spec = model.spec
         self._device = device
         self._vocab_size = spec.vocab_size
         self._chunk_size = spec.kv.chunk_size
         self._upload = upload or uploader(device)
-        self.arena = Arena(spec.kv, num_slots, device, memory)
+        self.arena = Arena(spec.kv, num_slots, device, memory) if host_kv is None else host_kv.there
         self.forward = Forward(model, weights, self.arena, device, comm, layers, batch)
         self._comm = comm
         self._samples = comm is None or comm.rank == 0
@@ -103,6 +105,8 @@ class StepExecutor:
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
+        if host_kv is not None:
+            self.forward.attend_in_host(host_kv, self.rows.table_host)
 
     def launch(self, plan: StepPlan, masks: MaskBox, pace: Pace | None = None) -> Callable[[], StepResult]:
         """Start a plan; the function returned waits for its end and makes the result. `pace` sets the threads of a CPU.

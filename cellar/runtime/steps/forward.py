@@ -5,21 +5,45 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
-from cellar.models.model import Comm, Hidden, Model, run_layer
+from cellar.models.model import Comm, Hidden, LayerContext, Model, run_layer
 from cellar.ops.attention import AttentionShape, AttentionWork, Softmax, attention, decode_attention, plan_attention
 from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
+from cellar.runtime.offload.host_kv import (
+    CpuAttention,
+    CpuShare,
+    Divided,
+    DividedContext,
+    HostKV,
+    StagedChunks,
+    StagedContext,
+    divided,
+)
 from cellar.runtime.pace import Pace
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.inputs import StepInputs
+from cellar.runtime.transfer import uploader
+
+
+class Cache(Protocol):
+    """Keys and values by layer, as kernels see them: [slots, kv_heads, chunk_size, head_dim]."""
+
+    @property
+    def k(self) -> Sequence[Tensor]:
+        """Keys."""
+
+    @property
+    def v(self) -> Sequence[Tensor]:
+        """Values."""
 
 
 class StepContext:
@@ -34,7 +58,7 @@ class StepContext:
         self,
         positions: Tensor,
         cos_sin: Tensor | None,
-        arena: Arena,
+        arena: Cache,
         slot_mapping: Tensor,
         table: Tensor,
         works: list[AttentionWork],
@@ -94,11 +118,15 @@ class ResidentLayers:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One GPU batch of a pass: tokens [start, stop), and their attention work, one for each of `Forward.shapes`."""
+    """One GPU batch of a pass: tokens [start, stop), and their attention work, one for each of `Forward.shapes`.
+
+    `divided`: the work where the cache lies in host memory.
+    """
 
     start: int
     stop: int
     works: Sequence[AttentionWork]
+    divided: Divided | None = None
 
 
 class Forward:
@@ -129,6 +157,7 @@ class Forward:
         self._cos_sin = None if spec.rope is None else rope_table(spec.rope, device)
         self._scale = spec.head_dim**-0.5
         self._device = device
+        self._upload = uploader(device)
         # Layers of equal shape and window share one plan of attention work.
         shapes = [
             AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, arena.chunk_size, layer.window)
@@ -136,6 +165,8 @@ class Forward:
         ]
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
+        self._cpu: CpuAttention | None = None
+        self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
         self._softmax: Softmax = "auto"
 
@@ -150,36 +181,52 @@ class Forward:
         """How all other layers compute their softmax on a GPU. Say so before steps are captured."""
         self._softmax = softmax
 
+    def attend_in_host(self, host: HostKV, table: NDArray[np.int32]) -> None:
+        """The cache lies in host memory; `table` is the host's slot table, as it is when steps are planned."""
+        self._table_host = table
+        if host.by_cpu:
+            self._cpu = CpuAttention(host.here, torch.from_numpy(table), self._cos_sin, self._scale, self._device)
+
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
-        return self._works(inputs, slice(None))
+        return self._works(inputs.row, inputs.start, inputs.stop, self._device)
 
     def batches(self, inputs: StepInputs) -> list[Batch]:
         """The step in GPU batches. Spans of one sequence stay together."""
         if self._batch is None:
-            return [Batch(0, inputs.num_tokens, self.plan(inputs))]
+            return [self._planned(inputs, slice(None), 0, inputs.num_tokens)]
         ends = np.cumsum(inputs.stop - inputs.start)
         # The spans with which a sequence begins; every so many of them a batch does.
         first = np.flatnonzero(np.diff(inputs.row, prepend=-1))[:: self._batch].tolist()
         found, start = [], 0
         for begin, end in zip(first, [*first[1:], len(ends)], strict=True):
             stop = int(ends[end - 1])
-            found.append(Batch(start, stop, self._works(inputs, slice(begin, end))))
+            found.append(self._planned(inputs, slice(begin, end), start, stop))
             start = stop
         return found
 
-    def _works(self, inputs: StepInputs, spans: slice) -> list[AttentionWork]:
+    def _planned(self, inputs: StepInputs, spans: slice, start: int, stop: int) -> Batch:
+        own = inputs.row[spans], inputs.start[spans], inputs.stop[spans]
+        table = self._table_host
+        if table is None:
+            return Batch(start, stop, self._works(*own, self._device))
+        size, by_cpu = self.arena.chunk_size, self._cpu is not None
+        return Batch(start, stop, (), divided(*own, table, size, self._works, self._device, by_cpu))
+
+    def _works(
+        self, row: NDArray[np.int32], start: NDArray[np.int32], stop: NDArray[np.int32], device: torch.device
+    ) -> list[AttentionWork]:
         return [
             plan_attention(
-                inputs.row[spans],
-                inputs.start[spans],
-                inputs.stop[spans],
+                row,
+                start,
+                stop,
                 heads=shape.heads,
                 kv_heads=shape.kv_heads,
                 head_dim=shape.head_dim,
                 chunk_size=shape.chunk_size,
                 window=shape.window,
-                device=self._device,
+                device=device,
             )
             for shape in self.shapes
         ]
@@ -197,7 +244,7 @@ class Forward:
 
         Each layer is a lap of `pace`.
         """
-        context = self._context(planned, positions, slot_mapping, table)
+        context = self._context(planned, self.arena, positions, slot_mapping, table)
         return self._pass([(tokens, context)], pace)[0]
 
     def run_batches(
@@ -210,27 +257,55 @@ class Forward:
         pace: Pace | None = None,
     ) -> Hidden:
         """`run`, in GPU batches."""
-        if len(batches) == 1:
-            return self.run(batches[0].works, tokens, positions, slot_mapping, table, pace)
-        parts = []
+        parts: list[tuple[Tensor, LayerContext]] = []
         for batch in batches:
             part = slice(batch.start, batch.stop)
-            parts.append((tokens[part], self._context(batch.works, positions[part], slot_mapping[part], table)))
+            if batch.divided is None:
+                context: LayerContext = self._context(
+                    batch.works, self.arena, positions[part], slot_mapping[part], table
+                )
+            else:
+                context = self._divided(batch.divided, positions[part], slot_mapping[part], table)
+            parts.append((tokens[part], context))
         found = self._pass(parts, pace)
+        if len(found) == 1:
+            return found[0]
         deltas = [h.delta for h in found if h.delta is not None]
         return Hidden(torch.cat([h.residual for h in found]), torch.cat(deltas) if deltas else None)
 
+    def _divided(self, parts: Divided, positions: Tensor, slot_mapping: Tensor, table: Tensor) -> LayerContext:
+        """Attention where the cache lies."""
+        arrays: list[NDArray[Any]] = [parts.tokens, parts.rest]
+        if parts.staged is not None:
+            arrays += [parts.staged.slots, parts.staged.mapping, parts.staged.table]
+        tokens, rest, *staged = self._upload(arrays)
+        inner: LayerContext | None = None
+        if parts.works:
+            own = positions.index_select(0, rest)
+            if staged:
+                chunks = StagedChunks(self.arena, staged[0])
+                inner = StagedContext(self._context(parts.works, chunks, own, staged[1], staged[2]), chunks)
+            else:
+                inner = self._context(parts.works, self.arena, own, slot_mapping.index_select(0, rest), table)
+        if not parts.cpu_works:
+            assert inner is not None, "a batch has tokens"
+            return inner
+        assert self._cpu is not None
+        works = [parts.cpu_works[shape] for shape in self._shape_of_layer]
+        share = CpuShare(self._cpu, works, tokens, rest)
+        return DividedContext(share, inner, positions, self._cos_sin, self._comm)
+
     def _context(
-        self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
+        self, planned: Sequence[AttentionWork], arena: Cache, positions: Tensor, slot_mapping: Tensor, table: Tensor
     ) -> StepContext:
         for work in planned:
             work.softmax = self._softmax
         works = [planned[shape] for shape in self._shape_of_layer]
         for j in self._wide_layers:
             works[j] = works[j].with_maximum
-        return StepContext(positions, self._cos_sin, self.arena, slot_mapping, table, works, self._scale, self._comm)
+        return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, self._comm)
 
-    def _pass(self, batches: Sequence[tuple[Tensor, StepContext]], pace: Pace | None) -> list[Hidden]:
+    def _pass(self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None) -> list[Hidden]:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         model = self.model
         hidden = [model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]

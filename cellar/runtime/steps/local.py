@@ -94,20 +94,24 @@ class LocalRuntime:
         self._warmup = warmup
         self._offloaded = offloaded
         self._device = device
+        self._host_kv = None if offloaded is None else offloaded.host_kv(spec.kv, num_slots, device)
         self.executor: StepExecutor | None = StepExecutor(
             model,
             weights,
             num_slots=num_slots,
             num_rows=num_rows,
             device=device,
-            memory=None if offloaded is None else offloaded.memory.carve,
+            # An accelerator's cache has memory of its own.
+            memory=None if offloaded is None or device.type != "cpu" else offloaded.memory.carve,
             layers=None if offloaded is None else offloaded.layers,
             batch=None if offloaded is None else offloaded.batch,
             comm=comm,
+            host_kv=self._host_kv,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
-        if not enforce_eager:
+        # A captured step has its weights at fixed addresses.
+        if not enforce_eager and offloaded is None:
             self.executor.capture(num_rows, most_tokens)
         if device.type != "cpu":
             # Weights and arena were filled by this thread; the worker's first step must find them.
@@ -183,6 +187,11 @@ class LocalRuntime:
         if self._offloaded is not None:
             self._offloaded.close()
             self._offloaded = None
+        if self._host_kv is not None:
+            if self._device.type != "cpu":
+                torch.cuda.synchronize(self._device)
+            self._host_kv.close()
+            self._host_kv = None
         if self.lookup is not None:
             self.lookup.close()
         if self._copier is not None:
@@ -301,7 +310,8 @@ def _open(
         content = fingerprint.of_dummy(spec, model_config.seed, device.type)
     else:
         assert directory is not None
-        make = loader.reader(spec, directory, device)
+        # What may not stay on the device is not read there.
+        make = loader.reader(spec, directory, "cpu" if offloads else device)
         content = fingerprint.of_checkpoint(directory)
     offloaded: Offloaded | None = None
     if offloads:
@@ -328,10 +338,18 @@ def _open(
             config.cache,
             config.schedule,
             device,
-            enforce_eager=config.device.enforce_eager,
+            enforce_eager=config.device.enforce_eager or offloads,
             planned=placement.num_chunks if placement is not None else None,
             comm=comm,
+            offloaded=offloaded,
+            held=config.offload.nbytes["device"] if device.type != "cpu" else None,
         )
+        below = (config.cache.kv_offloading_size, config.cache.kv_disk_size, config.cache.kv_remote_size)
+        if offloaded is not None and offloaded.kv[0] == "host" and any(below):
+            raise ConfigError(
+                "KV lies in host memory already, and is not kept in tiers below that yet; leave kv_offloading_size, "
+                "kv_disk_size and kv_remote_size out, or plan with KV on the device."
+            )
         tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
         runtime = LocalRuntime(
             model,

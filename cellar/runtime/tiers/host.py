@@ -7,11 +7,9 @@ range is registered a chunk is copied through the driver's own buffer, which is 
 
 from __future__ import annotations
 
-import logging
 import mmap
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +17,9 @@ import torch
 from cellar.core.errors import CapacityError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
+from cellar.runtime.registered import AT_ONCE, Registered
 from cellar.runtime.tiers.storage import Bytes
 
-logger = logging.getLogger(__name__)
-
-_REGISTERED_AT_ONCE = 512 * 2**20
 _RESERVE = 0.05
 """Of the memory that is free, what is left to others."""
 
@@ -46,10 +42,10 @@ class HostTier:
         self._map = mmap.mmap(-1, max(nbytes, 1))
         self.chunks: Bytes = np.frombuffer(self._map, np.uint8, nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
-        self._registered: list[int] = []
+        self._registered = Registered(device)
         self._thread: threading.Thread | None = None
         if device.type == "cuda":
-            self._thread = threading.Thread(target=self._register, args=(device,), name="cellar-register", daemon=True)
+            self._thread = threading.Thread(target=self._register, name="cellar-register", daemon=True)
             self._thread.start()
 
     @property
@@ -82,29 +78,12 @@ class HostTier:
         self._closing.set()
         if self._thread is not None:
             self._thread.join()
-        driver: Any = torch.cuda.cudart() if self._registered else None  # type: ignore[no-untyped-call]
-        for address in self._registered:
-            driver.cudaHostUnregister(address)
-        self._registered.clear()
+        self._registered.close()
         self.chunks = np.empty((0, 0), np.uint8)
 
-    def _register(self, device: torch.device) -> None:
+    def _register(self) -> None:
         nbytes = self.chunks.shape[1]
-        step = max(1, _REGISTERED_AT_ONCE // nbytes)
-        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device):
-            for first in range(0, self._num_slots, step):
-                if self._closing.is_set():
-                    return
-                part = self.chunks[first : first + step]
-                # Ranges need no alignment; those that share a page register it twice, which the driver allows.
-                error = int(driver.cudaHostRegister(part.ctypes.data, part.nbytes, 0))
-                if error:
-                    logger.warning(
-                        "the driver registered %s of %s of host memory (error %d); the rest is copied more slowly",
-                        human(first * nbytes),
-                        human(self.chunks.nbytes),
-                        error,
-                    )
-                    return
-                self._registered.append(part.ctypes.data)
+        step = max(1, AT_ONCE // nbytes)
+        for first in range(0, self._num_slots, step):
+            if self._closing.is_set() or not self._registered.add(self.chunks[first : first + step]):
+                return

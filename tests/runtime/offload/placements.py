@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,8 +14,19 @@ from cellar.planner.saved import Limits, SavedPlan, geometry_of
 PLACES = ("device", "host", "disk")
 
 
-def random_placement(spec: ModelSpec, seed: int, chunks: int = 40, batch: int = 2) -> Placement:
-    """Every tensor of a layer is cut into one to four runs of rows, each in any place, vectors too."""
+def random_placement(
+    spec: ModelSpec,
+    seed: int,
+    chunks: int = 40,
+    batch: int = 2,
+    *,
+    whole: bool = False,
+    places: Sequence[str] = PLACES,
+    kv: tuple[str, str] = ("device", "device"),
+) -> Placement:
+    """Every tensor of a layer is cut into one to four runs of rows (`whole`: into none), each in any place, vectors
+    too. `kv`: where it lies, and who attends to it.
+    """
     random = np.random.default_rng(seed)
     weights: list[Placed] = []
     for name, tensor in spec.named_tensors():
@@ -22,31 +34,32 @@ def random_placement(spec: ModelSpec, seed: int, chunks: int = 40, batch: int = 
         if not name.startswith("layers."):
             weights.append(Placed(name, "device", 0, rows, spec.dtype))
             continue
-        inner = random.choice(np.arange(1, rows), min(rows - 1, int(random.integers(0, 4))), replace=False)
+        cuts = 0 if whole else min(rows - 1, int(random.integers(0, 4)))
+        inner = random.choice(np.arange(1, rows), cuts, replace=False)
         ends = [0, *sorted(inner.tolist()), rows]
         for start, stop in itertools.pairwise(ends):
-            weights.append(Placed(name, PLACES[int(random.integers(3))], start, stop, spec.dtype))
+            weights.append(Placed(name, places[int(random.integers(len(places)))], start, stop, spec.dtype))
     order = random.permutation(len(weights))
     return Placement(
         tuple(weights[k] for k in order),
-        "device",
+        kv[0],
         "device",
         "offload",
-        (PlacedUnits("device", chunks, "device"),),
+        (PlacedUnits(kv[0], chunks, kv[1]),),
         (),
         BlockSchedule(batch, 2),
     )
 
 
-def plan_of(spec: ModelSpec, placement: Placement, limits: Limits) -> SavedPlan:
-    """The placement as a plan for a processor."""
+def plan_of(spec: ModelSpec, placement: Placement, limits: Limits, device: str = "cpu") -> SavedPlan:
+    """The placement as a plan for a kind of device."""
     return SavedPlan(
         model="tiny",
         geometry=geometry_of(spec),
         dtype=spec.dtype,
         chunk_size=spec.kv.chunk_size,
         machine="any",
-        device="cpu",
+        device=device,
         placement=placement,
         limits=limits,
         cost=None,

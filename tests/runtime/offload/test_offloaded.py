@@ -119,6 +119,19 @@ def test_tokens_are_those_of_the_resident_engine(
             assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("by", ["host", "device"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_kv_in_host_memory_gives_the_resident_engines_tokens(
+    kind: str, by: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
+) -> None:
+    """Decodes and prompts in one pass; prompts in pieces, prompts that share chunks, prompts of one token."""
+    wanted, spec = expected(kind), spec_of(models(kind))
+    found = answers_of(models(kind), random_placement(spec, 5, batch=2, kv=("host", by)), tmp_path)
+    assert tokens_of(found) == tokens_of(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_tokens_in_many_placements(
@@ -278,7 +291,7 @@ def test_planted_bugs_change_tokens(
 ) -> None:
     spec = spec_of(models(DEEP))
     # The same rows of each layer are away, so that any layer's bytes fit any slot.
-    plan = capped_plan(spec, Room(440_000, 20_000, 10**6, 200_000), LIMITS, model="tiny", machine="any", device="cpu")
+    plan = capped_plan(spec, Room(440_000, 20_000, 10**6, 200_000), LIMITS, model="tiny", machine="any")
     assert tokens_of(answers_of(models(DEEP), plan.placement, tmp_path)) == tokens_of(expected(DEEP))
     plant(monkeypatch)
     assert tokens_of(answers_of(models(DEEP), plan.placement, tmp_path)) != tokens_of(expected(DEEP))
@@ -300,7 +313,7 @@ def test_plans_fill_the_faster_place_first() -> None:
             room = Room(device, host, 10**9, 50_000)
             if fits(spec, room, limits):
                 continue
-            plan = capped_plan(spec, room, limits, model="m", machine="any", device="cpu")
+            plan = capped_plan(spec, room, limits, model="m", machine="any")
             rows = placed_rows(plan.placement, spec)
             found = planned_nbytes(rows, spec)
             assert device_nbytes(spec, rows, plan.placement.num_chunks) <= device

@@ -1,0 +1,259 @@
+"""A KV cache in host memory: the CPU attends to it for decodes, the device writes prompts to it.
+
+    decode:  q, k, v of the step --copy--> CPU: rotate, write, attend over [layer][K/V][slot] --copy--> device
+    prompt:  attention over a staged cache on the device, of this pass alone; its chunks --> host memory
+             (a prompt that goes on, or shares chunks of others, is attended to in host memory, over the link)
+
+A decode reads its sequence's whole cache once, and the processor's memory is nearer to it than the link (FlexGen §4.3,
+"delegate attention computation"); a prompt's K and V are made where it is attended to.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cellar.core.specs import KVSpec
+from cellar.models.model import Comm, LayerContext
+from cellar.ops.attention import AttentionWork, decode_attention
+from cellar.runtime.offload.held import HOST, HeldMemory
+from cellar.runtime.registered import mapped
+from cellar.runtime.steps.arena import Arena
+
+LongArray = NDArray[np.int64]
+IntArray = NDArray[np.int32]
+
+
+class HostKV:
+    """`num_slots` chunks in host memory: `here` is the CPU's arena, `there` the same bytes as the device sees them.
+    `by_cpu`: the CPU attends to them for decodes.
+
+    Raises CapacityError if the host has not so much memory.
+    """
+
+    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device, *, by_cpu: bool) -> None:
+        self.by_cpu = by_cpu
+        self._memory = HeldMemory("host", num_slots * spec.chunk_nbytes() + 64 * len(spec.groups))
+        if device.type != "cpu":
+            self._memory.register(device)
+        self.here = Arena(spec, num_slots, HOST, self._memory.carve)
+        self.there = self.here.seen([mapped(buffer, device) for buffer in self.here.buffers])
+
+    def close(self) -> None:
+        """Undo what the device was told. Nobody computes any more."""
+        self._memory.close()
+
+
+Plan = Callable[[IntArray, IntArray, IntArray, torch.device], list[AttentionWork]]
+"""Attention work of spans (row, start, stop) on a device, one for each shape of layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """The spans of a GPU batch, divided: decodes alone in their rows for the CPU, by `cpu_works`; the rest for the
+    device, by `works`. `tokens` and `rest` are their tokens among the batch's.
+
+    `staged`: the rest begins at position 0, one span a row, so that it needs no chunk of before: the slots of its
+    chunks, and each token's place among these. None: the rest attends to host memory.
+    """
+
+    cpu_works: list[AttentionWork]
+    works: list[AttentionWork]
+    tokens: LongArray
+    rest: LongArray
+    staged: Staged | None
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """`slots` int64 [chunks]; `table` int32 [rows, columns] and `mapping` int64 [tokens] number these chunks."""
+
+    slots: LongArray
+    table: IntArray
+    mapping: LongArray
+
+
+def divided(
+    row: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    table: IntArray,
+    size: int,
+    plan: Plan,
+    device: torch.device,
+    by_cpu: bool,
+) -> Divided:
+    """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`. `by_cpu`: the CPU attends."""
+    _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
+    alone, length = counts[inverse] == 1, stop - start
+    here = alone & (length == 1) & (start > 0) & by_cpu
+    there = ~here
+    fresh = bool((alone & (start == 0))[there].all()) and there.any()
+    works: list[AttentionWork] = []
+    staged = None
+    if fresh:
+        staged = _staged(row[there], stop[there], table, size)
+        works = plan(np.arange(int(there.sum()), dtype=np.int32), start[there], stop[there], device)
+    elif there.any():
+        works = plan(row[there], start[there], stop[there], device)
+    return Divided(
+        plan(row[here], start[here], stop[here], HOST) if here.any() else [],
+        works,
+        np.flatnonzero(here.repeat(length)),
+        np.flatnonzero(there.repeat(length)),
+        staged,
+    )
+
+
+def _staged(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged:
+    columns = -(-stop // size)
+    first = np.cumsum(columns) - columns
+    numbers = np.full((len(row), int(columns.max())), -1, np.int32)
+    slots, mapping = [], []
+    for n, (r, count, begin, tokens) in enumerate(zip(row, columns, first, stop, strict=True)):
+        numbers[n, :count] = np.arange(begin, begin + count)
+        slots.append(table[r, :count].astype(np.int64))
+        mapping.append(begin * size + np.arange(tokens, dtype=np.int64))
+    return Staged(np.concatenate(slots), numbers, np.concatenate(mapping))
+
+
+class CpuAttention:
+    """Attention of decodes by the CPU. `table`: int32 [rows, columns] in host memory.
+
+    `seconds`: how long it has attended in all, the wait for q, k and v left out.
+    """
+
+    def __init__(self, arena: Arena, table: Tensor, cos_sin: Tensor | None, scale: float, device: torch.device) -> None:
+        self._arena = arena
+        self._table = table
+        self._cos_sin = None if cos_sin is None else cos_sin.cpu()
+        self._scale = scale
+        self._device = device
+        self._pinned: dict[str, Tensor] = {}
+        self.seconds = 0.0
+
+    def send(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
+        """Begin to bring q, k and v [tokens, heads, head_dim] here; what `attend` wants."""
+        sizes = [x.shape[1] for x in (q, k, v)]
+        if self._device.type == "cpu":
+            return q, k, v
+        together = torch.cat((q, k, v), 1)
+        here = self._room("in", together)
+        here.copy_(together, non_blocking=True)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return here, sizes, event
+
+    def attend(self, j: int, sent: Any, work: AttentionWork, *, rotate: bool) -> Tensor:
+        """Rotate, write, attend; -> [tokens, heads, head_dim] on the device, on its way."""
+        if self._device.type == "cpu":
+            q, k, v = sent
+        else:
+            here, sizes, event = sent
+            event.synchronize()
+            q, k, v = here.split_with_sizes(sizes, 1)
+        cos_sin, begin = self._cos_sin if rotate else None, time.perf_counter()
+        found = decode_attention(q, k, v, cos_sin, self._arena.k[j], self._arena.v[j], self._table, work, self._scale)
+        self.seconds += time.perf_counter() - begin
+        if self._device.type == "cpu":
+            return found
+        out = self._room("out", found)
+        out.copy_(found)
+        return out.to(self._device, non_blocking=True)
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        """Pinned memory for so many numbers. What is there is read before the stream comes to what is written next:
+        each `attend` waits for a copy that was begun after the last result had been sent.
+        """
+        held = self._pinned.get(name)
+        if held is None or held.numel() < like.numel() or held.dtype != like.dtype:
+            held = self._pinned[name] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
+        return held[: like.numel()].view(like.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuShare:
+    """What the CPU attends to of a GPU batch: `tokens` of it (on the device; None: all), by `works`, one a layer."""
+
+    attention: CpuAttention
+    works: Sequence[AttentionWork]
+    tokens: Tensor | None
+    rest: Tensor | None
+
+
+class DividedContext:
+    """A `LayerContext` whose attention is divided: the CPU's share, and the rest by `inner` (None: there is none).
+
+    The device is given its part first, and computes while the CPU does.
+    """
+
+    def __init__(
+        self, share: CpuShare, inner: LayerContext | None, positions: Tensor, cos_sin: Tensor | None, comm: Comm | None
+    ) -> None:
+        self.positions = positions
+        self.cos_sin = cos_sin
+        self.comm = comm
+        self._share = share
+        self._inner = inner
+
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
+        """Each part where its cache lies."""
+        share = self._share
+        if self._inner is None or share.tokens is None or share.rest is None:
+            return share.attention.attend(j, share.attention.send(q, k, v), share.works[j], rotate=rotate)
+        sent = share.attention.send(*(x.index_select(0, share.tokens) for x in (q, k, v)))
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        mine = (x.index_select(0, share.rest) for x in (q, k, v))
+        out.index_copy_(0, share.rest, self._inner.attend(j, *mine, rotate=rotate))
+        return out.index_copy_(0, share.tokens, share.attention.attend(j, sent, share.works[j], rotate=rotate))
+
+
+class StagedChunks:
+    """A cache on the device for the prompts of one pass, a layer at a time. Its chunk n goes to slot `slots[n]`.
+
+    Implements what `StepContext` asks of an arena: `k[j]` and `v[j]` are the same memory for all j.
+    """
+
+    def __init__(self, there: Arena, slots: Tensor) -> None:
+        self._there = there
+        self._slots = slots
+        self.chunk_size = there.chunk_size
+        self._held: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        self.k = [self._cache(j)[0] for j in range(len(there.k))]
+        self.v = [self._cache(j)[1] for j in range(len(there.k))]
+
+    def keep(self, j: int) -> None:
+        """Bring layer j's chunks to host memory."""
+        self._there.k[j].index_copy_(0, self._slots, self.k[j])
+        self._there.v[j].index_copy_(0, self._slots, self.v[j])
+
+    def _cache(self, j: int) -> tuple[Tensor, Tensor]:
+        shape, like = (len(self._slots), *self._there.k[j].shape[1:]), self._there.k[j]
+        if shape not in self._held:
+            made = torch.zeros((2, *shape), dtype=like.dtype, device=like.device)
+            self._held[shape] = (made[0], made[1])
+        return self._held[shape]
+
+
+class StagedContext:
+    """A `LayerContext` over staged chunks, which are kept once a layer has attended to them."""
+
+    def __init__(self, inner: LayerContext, chunks: StagedChunks) -> None:
+        self._inner = inner
+        self._chunks = chunks
+        self.positions = inner.positions
+        self.cos_sin = inner.cos_sin
+        self.comm = inner.comm
+
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
+        """Attention on the device, then the chunks to host memory."""
+        out = self._inner.attend(j, q, k, v, rotate=rotate)
+        self._chunks.keep(j)
+        return out

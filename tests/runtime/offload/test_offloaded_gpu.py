@@ -1,0 +1,137 @@
+"""Weights streamed to a GPU: the resident engine's tokens, nothing waited for in a step, memory held to a budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cellar import LLM, SamplingParams
+from cellar.core.messages import RequestOutput
+from cellar.models.registry import open_model, read_config
+from cellar.planner.saved import Limits
+from tests.conformance.chatglm import config_of
+from tests.runtime.offload.placements import plan_of, random_placement
+from tests.tiny_checkpoint import write_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device"),
+]
+
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_layers": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": 9},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 32, "tie_word_embeddings": True},
+    "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": 512, "word_embed_proj_dim": 128},
+    "chatglm": config_of(4, 2, 64, 256),
+}
+LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
+OPTIONS: dict[str, Any] = {"device": "cuda", "skip_tokenizer_init": True}
+GIB = 2**30
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Nine prompts of 1 to 60 tokens, which end at different times."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 60, int(n)).tolist() for n in random.integers(1, 60, 8)]
+    prompts.append([*prompts[0], 7])
+    lengths = random.integers(2, 14, 9).tolist()
+    return prompts, [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1) for n in lengths]
+
+
+def tokens_of(found: list[RequestOutput]) -> list[list[int]]:
+    return [one.outputs[0].token_ids for one in found]
+
+
+def resident(model: Path, dtype: str) -> list[RequestOutput]:
+    options = OPTIONS | {"dtype": dtype, "block_size": 16, "kv_cache_memory_bytes": 10**7, "enforce_eager": True}
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 128}
+    with LLM(model, **options, **limits) as llm:
+        return llm.generate(*requests(), use_tqdm=False)
+
+
+def offloaded(model: Path, folder: Path, dtype: str, seed: int, **how: Any) -> LLM:
+    spec = open_model(read_config(model), dtype, 16, LIMITS.max_model_len).spec
+    file = folder / f"plan-{dtype}-{seed}.json"
+    file.write_text(plan_of(spec, random_placement(spec, seed, **how), LIMITS, "gpu").to_json())
+    return LLM(model, plan=file, disk_path=folder / "disk", **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_float32_gives_the_resident_engines_tokens(kind: str, tmp_path: Path) -> None:
+    """Rows of each tensor anywhere, GPU batches of one and three sequences; log-probabilities to the last digits."""
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    wanted = resident(model, "float32")
+    for seed in range(3):
+        with offloaded(model, tmp_path, "float32", seed, batch=1 + 2 * (seed % 2)) as llm:
+            found = llm.generate(*requests(), use_tqdm=False)
+        assert tokens_of(found) == tokens_of(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-3)
+
+
+@pytest.mark.parametrize("by", ["host", "device"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_kv_in_host_memory(kind: str, by: str, tmp_path: Path) -> None:
+    """The CPU attends to decodes, or the device does over the link; prompts in pieces, and beside decodes."""
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    wanted = resident(model, "float32")
+    with offloaded(model, tmp_path, "float32", 4, batch=2, kv=("host", by)) as llm:
+        found = llm.generate(*requests(), use_tqdm=False)
+    assert tokens_of(found) == tokens_of(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_bfloat16_gives_the_resident_engines_tokens(kind: str, tmp_path: Path) -> None:
+    """Whole tensors anywhere, so that products are those of the resident engine to the bit."""
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    wanted = resident(model, "bfloat16")
+    for seed in range(3):
+        with offloaded(model, tmp_path, "bfloat16", seed, batch=3, whole=True) as llm:
+            assert tokens_of(llm.generate(*requests(), use_tqdm=False)) == tokens_of(wanted)
+
+
+def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
+    """Whatever would make the host wait for the device raises; it was run once before, to compile and allocate."""
+    model = write_checkpoint(tmp_path / "model", **SHAPE)
+    with offloaded(model, tmp_path, "float32", 0, places=("device", "host")) as llm:
+        first = tokens_of(llm.generate(*requests(), use_tqdm=False))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            again = llm.generate(*requests(), use_tqdm=False)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert [one.outputs[0].finish_reason for one in again] == ["length"] * 9
+    assert tokens_of(again) == first
+
+
+@pytest.mark.parametrize("gib", [1.75, 3.0])
+def test_device_memory_is_held(gib: float) -> None:
+    """A model of 2.5 GiB on a device held to less, which streams it, and to more, which holds it."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    options = OPTIONS | {"dtype": "bfloat16", "load_format": "dummy", "max_model_len": 256, "max_num_seqs": 8}
+    prompts = [[5 + k, 9, 100 + k] * 20 for k in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM("llama-3.2-1b", **options, max_num_batched_tokens=512, device_memory=gib) as llm:
+        report = llm.offload
+        held = torch.cuda.memory_reserved()
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert [len(tokens) for tokens in tokens_of(found)] == [8] * 8
+        assert torch.cuda.memory_reserved() == held, "a step takes nothing more"
+        assert held - before <= gib * GIB
+        assert held - before > 0.6 * gib * GIB
+    assert (report is None) == (gib > 2.5)
+    if report is not None:
+        assert report.weights["host"] > 0.3 * GIB
+        assert report.rates["host"] > 5e9
+        assert torch.cuda.memory_reserved() - before < 0.1 * GIB, "all is given back"
