@@ -14,6 +14,8 @@ import time
 from typing import Any
 
 from cellar import LLM, SamplingParams
+from cellar.runtime.offload import layers
+from cellar.runtime.offload.layers import CPU_TOKENS
 
 
 def main() -> None:
@@ -32,8 +34,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
     parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
+    layers.CPU_TOKENS = options.cpu_tokens
     rest: dict[str, Any] = {
         "dtype": options.dtype,
         "load_format": options.load_format,
@@ -65,6 +69,8 @@ def main() -> None:
         found |= {
             "weights": dict(report.weights),
             "kv": report.kv,
+            "kv_place": report.kv_place,
+            "by_cpu_in_passes_of_few_tokens": report.by_cpu,
             "ring": report.ring,
             "moved_a_pass": dict(report.moved),
             "rates_of_reading_back": dict(report.rates),

@@ -408,6 +408,7 @@ class Placed:
     """Rows [start, stop) of dimension 0 of one tensor lie on `device` in `format`.
 
     Places are named `device` (what the worker computes on), `host` and `disk`: only a runtime knows which those are.
+    `compute` host: the CPU multiplies these rows where they lie in passes of few tokens; in others they move, too.
     """
 
     tensor: str
@@ -415,6 +416,7 @@ class Placed:
     start: int
     stop: int
     format: str
+    compute: str = "device"
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,12 +51,14 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes/s while all go on at once: over the link to the device, of attention by the CPU, of the device's memory.
+    """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
+    device's memory.
 
     Those of an H200 and its 16 cores; `cellar profile` measures others.
     """
 
     link: float = 50e9
+    multiply: float = 80e9
     attention: float = 60e9
     device: float = 4e12
 
@@ -100,7 +102,10 @@ def capped_plan(
         best = 0.0, _divide(spec, room, limits, kv, place), place, kv
     speed, division, place, kv = best
     chunks = kv // spec.kv.chunk_nbytes()
-    weights, on_disk = _placed(spec, division.kept, division.kept + division.warm)
+    # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest.
+    left = division.warm * rates.multiply / (rates.multiply + rates.link) if room.kind != "cpu" else 0.0
+    cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
+    weights, on_disk = _placed(spec, *cuts)
     if on_disk > room.disk:
         raise CapacityError(
             f"beside {_gib(room.device)} of device_memory and {_gib(room.host or 0)} of host_memory {_gib(on_disk)} of "
@@ -214,22 +219,25 @@ def _speed(spec: ModelSpec, limits: Limits, rates: Rates, division: _Division, p
     return count / max(division.away / rates.link, by_cpu, own / rates.device)
 
 
-def _placed(spec: ModelSpec, first: float, second: float) -> tuple[tuple[Placed, ...], int]:
-    """Rows of each layer up to the share `first` on the device, up to `second` in host memory; and bytes on disk."""
+def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:
+    """Rows of each layer up to the share `first` on the device, up to `third` in host memory, from `second` on for the
+    CPU to multiply; and bytes on disk.
+    """
     found, on_disk = [], 0
     cuts = {
-        f"layers.{layer.index}.{t.name}": (_rows(matrices, k, first), _rows(matrices, k, second))
+        f"layers.{layer.index}.{t.name}": tuple(_rows(matrices, k, share) for share in (first, second, third))
         for layer in spec.layers
         for matrices in (_matrices(layer),)
         for k, t in enumerate(matrices)
     }
     for name, tensor in spec.named_tensors():
         whole = tensor.shape[0]
-        a, b = cuts.get(name, (whole, whole))
-        for place, start, stop in (("device", 0, a), ("host", a, b), ("disk", b, whole)):
+        a, b, c = cuts.get(name, (whole,) * 3)
+        parts = (("device", 0, a, "device"), ("host", a, b, "device"), ("host", b, c, "host"))
+        for place, start, stop, compute in (*parts, ("disk", c, whole, "device")):
             if start < stop:
-                found.append(Placed(name, place, start, stop, spec.dtype))
-        on_disk += (whole - b) * _row(tensor)
+                found.append(Placed(name, place, start, stop, spec.dtype, compute))
+        on_disk += (whole - c) * _row(tensor)
     return tuple(found), on_disk
 
 

@@ -59,7 +59,7 @@ class Homes:
         self._spec = spec
         self._rows = rows
         self._tensors = dict(spec.named_tensors())
-        self._device = device
+        self.device = device
         self._memory = memory
         self.layouts = [
             layer_layout(layer, {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors})

@@ -16,12 +16,15 @@ from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
+from cellar.runtime.offload.host_rows import HostRows
 from cellar.runtime.offload.layout import LayerLayout
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
 
 NUM_SLOTS = 2
 """One layer computes while the next is on its way."""
+CPU_TOKENS = 16
+"""A pass of up to so many tokens leaves rows to the CPU: of more tokens it multiplies more slowly than it reads."""
 MEASURED_NBYTES = 2**31
 
 
@@ -42,10 +45,14 @@ class StreamedLayers:
         size = ring_nbytes(homes.layouts)
         self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
         weights = LayerWeights(homes)
-        self._weights: dict[tuple[int, int], Mapping[str, Weight]] = {}
+        self._weights: dict[tuple[int, int, bool], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
-                self._weights[layer.index, slot] = weights.of(layer, layout, there)
+                for by_cpu in {False, any(area.source is not None for area in layout.areas)}:
+                    self._weights[layer.index, slot, by_cpu] = weights.of(layer, layout, there, by_cpu=by_cpu)
+        self._by_cpu = False
+        # Whether what a slot holds leaves rows to the CPU; the loader writes it, before the slot can be taken.
+        self._left = [False] * len(self._slots)
         self._streamed = frozenset(layout.index for layout in streamed)
         self.host_rate = self._measured(streamed) if mover.is_asynchronous else None
         self._ring = WeightRing(sorted(self._streamed), NUM_SLOTS, self._fill) if streamed else None
@@ -60,24 +67,33 @@ class StreamedLayers:
         return {place: sum(layout.record_nbytes[place] for layout in layouts) for place in ("host", "disk")}
 
     @property
+    def cpu_nbytes(self) -> int:
+        """Bytes of these that the CPU multiplies instead in a pass of few tokens."""
+        return sum(copy.nbytes for layout in self._homes.layouts for copy in layout.copies if copy.by_cpu)
+
+    @property
     def wait_seconds(self) -> float:
         """How long the computation has waited for weights in all."""
         return self._ring.wait_seconds if self._ring is not None else 0.0
 
+    def begin(self, num_tokens: int) -> None:
+        """A pass over so many tokens begins."""
+        self._by_cpu = num_tokens <= CPU_TOKENS
+        if self._ring is not None:
+            self._ring.begin()
+
     @contextmanager
     def at(self, j: int) -> Iterator[Mapping[str, Weight]]:
-        """Layer j's weights, until the block ends. Layers come in ascending order; layer 0 begins a pass.
+        """Layer j's weights, until the block ends. Layers come in ascending order.
 
         Raises DeviceError if they cannot be read.
         """
-        if j == 0 and self._ring is not None:
-            self._ring.begin()
         if j not in self._streamed or self._ring is None:
-            yield self._weights[j, 0]
+            yield self._weights[j, 0, False]
             return
         slot = self._ring.take(j)
         try:
-            yield self._weights[j, slot]
+            yield self._weights[j, slot, self._left[slot]]
         finally:
             self._ring.give(slot, self._mover.computed())
 
@@ -91,8 +107,10 @@ class StreamedLayers:
     def _fill(self, slot: int, layer: int) -> Fence:
         """The loader's thread: bring a layer's rows into a slot."""
         layout = self._homes.layouts[layer]
+        # As in the pass that is under way; the next one will mostly be like it, and either is right.
+        left = self._left[slot] = self._by_cpu and any(copy.by_cpu for copy in layout.copies)
         if layout.record_nbytes["host"]:
-            self._move("host", layout, self._homes.source("host", layer), self._slots[slot])
+            self._move("host", layout, self._homes.source("host", layer), self._slots[slot], left=left)
         for move in layout.moves:
             if move.place == "device":
                 source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]
@@ -105,9 +123,9 @@ class StreamedLayers:
             self._staged[self._turn] = self._mover.over()
         return self._mover.moved()
 
-    def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor) -> None:
+    def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor, *, left: bool = False) -> None:
         for copy in layout.copies:
-            if copy.place == place:
+            if copy.place == place and not (left and copy.by_cpu):
                 source = record[copy.source : copy.source + copy.nbytes]
                 self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
 
@@ -133,20 +151,25 @@ class LayerWeights:
     def __init__(self, homes: Homes) -> None:
         self._homes = homes
 
-    def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor) -> dict[str, Weight]:
-        """A layer's weights while `slot` holds its other rows."""
+    def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor, *, by_cpu: bool = False) -> dict[str, Weight]:
+        """A layer's weights while `slot` holds its other rows; `by_cpu`: but for those that the CPU multiplies."""
         found: dict[str, Weight] = {}
         for tensor in layer.tensors:
             pieces: list[tuple[int, Tensor]] = []
             for area in layout.areas:
                 if area.tensor == tensor.name:
+                    if by_cpu and area.source is not None:
+                        record = self._homes.source("host", layout.index)
+                        size = (area.stop - area.start) * (tensor.nbytes // tensor.shape[0])
+                        pieces.append((area.start, _typed(record[area.source : area.source + size], tensor)))
+                        continue
                     end = area.offset + (area.stop - area.start) * (tensor.nbytes // tensor.shape[0])
                     pieces.append((area.start, _typed(slot[area.offset : end], tensor)))
             if len(tensor.shape) == 1 and pieces:
                 ((_, found[tensor.name]),) = pieces
                 continue
             pieces += self._resident(f"layers.{layer.index}.{tensor.name}", tensor)
-            found[tensor.name] = _joined(tensor, pieces)
+            found[tensor.name] = _joined(tensor, pieces, self._homes.device)
         return found
 
     def whole(self, name: str, tensor: TensorSpec) -> Tensor:
@@ -179,11 +202,13 @@ def _typed(there: Tensor, tensor: TensorSpec) -> Tensor:
     return there.view(getattr(torch, tensor.dtype)).view(-1, *tensor.shape[1:])
 
 
-def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]]) -> Weight:
+def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]], device: torch.device) -> Weight:
     """Pieces under one another: a matrix multiplied piece by piece; a vector on the device is one, or put together."""
     pieces.sort(key=lambda piece: piece[0])
     parts = [there for _, there in pieces]
     if len(tensor.shape) == 1:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-    matrices: list[LinearWeight] = [in_place(part) for part in parts]
+    matrices: list[LinearWeight] = [
+        HostRows(part, device) if part.device.type != device.type else in_place(part) for part in parts
+    ]
     return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)

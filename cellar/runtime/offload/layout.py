@@ -1,7 +1,7 @@
 """What a placement means to the byte, as data: which rows of which tensor lie where, and what a layer's slot holds.
 
     device:  [rows of tensor a] [rows of tensor b] ...      each in a place of its own
-    host:    layer j: [rows of a][rows of c]                one record a layer
+    host:    layer j: [rows of a][rows of c]                one record a layer, rows that the CPU may multiply last
     disk:    layer j: [rows of a][rows of b]                one record a layer, at a multiple of 4 KiB
     slot:    [rows from host ...][rows from disk ...]       records as they are, so that one copy moves each
              [vectors of which anything is away, whole]     rows of the device included
@@ -25,21 +25,25 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [start, stop) of a tensor lie in `place`."""
+    """Rows [start, stop) of a tensor lie in `place`. `by_cpu`: it may multiply them there."""
 
     place: str
     start: int
     stop: int
+    by_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Rows [start, stop) of a tensor stand in a slot from byte `offset` on."""
+    """Rows [start, stop) of a tensor stand in a slot from byte `offset` on. `source`: rows that the CPU may multiply,
+    where they stand in the record in host memory.
+    """
 
     tensor: str
     start: int
     stop: int
     offset: int
+    source: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +58,20 @@ class Move:
     source: int
     target: int
     nbytes: int
+    by_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`nbytes` from byte `source` of the layer's record in `place` to byte `target` of the slot."""
+    """`nbytes` from byte `source` of the layer's record in `place` to byte `target` of the slot. `by_cpu`: of rows that
+    the CPU may multiply instead.
+    """
 
     place: str
     source: int
     target: int
     nbytes: int
+    by_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +129,14 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Rows, 
                 f"the plan places {part.tensor} on {part.device}, but tables and head stay on the device yet; plan "
                 "with more device_memory."
             )
+        by_cpu = part.compute == "host"
+        if part.compute not in ("device", "host") or (by_cpu and (part.device != "host" or len(tensor.shape) < 2)):
+            raise ConfigError(
+                f"the plan has {part.tensor} on {part.device} multiplied by {part.compute}, but beside the device the "
+                "host alone multiplies, and rows of matrices in its own memory alone; plan this model again."
+            )
         if part.start < part.stop:
-            found[part.tensor].append(Rows(part.device, part.start, part.stop))
+            found[part.tensor].append(Rows(part.device, part.start, part.stop, by_cpu))
     for name, rows in found.items():
         rows.sort(key=lambda r: r.start)
         last = 0
@@ -160,16 +174,16 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[Rows, ...]]) -> Laye
     end = 0
     taken = {"host": 0, "disk": 0}
     away = [t for t in layer.tensors if any(part.place != "device" for part in rows[t.name])]
-    for place in taken:
+    for place, by_cpu in (("host", False), ("host", True), ("disk", False)):
         for tensor in away:
             each = row_nbytes(tensor)
             for part in rows[tensor.name]:
-                if len(tensor.shape) > 1 and part.place == place:
-                    end, taken[place] = aligned(end), aligned(taken[place])
+                if len(tensor.shape) > 1 and (part.place, part.by_cpu) == (place, by_cpu):
+                    end, source = aligned(end), aligned(taken[place])
                     nbytes = (part.stop - part.start) * each
-                    areas.append(Area(tensor.name, part.start, part.stop, end))
-                    moves.append(Move(place, tensor.name, part.start, taken[place], end, nbytes))
-                    end, taken[place] = end + nbytes, taken[place] + nbytes
+                    areas.append(Area(tensor.name, part.start, part.stop, end, source if by_cpu else None))
+                    moves.append(Move(place, tensor.name, part.start, source, end, nbytes, by_cpu))
+                    end, taken[place] = end + nbytes, source + nbytes
     for tensor in away:
         if len(tensor.shape) > 1:
             continue
@@ -190,11 +204,11 @@ def _copies(moves: Sequence[Move]) -> tuple[Copy, ...]:
     """
     found: list[Copy] = []
     for move in sorted((m for m in moves if m.place != "device"), key=lambda m: (m.place, m.source)):
-        if found and found[-1].place == move.place:
+        if found and (found[-1].place, found[-1].by_cpu) == (move.place, move.by_cpu):
             last = found[-1]
             gap = move.source - last.source - last.nbytes
             if gap == move.target - last.target - last.nbytes and gap < ALIGNMENT:
-                found[-1] = Copy(last.place, last.source, last.target, last.nbytes + gap + move.nbytes)
+                found[-1] = Copy(last.place, last.source, last.target, last.nbytes + gap + move.nbytes, move.by_cpu)
                 continue
-        found.append(Copy(move.place, move.source, move.target, move.nbytes))
+        found.append(Copy(move.place, move.source, move.target, move.nbytes, move.by_cpu))
     return tuple(found)

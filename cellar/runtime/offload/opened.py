@@ -30,7 +30,7 @@ class OffloadReport:
     """What lies where, in bytes, and what every pass moves at which measured rates (bytes/s).
 
     `weights`: by place, as planned and as read back. `ring` lies on the device, whose memory may hold `device`; `kv`
-    in `kv_place`.
+    in `kv_place`. `by_cpu`: bytes in host memory that the CPU multiplies in passes of few tokens instead.
     `direct`: reads of the disk pass the page cache by. `overlapped`: while the device takes what host memory has, the
     disk is read.
     """
@@ -44,6 +44,7 @@ class OffloadReport:
     direct: bool
     overlapped: bool = False
     kv_place: str = "device"
+    by_cpu: int = 0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -163,6 +164,7 @@ def open_offloaded(
             homes.file is not None and homes.file.direct,
             overlapped=device.type != "cpu",
             kv_place=way[0],
+            by_cpu=layers.cpu_nbytes,
         )
         batch = placement.block.batch if placement.block is not None else None
         return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)

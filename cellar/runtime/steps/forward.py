@@ -98,8 +98,11 @@ class Layers(Protocol):
     def __len__(self) -> int:
         """Number of layers."""
 
+    def begin(self, num_tokens: int) -> None:
+        """A pass over so many tokens begins. It takes all layers, in ascending order."""
+
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
-        """Layer j's weights, there to be used until the block ends. A pass takes all layers, in ascending order."""
+        """Layer j's weights, there to be used until the block ends."""
 
 
 class ResidentLayers:
@@ -110,6 +113,9 @@ class ResidentLayers:
 
     def __len__(self) -> int:
         return len(self._layers)
+
+    def begin(self, num_tokens: int) -> None:
+        """They are there."""
 
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights."""
@@ -309,6 +315,7 @@ class Forward:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         model = self.model
         hidden = [model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]
+        self._layers.begin(sum(len(tokens) for tokens, _ in batches))
         for j in range(len(self._layers)):
             with self._layers.at(j) as layer_weights:
                 for k, (_, context) in enumerate(batches):

@@ -25,7 +25,7 @@ def random_placement(
     kv: tuple[str, str] = ("device", "device"),
 ) -> Placement:
     """Every tensor of a layer is cut into one to four runs of rows (`whole`: into none), each in any place, vectors
-    too. `kv`: where it lies, and who attends to it.
+    too; the CPU may multiply some of those in host memory. `kv`: where it lies, and who attends to it.
     """
     random = np.random.default_rng(seed)
     weights: list[Placed] = []
@@ -38,7 +38,9 @@ def random_placement(
         inner = random.choice(np.arange(1, rows), cuts, replace=False)
         ends = [0, *sorted(inner.tolist()), rows]
         for start, stop in itertools.pairwise(ends):
-            weights.append(Placed(name, places[int(random.integers(len(places)))], start, stop, spec.dtype))
+            place = places[int(random.integers(len(places)))]
+            by_cpu = place == "host" and len(tensor.shape) == 2 and (start + seed) % 2 == 0
+            weights.append(Placed(name, place, start, stop, spec.dtype, "host" if by_cpu else "device"))
     order = random.permutation(len(weights))
     return Placement(
         tuple(weights[k] for k in order),

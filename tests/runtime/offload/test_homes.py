@@ -101,6 +101,10 @@ def with_weight(*more: Placed, without: str = "") -> Placement:
         ),
         (with_weight(Placed("layers.9.qkv", "disk", 0, 24, "float32")), "layers.9.qkv, which this model does not have"),
         (with_weight(Placed("layers.1.qkv", "tape", 0, 24, "float32")), "on tape; places are device, host, disk"),
+        (
+            with_weight(Placed("layers.1.qkv", "disk", 0, 24, "float32", "host"), without="layers.1.qkv"),
+            "layers.1.qkv on disk multiplied by host, but beside the device the host alone",
+        ),
         (with_weight(Placed("layers.1.qkv", "disk", 0, 24, "int4")), "layers.1.qkv in int4 and the model runs it in"),
         (with_weight(Placed("embed", "host", 0, 23, "float32"), without="embed"), "tables and head stay on the device"),
         (changed(kv=(PlacedUnits("disk", 9, "device"),)), "has KV in 1 ways .on disk, attended to by device."),

@@ -1,0 +1,40 @@
+"""Rows of a matrix in host memory, multiplied by the CPU for a device: its memory is read where the link is not needed.
+
+x --> pinned memory -> CPU: x W^T -> pinned memory --> device
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cellar.ops.linear.dense import DenseWeight
+from cellar.ops.linear.weight import MatrixWeight
+
+
+class HostRows(MatrixWeight):
+    """A matrix [out, in] on the CPU that takes and gives tensors of `device`. Who multiplies waits for x."""
+
+    __slots__ = ("_device", "_here")
+
+    def __init__(self, matrix: Tensor, device: torch.device) -> None:
+        super().__init__(matrix)
+        self._here = DenseWeight(matrix)
+        self._device = device
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By the CPU; the bias is added on the device."""
+        here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        event.synchronize()
+        product = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, pin_memory=True)
+        product.copy_(self._here.multiply(here))
+        out = product.to(self._device, non_blocking=True)
+        return out if bias is None else out.add_(bias)
+
+    def remade(self, matrix: Tensor) -> HostRows:
+        """Another one."""
+        return HostRows(matrix, self._device)
