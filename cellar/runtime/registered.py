@@ -1,6 +1,6 @@
-"""Host memory that an accelerator's copy engines read and write: registered with its driver, in pieces.
+"""Host memory that an accelerator's copy engines read and write: registered with its driver.
 
-Registering touches every page (about 1 s for 8 GiB), and so takes it.
+Registering touches every page, and so takes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from torch import Tensor
 from cellar.runtime.memory import human
 
 logger = logging.getLogger(__name__)
-
-AT_ONCE = 512 * 2**20
-"""Bytes registered in one call, about."""
 
 
 class Registered:
@@ -36,7 +33,8 @@ class Registered:
         """Register a part of memory that nobody gives back before `close`; False, and a line in the log, if the driver
         does not: then copies are slower and as right.
 
-        Parts need no alignment; those that share a page register it twice, which the driver allows.
+        Parts need no alignment; those that share a page register it twice, which the driver allows. A copy that
+        crosses from one part to the next it refuses.
         """
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
@@ -50,10 +48,6 @@ class Registered:
             return False
         self._addresses.append(part.ctypes.data)
         return True
-
-    def add_all(self, memory: NDArray[np.uint8]) -> bool:
-        """`add`, piece by piece, until one is refused."""
-        return all(self.add(memory[at : at + AT_ONCE]) for at in range(0, len(memory), AT_ONCE))
 
     def close(self) -> None:
         """Undo it all."""

@@ -10,7 +10,6 @@ A decode reads its sequence's whole cache once, and the processor's memory is ne
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from cellar.core.specs import KVSpec
 from cellar.models.model import Comm, LayerContext
 from cellar.ops.attention import AttentionWork, decode_attention
+from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.registered import mapped
 from cellar.runtime.steps.arena import Arena
@@ -33,13 +33,14 @@ IntArray = NDArray[np.int32]
 
 class HostKV:
     """`num_slots` chunks in host memory: `here` is the CPU's arena, `there` the same bytes as the device sees them.
-    `by_cpu`: the CPU attends to them for decodes.
+    `by_cpu`: the CPU attends to them for decodes, and `channel` says how long.
 
     Raises CapacityError if the host has not so much memory.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device, *, by_cpu: bool) -> None:
+    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device, *, by_cpu: bool, channel: Channel) -> None:
         self.by_cpu = by_cpu
+        self.channel = channel
         self._memory = HeldMemory("host", num_slots * spec.chunk_nbytes() + 64 * len(spec.groups))
         if device.type != "cpu":
             self._memory.register(device)
@@ -125,19 +126,16 @@ def _staged(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged
 
 
 class CpuAttention:
-    """Attention of decodes by the CPU. `table`: int32 [rows, columns] in host memory.
+    """Attention of decodes by the CPU. `table`: int32 [rows, columns] in host memory."""
 
-    `seconds`: how long it has attended in all, the wait for q, k and v left out.
-    """
-
-    def __init__(self, arena: Arena, table: Tensor, cos_sin: Tensor | None, scale: float, device: torch.device) -> None:
-        self._arena = arena
+    def __init__(self, kv: HostKV, table: Tensor, cos_sin: Tensor | None, scale: float, device: torch.device) -> None:
+        self._arena = kv.here
+        self._channel = kv.channel
         self._table = table
         self._cos_sin = None if cos_sin is None else cos_sin.cpu()
         self._scale = scale
         self._device = device
         self._pinned: dict[str, Tensor] = {}
-        self.seconds = 0.0
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Begin to bring q, k and v [tokens, heads, head_dim] here; what `attend` wants."""
@@ -159,9 +157,9 @@ class CpuAttention:
             here, sizes, event = sent
             event.synchronize()
             q, k, v = here.split_with_sizes(sizes, 1)
-        cos_sin, begin = self._cos_sin if rotate else None, time.perf_counter()
-        found = decode_attention(q, k, v, cos_sin, self._arena.k[j], self._arena.v[j], self._table, work, self._scale)
-        self.seconds += time.perf_counter() - begin
+        cos_sin, keys, values = self._cos_sin if rotate else None, self._arena.k[j], self._arena.v[j]
+        with self._channel.busy():
+            found = decode_attention(q, k, v, cos_sin, keys, values, self._table, work, self._scale)
         if self._device.type == "cpu":
             return found
         out = self._room("out", found)

@@ -12,17 +12,19 @@ from torch import Tensor
 
 from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.weight import MatrixWeight
+from cellar.runtime.offload.channels import Channel
 
 
 class HostRows(MatrixWeight):
     """A matrix [out, in] on the CPU that takes and gives tensors of `device`. Who multiplies waits for x."""
 
-    __slots__ = ("_device", "_here")
+    __slots__ = ("_channel", "_device", "_here")
 
-    def __init__(self, matrix: Tensor, device: torch.device) -> None:
+    def __init__(self, matrix: Tensor, device: torch.device, channel: Channel) -> None:
         super().__init__(matrix)
         self._here = DenseWeight(matrix)
         self._device = device
+        self._channel = channel
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the CPU; the bias is added on the device."""
@@ -31,10 +33,11 @@ class HostRows(MatrixWeight):
         event.record()
         event.synchronize()
         product = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, pin_memory=True)
-        product.copy_(self._here.multiply(here))
+        with self._channel.busy():
+            product.copy_(self._here.multiply(here))
         out = product.to(self._device, non_blocking=True)
         return out if bias is None else out.add_(bias)
 
     def remade(self, matrix: Tensor) -> HostRows:
         """Another one."""
-        return HostRows(matrix, self._device)
+        return HostRows(matrix, self._device, self._channel)

@@ -14,6 +14,7 @@ from cellar.models.loader import LoadedWeights
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.quant.weight import StackedWeight
+from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.host_rows import HostRows
@@ -34,7 +35,10 @@ class StreamedLayers:
     Layers that lie wholly on the device pass no ring. Raises CapacityError if the ring does not fit.
     """
 
-    def __init__(self, spec: ModelSpec, homes: Homes, device: HeldMemory, mover: Mover) -> None:
+    def __init__(
+        self, spec: ModelSpec, homes: Homes, device: HeldMemory, mover: Mover, channels: Channels | None = None
+    ) -> None:
+        self._channels = channels = channels or Channels()
         self._spec = spec
         self._homes = homes
         self._mover = mover
@@ -44,7 +48,7 @@ class StreamedLayers:
         streamed = [layout for layout in homes.layouts if layout.slot_nbytes]
         size = ring_nbytes(homes.layouts)
         self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
-        weights = LayerWeights(homes)
+        weights = LayerWeights(homes, channels.rows)
         self._weights: dict[tuple[int, int, bool], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
@@ -106,7 +110,7 @@ class StreamedLayers:
 
     def _fill(self, slot: int, layer: int) -> Fence:
         """The loader's thread: bring a layer's rows into a slot."""
-        layout = self._homes.layouts[layer]
+        layout, begun = self._homes.layouts[layer], self._mover.mark()
         # As in the pass that is under way; the next one will mostly be like it, and either is right.
         left = self._left[slot] = self._by_cpu and any(copy.by_cpu for copy in layout.copies)
         if layout.record_nbytes["host"]:
@@ -119,8 +123,11 @@ class StreamedLayers:
             # The disk is read while what the host has is on its way.
             self._turn = (self._turn + 1) % len(self._staged)
             self._staged[self._turn]()
-            self._move("disk", layout, self._homes.source("disk", layer, self._turn), self._slots[slot])
+            with self._channels.disk.busy():
+                record = self._homes.source("disk", layer, self._turn)
+            self._move("disk", layout, record, self._slots[slot])
             self._staged[self._turn] = self._mover.over()
+        self._mover.count(self._channels.link, begun)
         return self._mover.moved()
 
     def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor, *, left: bool = False) -> None:
@@ -148,8 +155,9 @@ def ring_nbytes(layouts: list[LayerLayout]) -> int:
 class LayerWeights:
     """From bytes in their places to the weights that a model's functions take. Nothing is copied."""
 
-    def __init__(self, homes: Homes) -> None:
+    def __init__(self, homes: Homes, by_cpu: Channel | None = None) -> None:
         self._homes = homes
+        self._by_cpu = by_cpu or Channel()
 
     def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor, *, by_cpu: bool = False) -> dict[str, Weight]:
         """A layer's weights while `slot` holds its other rows; `by_cpu`: but for those that the CPU multiplies."""
@@ -169,7 +177,7 @@ class LayerWeights:
                 ((_, found[tensor.name]),) = pieces
                 continue
             pieces += self._resident(f"layers.{layer.index}.{tensor.name}", tensor)
-            found[tensor.name] = _joined(tensor, pieces, self._homes.device)
+            found[tensor.name] = _joined(tensor, pieces, self._homes.device, self._by_cpu)
         return found
 
     def whole(self, name: str, tensor: TensorSpec) -> Tensor:
@@ -202,13 +210,13 @@ def _typed(there: Tensor, tensor: TensorSpec) -> Tensor:
     return there.view(getattr(torch, tensor.dtype)).view(-1, *tensor.shape[1:])
 
 
-def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]], device: torch.device) -> Weight:
+def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]], device: torch.device, by_cpu: Channel) -> Weight:
     """Pieces under one another: a matrix multiplied piece by piece; a vector on the device is one, or put together."""
     pieces.sort(key=lambda piece: piece[0])
     parts = [there for _, there in pieces]
     if len(tensor.shape) == 1:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
     matrices: list[LinearWeight] = [
-        HostRows(part, device) if part.device.type != device.type else in_place(part) for part in parts
+        HostRows(part, device, by_cpu) if part.device.type != device.type else in_place(part) for part in parts
     ]
     return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)

@@ -8,12 +8,15 @@ thread that waits for one goes on at once, and its stream waits.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from cellar.runtime.offload.channels import Channel
 
 Fence = Callable[[], None]
 """Returns when, or makes the caller's stream wait until, all that was begun before it is done."""
@@ -42,6 +45,12 @@ class Mover(Protocol):
     def over(self) -> Fence:
         """Behind the moves so far, for a thread that waits for them itself."""
 
+    def mark(self) -> Any:
+        """Where moves have come to; None where they are not timed."""
+
+    def count(self, channel: Channel, begun: Any) -> None:
+        """The time from that mark to here is the channel's."""
+
 
 class HostMover:
     """Copies by the calling thread alone. NumPy lets other threads run meanwhile, and brings no team of its own."""
@@ -66,6 +75,14 @@ class HostMover:
     def over(self) -> Fence:
         """Nothing is left to wait for."""
         return opened
+
+    def mark(self) -> Any:
+        """Now."""
+        return time.perf_counter()
+
+    def count(self, channel: Channel, begun: Any) -> None:
+        """Of the calling thread."""
+        channel.add(time.perf_counter() - begun)
 
 
 class StreamMover:
@@ -99,8 +116,16 @@ class StreamMover:
         """An event for a thread, which sleeps."""
         return self._event(self._stream, blocking=True).synchronize  # type: ignore[no-any-return]
 
-    def _event(self, stream: Any, blocking: bool = False) -> Any:
-        event: Any = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
+    def mark(self) -> Any:
+        """An event of the stream of the moves, which comes when those before are over."""
+        return self._event(self._stream, timing=True)
+
+    def count(self, channel: Channel, begun: Any) -> None:
+        """Of the stream; a move that waits for a slot counts as well."""
+        channel.between(begun, self._event(self._stream, timing=True))
+
+    def _event(self, stream: Any, blocking: bool = False, timing: bool = False) -> Any:
+        event: Any = torch.cuda.Event(blocking=blocking, enable_timing=timing)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

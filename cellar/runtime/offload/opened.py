@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +14,7 @@ from cellar.core.messages import Placement
 from cellar.core.specs import KVSpec, ModelSpec
 from cellar.models.loader import LoadedWeights, Make
 from cellar.runtime.memory import host_available, human
+from cellar.runtime.offload.channels import Channels
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.host_kv import HostKV
@@ -31,6 +32,7 @@ class OffloadReport:
 
     `weights`: by place, as planned and as read back. `ring` lies on the device, whose memory may hold `device`; `kv`
     in `kv_place`. `by_cpu`: bytes in host memory that the CPU multiplies in passes of few tokens instead.
+    `channels`: how long each way has been busy since, while the model runs.
     `direct`: reads of the disk pass the page cache by. `overlapped`: while the device takes what host memory has, the
     disk is read.
     """
@@ -45,6 +47,7 @@ class OffloadReport:
     overlapped: bool = False
     kv_place: str = "device"
     by_cpu: int = 0
+    channels: Channels = field(default_factory=Channels, compare=False)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -86,7 +89,11 @@ class Offloaded:
     def host_kv(self, spec: KVSpec, num_slots: int, device: torch.device) -> HostKV | None:
         """A cache in host memory, if it lies there; whoever asks closes it. Raises CapacityError."""
         place, by = self.kv
-        return HostKV(spec, num_slots, device, by_cpu=by == "host") if place == "host" else None
+        return (
+            HostKV(spec, num_slots, device, by_cpu=by == "host", channel=self.report.channels.attention)
+            if place == "host"
+            else None
+        )
 
     def close(self) -> None:
         """End the loader, and let go of the disk."""
@@ -147,7 +154,8 @@ def open_offloaded(
         torch.cuda.synchronize(device)
     try:
         before = memory.used
-        layers = StreamedLayers(spec, homes, memory, mover_for(device))
+        channels = Channels()
+        layers = StreamedLayers(spec, homes, memory, mover_for(device), channels)
         rates = dict(read.rates)
         if device.type != "cpu":
             rates.pop("device", None)  # reading it back crossed the link
@@ -165,6 +173,7 @@ def open_offloaded(
             overlapped=device.type != "cpu",
             kv_place=way[0],
             by_cpu=layers.cpu_nbytes,
+            channels=channels,
         )
         batch = placement.block.batch if placement.block is not None else None
         return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)

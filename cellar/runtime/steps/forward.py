@@ -191,7 +191,7 @@ class Forward:
         """The cache lies in host memory; `table` is the host's slot table, as it is when steps are planned."""
         self._table_host = table
         if host.by_cpu:
-            self._cpu = CpuAttention(host.here, torch.from_numpy(table), self._cos_sin, self._scale, self._device)
+            self._cpu = CpuAttention(host, torch.from_numpy(table), self._cos_sin, self._scale, self._device)
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""

@@ -17,9 +17,10 @@ import torch
 from cellar.core.errors import CapacityError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
-from cellar.runtime.registered import AT_ONCE, Registered
+from cellar.runtime.registered import Registered
 from cellar.runtime.tiers.storage import Bytes
 
+_REGISTERED_AT_ONCE = 512 * 2**20
 _RESERVE = 0.05
 """Of the memory that is free, what is left to others."""
 
@@ -83,7 +84,7 @@ class HostTier:
 
     def _register(self) -> None:
         nbytes = self.chunks.shape[1]
-        step = max(1, AT_ONCE // nbytes)
+        step = max(1, _REGISTERED_AT_ONCE // nbytes)
         for first in range(0, self._num_slots, step):
             if self._closing.is_set() or not self._registered.add(self.chunks[first : first + step]):
                 return

@@ -1,0 +1,58 @@
+"""How long each way of an offloaded model has been busy: what a prediction is compared with, way by way."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+class Channel:
+    """Seconds that something has taken in all: of a thread (`busy`), or between pairs of a device's events."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._open: deque[tuple[Any, Any]] = deque()
+
+    @property
+    def seconds(self) -> float:
+        """Of all that has ended."""
+        while self._open and self._open[0][1].query():
+            begin, end = self._open.popleft()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        return self._seconds
+
+    def add(self, seconds: float) -> None:
+        """So much more."""
+        self._seconds += seconds
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While the block runs."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - begin
+
+    def between(self, begin: Any, end: Any) -> None:
+        """Two events of one stream, with timing."""
+        self._open.append((begin, end))
+        if len(self._open) > 64:
+            _ = self.seconds
+
+
+class Channels:
+    """`link`: copies of weights to the device. `disk`: reads of weights. `rows` and `attention`: of the CPU."""
+
+    def __init__(self) -> None:
+        self.link = Channel()
+        self.disk = Channel()
+        self.rows = Channel()
+        self.attention = Channel()
+
+    def seconds(self) -> dict[str, float]:
+        """By channel, so far."""
+        return {name: channel.seconds for name, channel in vars(self).items()}
