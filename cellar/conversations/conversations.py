@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Float, String, bindparam, delete, insert, select, tuple_
 
 from cellar.conversations.errors import NotFound
-from cellar.conversations.items import conversation_row, item_of, page_of, put, refuse_known
+from cellar.conversations.items import conversation_row, items_of, page_of, put, refuse_known
 from cellar.conversations.records import Conversation, History, Item, Page
 from cellar.conversations.schema import items, threads
 from cellar.conversations.session import Session, of_text, to_text
@@ -105,7 +105,7 @@ def history(session: Session, owner: str, id: str) -> History:
     rows = session.rows(_ITEMS, id=id)
     tokens = None if conversation.head is None else context(session, conversation.head)
     covered = 0 if tokens is None else sum(row.position < conversation.head_until for row in rows)
-    return History(tuple(item_of(row) for row in rows), covered, tokens, id)
+    return History(tuple(items_of(rows)), covered, tokens, id)
 
 
 def conversation_of(row: Row) -> Conversation:

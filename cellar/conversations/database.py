@@ -35,6 +35,7 @@ class Database:
     liveness: Liveness
     alone: Callable[[], AbstractContextManager[None]]
     name: str
+    is_remote: bool
 
     def close(self) -> None:
         """Close all connections."""
@@ -87,7 +88,7 @@ def _sqlite(directory: Path, worker: str) -> Database:
         "journal_size_limit = 67108864",
     )
     workers = directory / f"{FILE}.workers"
-    return Database(readers, writer, FileLocks(workers, worker), alone, str(path))
+    return Database(readers, writer, FileLocks(workers, worker), alone, str(path), is_remote=False)
 
 
 def _prepare(engine: Engine, begin: str, *pragmas: str) -> None:
@@ -138,9 +139,8 @@ def _postgresql(place: str, worker: str) -> Database:
     )
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
     alone = create_engine(url, poolclass=NullPool, connect_args=arguments)
-    return Database(
-        readers, writer, AdvisoryLocks(alone, worker), nullcontext, url.render_as_string(hide_password=True)
-    )
+    name = url.render_as_string(hide_password=True)
+    return Database(readers, writer, AdvisoryLocks(alone, worker), nullcontext, name, is_remote=True)
 
 
 def meaning(error: DBAPIError | sqlite3.Error) -> StoreError:

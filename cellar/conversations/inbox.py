@@ -24,23 +24,35 @@ class Inbox:
 
     async def result(self, future: Future[Any]) -> Any:
         """What becomes of the future. Who stops waiting does not cancel it."""
-        waiting: asyncio.Future[Any] = self.loop.create_future()
-        future.add_done_callback(self._arrival(waiting))
-        return await waiting
+        return await self._awaited(future, self.wake)
 
-    def _arrival(self, waiting: asyncio.Future[Any]) -> Callable[[Future[Any]], None]:
+    async def announced(self, future: Future[Any]) -> Any:
+        """The same of a future whose maker calls `wake` when it and others are done."""
+        return await self._awaited(future, None)
+
+    def wake(self) -> None:
+        """Have the loop take what has arrived. From any thread."""
+        with self._guard:
+            if self._called:
+                return
+            self._called = True
+        try:
+            self.loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            self._arrived.clear()
+
+    async def _awaited(self, future: Future[Any], wake: Callable[[], None] | None) -> Any:
+        waiting: asyncio.Future[Any] = self.loop.create_future()
+
         def arrived(done: Future[Any]) -> None:
             self._arrived.append((done, waiting))
-            with self._guard:
-                if self._called:
-                    return
-                self._called = True
-            try:
-                self.loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:  # the loop is closed: nobody waits any more
-                self._arrived.clear()
+            if wake is not None:
+                wake()
 
-        return arrived
+        future.add_done_callback(arrived)
+        if future.done():  # perhaps before it was waited for, and announced already
+            self.wake()
+        return await waiting
 
     def _deliver(self) -> None:
         with self._guard:

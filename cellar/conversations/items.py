@@ -10,7 +10,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 from cellar.conversations.errors import ConversationLocked, Duplicate, NotFound
 from cellar.conversations.records import Item, Page
 from cellar.conversations.schema import items, responses, threads
-from cellar.conversations.session import Session, of_text, to_text
+from cellar.conversations.session import Session, of_text, of_texts, to_text
 from cellar.conversations.statements import Row
 
 _INSERT = insert(items).inline()
@@ -137,7 +137,7 @@ def page(
             raise NotFound("item", after)
         at = begin.position
     rows = session.rows(_ASCENDING if ascending else _DESCENDING, thread=conversation, at=at, limit=limit + 1)
-    return page_of([item_of(row) for row in rows], limit)
+    return page_of(items_of(rows), limit)
 
 
 def remove(session: Session, owner: str, conversation: str, id: str) -> None:
@@ -160,8 +160,9 @@ def remove(session: Session, owner: str, conversation: str, id: str) -> None:
 def of_response(session: Session, id: str) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """What went into a response's turn, and what came out."""
     rows = session.rows(_OF_RESPONSE, response=id)
-    taken = tuple(item_of(row) for row in rows if not row.is_output)
-    return taken, tuple(item_of(row) for row in rows if row.is_output)
+    found = list(zip(rows, items_of(rows), strict=True))
+    taken = tuple(item for row, item in found if not row.is_output)
+    return taken, tuple(item for row, item in found if row.is_output)
 
 
 def place(session: Session, response: str, position: int) -> int:
@@ -172,6 +173,11 @@ def place(session: Session, response: str, position: int) -> int:
 def item_of(row: Row) -> Item:
     """The record."""
     return Item(row.id, of_text(row.body))
+
+
+def items_of(rows: Sequence[Row]) -> list[Item]:
+    """The records of several rows."""
+    return [Item(row.id, body) for row, body in zip(rows, of_texts(row.body for row in rows), strict=True)]
 
 
 def page_of(records: list[Any], limit: int) -> Page[Any]:

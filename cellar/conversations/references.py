@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sqlalchemy import bindparam, or_, select
 
-from cellar.conversations.items import item_of
+from cellar.conversations.items import items_of
 from cellar.conversations.records import Item
 from cellar.conversations.schema import items, responses, threads
 from cellar.conversations.session import Session
@@ -36,5 +36,5 @@ def find(session: Session, owner: str, ids: Sequence[str]) -> dict[str, Item]:
     found: dict[str, Item] = {}
     for k in range(0, len(ids), _AT_ONCE):
         rows = session.rows(_BY_IDS, owner=owner, ids=list(ids[k : k + _AT_ONCE]))
-        found |= {row.id: item_of(row) for row in rows}
+        found |= {item.id: item for item in items_of(rows)}
     return found

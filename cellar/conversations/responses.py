@@ -187,7 +187,7 @@ def history(session: Session, owner: str, id: str) -> History:
     row = _row(session, owner, id)
     root = session.one(_CHAIN_ROOT, id=id)
     before = [] if root is None else session.rows(_ITEMS_UNTIL, thread=root.thread, until=root.until)
-    found = tuple(items.item_of(row) for row in [*before, *session.rows(_CHAIN_ITEMS, id=id)])
+    found = tuple(items.items_of([*before, *session.rows(_CHAIN_ITEMS, id=id)]))
     tokens = context(session, id)
     return History(found, 0 if tokens is None else len(found), tokens, row.thread)
 

@@ -11,7 +11,7 @@ from sqlalchemy import bindparam, select
 from cellar.conversations import conversations
 from cellar.conversations.records import Conversation
 from cellar.conversations.schema import items
-from cellar.conversations.session import Session, of_text
+from cellar.conversations.session import Session, of_texts
 
 MAX_CONVERSATIONS = 1_000
 MAX_CHARACTERS = 16_000_000
@@ -48,7 +48,7 @@ def find(session: Session, owner: str, words: str, after: str | None = None, lim
             bodies = [row.body for row in session.rows(_BODIES, thread=one.id)]
             last, looked, read = one.id, looked + 1, read + sum(map(len, bodies))
             text = "\n".join(
-                [*_strings(one.metadata), *(text for body in bodies for text in _texts(of_text(body)))]
+                [*_strings(one.metadata), *(text for body in of_texts(bodies) for text in _texts(body))]
             ).casefold()
             if all(word in text for word in wanted):
                 found.append(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -86,3 +86,9 @@ def to_text(value: Any) -> str:
 def of_text(text: str) -> Any:
     """The JSON value."""
     return json.loads(text)
+
+
+def of_texts(texts: Iterable[str]) -> list[Any]:
+    """The JSON values of several, read at once: to begin with each takes longer than a short one itself."""
+    found: list[Any] = json.loads(f"[{','.join(texts)}]")
+    return found

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from sqlalchemy import Boolean, Connection, Select
 from sqlalchemy.engine import Dialect
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.compiler import ExpandedState, SQLCompiler
 from sqlalchemy.sql.dml import UpdateBase
 
 Statement = Select[Any] | UpdateBase
@@ -43,7 +43,7 @@ class _Plan:
     fixed: Mapping[str, Any]  # parameters that the statement itself brings
     converted: tuple[tuple[str, Convert], ...]
     row: Convert
-    expanded: SQLCompiler | None  # for lists, whose length is part of the SQL
+    expanded: _Expanded | None  # where it has lists
 
     def ready(self, values: dict[str, Any]) -> tuple[str, Any]:
         """The SQL and its parameters as the driver takes them. `values` may be changed."""
@@ -53,9 +53,31 @@ class _Plan:
             values[name] = convert(values[name])
         if self.expanded is None:
             return self.sql, values if self.order is None else [values[name] for name in self.order]
-        state = self.expanded.construct_expanded_state(values)
-        found = state.parameters
+        return self.expanded.ready(values)
+
+
+class _Expanded:
+    """A statement with lists: its SQL depends on how long they are, and is made once for each length."""
+
+    def __init__(self, compiled: SQLCompiler) -> None:
+        self._compiled = compiled
+        self._lists = tuple(name for bound, name in compiled.bind_names.items() if bound.expanding)
+        self._made = lru_cache(MOST_PLANS)(self._make)
+
+    def ready(self, values: dict[str, Any]) -> tuple[str, Any]:
+        """The SQL and its parameters as the driver takes them."""
+        state = self._made(tuple(len(values[name]) for name in self._lists))
+        found = dict(values)
+        for name in self._lists:
+            found.update(zip(state.parameter_expansion[name], found.pop(name), strict=True))
         return state.statement, found if state.positiontup is None else [found[name] for name in state.positiontup]
+
+    def _make(self, lengths: tuple[int, ...]) -> ExpandedState:
+        lists = dict(zip(self._lists, lengths, strict=True))
+        placeholders = {
+            name: [None] * lists[name] if name in lists else None for name in self._compiled.bind_names.values()
+        }
+        return self._compiled.construct_expanded_state(placeholders)
 
 
 class Statements:
@@ -71,7 +93,7 @@ class Statements:
         fixed = compiled.construct_params(_check=False)
         converted = [
             (name, bound.type.dialect_impl(self._dialect).bind_processor(self._dialect))
-            for name, bound in compiled.binds.items()
+            for bound, name in compiled.bind_names.items()
         ]
         expanding = any(bound.expanding for bound in compiled.binds.values())
         return _Plan(
@@ -80,7 +102,7 @@ class Statements:
             {name: value for name, value in fixed.items() if name not in names},
             tuple((name, convert) for name, convert in converted if convert is not None),
             self._row(statement),
-            compiled if expanding else None,
+            _Expanded(compiled) if expanding else None,
         )
 
     def _row(self, statement: Statement) -> Convert:

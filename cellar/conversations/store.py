@@ -90,7 +90,7 @@ class Store:
         self._limits = limits
         self._clock = Steady(clock)
         self._statements = Statements(database.writer.dialect)
-        self._writer = Writer(database.writer, self._statements)
+        self._writer = Writer(database.writer, database.readers, self._statements)
         self._ended = threading.Event()
         self.write(responses.fail_dead)
         self._sweeper: threading.Thread | None = None
@@ -116,7 +116,24 @@ class Store:
 
     def submit(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
         """`write` without waiting."""
-        return self._writer.submit(lambda cursor: operation(self._session(cursor), *args, **kwargs))
+        return self.submit_told(None, operation, *args, **kwargs)
+
+    def submit_told(
+        self, told: Callable[[], None] | None, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[ResultT]:
+        """The same; `told` is called when all writes of a transaction that came with it are done."""
+        return self._writer.submit(lambda cursor: operation(self._session(cursor), *args, **kwargs), told)
+
+    def submit_read(
+        self, told: Callable[[], None] | None, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[ResultT]:
+        """`read` in the writer's thread, between its transactions: for what takes little time. See `submit_told`."""
+        return self._writer.submit_read(lambda cursor: operation(self._session(cursor), *args, **kwargs), told)
+
+    @property
+    def waits_for_network(self) -> bool:
+        """True if reading is waiting rather than working, so that several should be done at once."""
+        return self._database.is_remote
 
     def sweep(self) -> int:
         """End what the dead left, delete until the store is within its limits, and give what is free back to the disk.
@@ -190,14 +207,23 @@ class AsyncStore:
         self._last: Inbox | None = None
 
     async def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
-        """See `Store.read`."""
+        """See `Store.read`; for what takes little time."""
+        if self.store.waits_for_network:
+            return await self.read_long(operation, *args, **kwargs)
+        inbox = self._inbox()
+        found: ResultT = await inbox.announced(self.store.submit_read(inbox.wake, operation, *args, **kwargs))
+        return found
+
+    async def read_long(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """The same for what may take long: beside all else."""
         work = self._readers.submit(lambda: self.store.read(operation, *args, **kwargs))
         found: ResultT = await self._inbox().result(work)
         return found
 
     async def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """See `Store.write`. Who stops waiting does not undo it."""
-        made: ResultT = await self._inbox().result(self.store.submit(operation, *args, **kwargs))
+        inbox = self._inbox()
+        made: ResultT = await inbox.announced(self.store.submit_told(inbox.wake, operation, *args, **kwargs))
         return made
 
     def _inbox(self) -> Inbox:

@@ -1,4 +1,4 @@
-"""Writer: the thread that writes, many requests' writes in one transaction (group commit)."""
+"""Writer: the thread that writes, many requests' writes in one transaction (group commit), and reads between them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,20 @@ MAX_WAITING = 8192
 class _Job:
     work: Callable[[Cursor], Any]
     future: Future[Any]
+    told: Callable[[], None] | None
+    reads: bool
 
 
 class Writer:
-    """Runs writes in the order of their coming. A write is done when its transaction has been committed, not before."""
+    """Runs writes in the order of their coming. A write is done when its transaction has been committed, not before.
 
-    def __init__(self, engine: Engine, statements: Statements) -> None:
+    Reads that are given to it, too, are done before the writes that wait with them, on a connection of `readers`. Small
+    ones are done sooner here than beside it, because two threads take Python's lock from each other at each statement.
+    """
+
+    def __init__(self, engine: Engine, readers: Engine, statements: Statements) -> None:
         self._engine = engine
+        self._readers = readers
         self._statements = statements
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # guards the jobs and `_closed`
@@ -43,18 +50,31 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="cellar-conversations", daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[Cursor], ResultT]) -> Future[ResultT]:
+    def submit(self, work: Callable[[Cursor], ResultT], told: Callable[[], None] | None = None) -> Future[ResultT]:
         """Have something written. Raises StoreUnavailable if too many wait, or none is done any more.
 
-        The future's error is what `work` raised, or StoreError; then nothing of it is stored.
+        The future's error is what `work` raised, or StoreError; then nothing of it is stored. `told` is called once
+        when all futures of a transaction that came with it are done: waking a loop for each costs as much as a write.
         """
+        return self._submit(work, told, reads=False)
+
+    def submit_read(self, work: Callable[[Cursor], ResultT], told: Callable[[], None] | None = None) -> Future[ResultT]:
+        """Have something read that takes little time, since writes wait for it. The rest is as with `submit`.
+
+        It sees all writes that were done when it was submitted.
+        """
+        return self._submit(work, told, reads=True)
+
+    def _submit(
+        self, work: Callable[[Cursor], ResultT], told: Callable[[], None] | None, reads: bool
+    ) -> Future[ResultT]:
         future: Future[ResultT] = Future()
         with self._changed:
             if self._closed:
                 raise StoreUnavailable("the conversation store is closed.")
             if len(self._jobs) >= MAX_WAITING:
-                raise StoreUnavailable("too many writes wait for the conversation store; try again soon.")
-            self._jobs.append(_Job(work, future))
+                raise StoreUnavailable("too many requests wait for the conversation store; try again soon.")
+            self._jobs.append(_Job(work, future, told, reads))
             self._changed.notify()
         return future
 
@@ -68,8 +88,8 @@ class Writer:
     def _run(self) -> None:
         while group := self._next():
             jobs = [job for job in group if job.future.set_running_or_notify_cancel()]
-            if jobs:
-                self._write(jobs)
+            self._do(self._read, [job for job in jobs if job.reads])
+            self._do(self._write, [job for job in jobs if not job.reads])
 
     def _next(self) -> list[_Job]:
         """Wait for jobs; -> those that wait, or none if none will come any more."""
@@ -77,6 +97,28 @@ class Writer:
             while not self._jobs and not self._closed:
                 self._changed.wait()
             return [self._jobs.popleft() for _ in range(min(MAX_GROUP, len(self._jobs)))]
+
+    def _do(self, what: Callable[[Sequence[_Job]], None], jobs: Sequence[_Job]) -> None:
+        """Do jobs, if there are any, and tell who waits for them."""
+        if not jobs:
+            return
+        what(jobs)
+        for told in {job.told for job in jobs if job.told is not None}:
+            told()
+
+    def _read(self, jobs: Sequence[_Job]) -> None:
+        """All of one moment; each fails by itself."""
+        left = deque(jobs)
+        try:
+            with self._readers.connect() as connection:
+                cursor = Cursor(connection, self._statements)
+                while left:
+                    result, error = _tried(cursor, left[0])
+                    _answer(left.popleft(), result, error)
+                cursor.close()
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            for job in left:
+                _answer(job, None, meaning(error) if isinstance(error, DBAPIError) else error)
 
     def _write(self, jobs: Sequence[_Job]) -> None:
         """All at once; with a savepoint for each if one of them has to be taken back; each alone if that fails, too."""
@@ -116,15 +158,29 @@ class Writer:
             for job in jobs:
                 job.future.set_exception(error)
             return True
-        for job, result, failure in results:
-            if failure is None:
-                job.future.set_result(result)
-            else:
-                job.future.set_exception(failure)
+        for answer in results:
+            _answer(*answer)
         return True
 
 
 _Attempt = Callable[[Cursor, _Job], tuple[Any, BaseException | None]]
+
+
+def _answer(job: _Job, result: Any, error: BaseException | None) -> None:
+    if error is None:
+        job.future.set_result(result)
+    else:
+        job.future.set_exception(error)
+
+
+def _tried(cursor: Cursor, job: _Job) -> tuple[Any, BaseException | None]:
+    """The result, or what went wrong with this read."""
+    try:
+        return job.work(cursor), None
+    except DBAPIError as error:
+        return None, meaning(error)
+    except BaseException as error:
+        return None, error
 
 
 def _straight(cursor: Cursor, job: _Job) -> tuple[Any, BaseException | None]:

@@ -121,3 +121,50 @@ def test_whoever_comes_while_the_store_closes_is_answered(tmp_path: Path) -> Non
     assert not wait(futures, SECONDS).not_done
     with pytest.raises(StoreUnavailable, match="closed"):
         store.submit(conversations.create, "a", "late", {})
+
+
+def test_reads_between_writes_see_what_was_done_and_fail_by_themselves(tmp_path: Path) -> None:
+    with open_store(tmp_path, sweep_seconds=None) as store:
+        store.write(conversations.create, "a", "c", {"title": "done"})
+        block, told = _blocked(store), list[str]()
+        found = store.submit_read(lambda: told.append("told"), conversations.get, "a", "c")
+        missing = store.submit_read(None, conversations.get, "a", "nothing")
+        broken = store.submit_read(None, lambda session: session.connection.exec_driver_sql("SELECT * FROM nowhere"))
+        refused = store.submit_read(None, lambda session: conversations.create(session, "a", "d", {}))
+        after = store.submit_read(None, conversations.get, "a", "c")
+        block.set()
+        assert found.result(SECONDS).metadata == {"title": "done"}
+        assert after.result(SECONDS).id == "c"
+        with pytest.raises(NotFound):
+            missing.result(SECONDS)
+        with pytest.raises(StoreUnavailable, match="nowhere"):
+            broken.result(SECONDS)
+        with pytest.raises(StoreUnavailable):  # its connection only reads
+            refused.result(SECONDS)
+        store.write(lambda _: None)  # what is told of the group has been told
+        assert told == ["told"]
+        with pytest.raises(NotFound):
+            store.read(conversations.get, "a", "d")
+
+
+def test_who_waits_for_many_writes_is_told_once_for_all_of_a_transaction(tmp_path: Path) -> None:
+    with open_store(tmp_path, sweep_seconds=None) as store:
+        block, told = _blocked(store), list[int]()
+        made = [
+            store.submit_told(
+                lambda: told.append(sum(future.done() for future in made)), conversations.create, "a", f"c{k}", {}
+            )
+            for k in range(20)
+        ]
+        block.set()
+        wait(made, SECONDS)
+        store.write(lambda _: None)  # what is told of the group has been told
+        assert told == [20] * 20, "each of these callables is another one; all futures were done"
+
+        calls = list[int]()
+        block, one = _blocked(store), lambda: calls.append(1)
+        several = [store.submit_told(one, conversations.create, "a", f"d{k}", {}) for k in range(20)]
+        block.set()
+        wait(several, SECONDS)
+        store.write(lambda _: None)
+        assert calls == [1]

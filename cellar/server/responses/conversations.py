@@ -54,7 +54,7 @@ class ConversationRoutes:
             return JSONResponse(shown_list([_dated(one) for one in page.records], page.more))
         if order == "asc":
             raise refused("a search begins with the last active; leave order out.", "order")
-        found = await self._store.read(search.find, owner, query, after, limit)
+        found = await self._store.read_long(search.find, owner, query, after, limit)
         shown = shown_list([_dated(one) for one in found.records], found.more)
         return JSONResponse({**shown, "last_id": found.last})
 
