@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int4")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, comma-separated")
     parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
         device=options.device,
         max_model_len=options.max_model_len,
         enforce_eager=options.eager,

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import ConfigError
+from cellar.core.kv_formats import kv_cache_dtype
 
 CHUNK_SIZES = (16, 32, 64)
 
@@ -60,6 +61,7 @@ class CacheConfig:
     gpu_memory_utilization: float = _option(0.9, "Share of device memory that weights, KV and buffers may take.")
     kv_cache_memory_bytes: int | None = _option(None, "Bytes of KV cache; overrides gpu_memory_utilization.")
     block_size: int = _option(32, "Tokens per chunk: 16, 32 or 64.")
+    kv_cache_dtype: str = _option("auto", "K and V in fewer bits: fp8 (e4m3) or int4; auto keeps the model's dtype.")
     enable_prefix_caching: bool = _option(True, "Share the KV of equal prefixes and keep it for later requests.")
     kv_offloading_size: float | None = _option(None, "GiB of host memory for KV that the device has no room for.")
     kv_eviction_policy: Literal["value", "chance", "lru"] | None = _option(
@@ -85,6 +87,7 @@ class CacheConfig:
             if isinstance(value := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(value))
         _check_types(self)
+        object.__setattr__(self, "kv_cache_dtype", kv_cache_dtype(self.kv_cache_dtype))
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be in (0, 1].")
         if self.block_size not in CHUNK_SIZES:

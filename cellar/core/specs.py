@@ -12,6 +12,7 @@ from typing import Literal
 
 from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.formats import Format
+from cellar.core.kv_formats import row_nbytes
 
 # First axis of tensors of which a step reads a few rows only; all other matrices are multiplied by.
 _TABLES = ("vocab", "position")
@@ -170,7 +171,10 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose cache is paged alike: same kind, heads and head dimension."""
+    """Layers whose cache is paged alike: same kind, heads and head dimension.
+
+    `dtype`: the run's, or how K and V are quantized (`kv_formats.py`); it is part of every chunk's identity.
+    """
 
     name: str
     kind: Literal["full", "window", "latent", "state"]
@@ -180,9 +184,14 @@ class KVGroup:
     dtype: str
     window: int | None = None
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of K, or of V, of one head and token, scales included."""
+        return row_nbytes(self.dtype, self.head_dim)
+
     def nbytes_per_token(self) -> int:
         """Bytes of K and V of one token in all layers of the group."""
-        return int(2 * len(self.layers) * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype])
+        return 2 * len(self.layers) * self.num_kv_heads * self.row_nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
     assert raw is not None, "a model without a checkpoint is a shipped config"
     dtype = registry.auto_dtype(raw, device.type) if config.model.dtype == "auto" else config.model.dtype
     chunk, longest = config.cache.block_size, config.model.max_model_len
-    spec = registry.open_model(raw, dtype, chunk, longest, config.model.quantization).spec
+    kept = config.cache.kv_cache_dtype
+    spec = registry.open_model(raw, dtype, chunk, longest, config.model.quantization, kept).spec
     config = config.on(device.type)
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,10 +54,12 @@ def open_model(
     chunk_size: int = 32,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Model:
     """The model that a config.json defines, to run in `dtype` with at most `max_model_len` tokens (default: its own).
 
     `quantization`: int4, int8 or fp8, to which a plain checkpoint's matrices are quantized when they are loaded.
+    `kv_cache_dtype`: fp8 or int4, in which K and V are kept; auto: in `dtype`.
     Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow,
     or a checkpoint that is quantized already.
     """
@@ -74,7 +77,17 @@ def open_model(
             f"eos_token_id {beyond[0]} is not among the {spec.vocab_size} tokens of the vocabulary; "
             "correct config.json, or generation_config.json if it stands there."
         )
-    return module.model(_in_formats(spec, config, quantization))
+    return module.model(_in_formats(with_kv_dtype(spec, kv_cache_dtype), config, quantization))
+
+
+def with_kv_dtype(spec: ModelSpec, kv_cache_dtype: str) -> ModelSpec:
+    """The spec with K and V kept in fp8 or int4; unchanged for auto. Raises ConfigError for heads it does not suit."""
+    if kv_cache_dtype == "auto":
+        return spec
+    groups = tuple(replace(group, dtype=kv_cache_dtype) for group in spec.kv.groups)
+    for group in groups:
+        group.row_nbytes  # noqa: B018  raises for heads that cannot be packed
+    return replace(spec, kv=replace(spec.kv, groups=groups))
 
 
 def _in_formats(spec: ModelSpec, config: Config, quantization: str | None) -> ModelSpec:

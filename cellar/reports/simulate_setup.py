@@ -58,7 +58,8 @@ def open_setup(
     spec = model_spec(model, kind, fast_bfloat16=fast_bfloat16(profile), chunk_size=cache.block_size)
     form = formats_of(dtype or spec.dtype) if weights is None else _weights(weights)
     run = form.compute if form is FLOAT32 or spec.dtype == "float32" else spec.dtype
-    spec = replace(spec, kv=replace(spec.kv, groups=tuple(replace(group, dtype=run) for group in spec.kv.groups)))
+    kept = run if cache.kv_cache_dtype == "auto" else cache.kv_cache_dtype
+    spec = replace(spec, kv=replace(spec.kv, groups=tuple(replace(group, dtype=kept) for group in spec.kv.groups)))
     d = dimensions(spec)
     found, about = fitted(found, profile, d, model, form, run)
     prices = StepPrices(d, found, form)

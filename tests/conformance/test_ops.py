@@ -63,7 +63,10 @@ def compare(op: Op[..., Any], case: Case, call: Callable[..., Any], device: str,
     assert len(got) == len(wanted)
     for ours, theirs in zip(got, wanted, strict=True):
         assert ours.dtype == theirs.dtype
-        if ours.is_floating_point():
+        if ours.element_size() == 1 and ours.dtype != torch.bool:
+            # Quantized numbers: what a rotation's last bit changes may be another code, seldom.
+            assert (ours.view(torch.uint8) != theirs.view(torch.uint8)).float().mean() <= 0.005
+        elif ours.is_floating_point():
             limit = op.tolerance[dtype]
             torch.testing.assert_close(ours, theirs, atol=limit, rtol=limit, equal_nan=True)
         else:

@@ -53,12 +53,12 @@ def run(
     """TURNS turns, each by an engine of its own if there is a disk; -> answers, and the figures of each engine."""
     talks, said = histories()
     if disk is None:
-        with opened(folder, **small_options(folder, chunks), **options) as llm:
+        with opened(folder, **small_options(folder, chunks, **options)) as llm:
             return [turn(llm, talks, said, number) for number in range(TURNS)], [llm.stats()]
     answers, figures = [], []
     for number in range(TURNS):
         options |= {"kv_disk_path": disk, "kv_disk_size": SIZE}
-        with opened(folder, **small_options(folder, chunks), **options) as llm:
+        with opened(folder, **small_options(folder, chunks, **options)) as llm:
             answers.append(turn(llm, talks, said, number))
             figures.append(llm.stats())
         between(disk)

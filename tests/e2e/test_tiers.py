@@ -48,7 +48,7 @@ def talk(
     said = [[rng.integers(3, 101, 9).tolist() for _ in range(TURNS)] for _ in range(TALKS)]
     histories = [common[: len(common) * (k % 2)] for k in range(TALKS)]
     answers = []
-    with opened(folder, recovery=recovery, **small_options(folder, chunks), **options) as llm:
+    with opened(folder, recovery=recovery, **small_options(folder, chunks, **options)) as llm:
         for turn in range(TURNS):
             for history, words in zip(histories, said, strict=True):
                 history += words[turn]
@@ -65,17 +65,20 @@ def talk(
         return answers, stats.tiers, stats.prefix_hits
 
 
-def small_options(folder: Path, chunks: int) -> dict[str, object]:
+def small_options(folder: Path, chunks: int, kv_cache_dtype: str = "auto", **others: object) -> dict[str, object]:
+    """Of an engine with so many chunks on the CPU; and the others, as they are."""
     from cellar.models.registry import open_model, read_config
 
-    nbytes = chunks * open_model(read_config(folder), "float32", CHUNK, CONTEXT).spec.kv.chunk_nbytes()
-    return {
+    model = open_model(read_config(folder), "float32", CHUNK, CONTEXT, kv_cache_dtype=kv_cache_dtype)
+    nbytes = chunks * model.spec.kv.chunk_nbytes()
+    return others | {
         "skip_tokenizer_init": True,
         "dtype": "float32",
         "device": "cpu",
         "num_threads": 1,
         "max_model_len": CONTEXT,
         "block_size": CHUNK,
+        "kv_cache_dtype": kv_cache_dtype,
         "kv_cache_memory_bytes": nbytes,
     }
 
@@ -115,7 +118,7 @@ def test_suspended_requests_come_back_from_the_host(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
     def run(chunks: int, **options: object) -> tuple[Tokens, SchedulerStats]:
-        with opened(tmp_path, decode_reserve=0.0, **small_options(tmp_path, chunks), **options) as llm:
+        with opened(tmp_path, decode_reserve=0.0, **small_options(tmp_path, chunks, **options)) as llm:
             found = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
             return found, llm.stats()
 

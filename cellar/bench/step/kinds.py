@@ -91,7 +91,7 @@ def traffic(spec: ModelSpec, batch: int, context: float) -> dict[str, Traffic]:
         found[kind] = Traffic(before.nbytes + round(nbytes), before.flops + round(flops), before.parts + 1)
 
     linear = {tensor.name for tensor in spec.tensors() if is_linear(tensor)}
-    groups = {group.name: DTYPE_BYTES[group.dtype] for group in spec.kv.groups}
+    groups = {group.name: group.row_nbytes / group.head_dim for group in spec.kv.groups}
     for operation in spec.operations(batch, round(context), batch):
         if operation.name in linear:
             add(_linear_kind(operation.name), operation.nbytes, operation.flops)

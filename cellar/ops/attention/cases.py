@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from cellar.core.kv_formats import KVFormat
 from cellar.core.specs import RopeSpec
 from cellar.ops.attention.plan import plan_attention
+from cellar.ops.kv_format import quantized_cache
 from cellar.ops.registry import Case
 from cellar.ops.rotary.table import rope_table
 
@@ -23,6 +25,7 @@ def case(
     split: int | None = None,
     heavy: bool = False,
     fresh: bool = False,
+    kv_format: KVFormat = "plain",
 ) -> Case:
     """A case with the given spans (row, start, stop), slots in any order, and NaN wherever nothing was written.
 
@@ -62,7 +65,9 @@ def case(
             device=device,
             programs=programs,
             split=split,
+            kv_format=kv_format,
         )
+        arena = quantized_cache(arena, kv_format)
         new = None
         if fresh:
             rows = np.repeat(work.row, work.stop - work.start)
@@ -103,6 +108,29 @@ def decode_case(name: str, lengths: tuple[int, ...], rotary_dim: int, **options:
     return Case(name, make, heavy=options.get("heavy", False))
 
 
+def _quantized(form: KVFormat) -> tuple[Case, ...]:
+    few = form == "int4"  # in Triton's interpreter
+    return (
+        case(f"{form}: decodes", ((0, 99, 100), (1, 31, 32), (2, 0, 1), (3, 32, 33)), kv_format=form),
+        case(
+            f"{form}: mixed", ((0, 130, 131), (1, 0, 45), (2, 70, 72), (3, 20, 61)), chunk=64, kv_format=form, heavy=few
+        ),
+        case(f"{form}: holes", ((0, 0, 20), (0, 64, 90), (0, 120, 121), (1, 7, 8)), (8, 1, 96), kv_format=form),
+        case(f"{form}: window", ((0, 75, 76), (1, 10, 80), (2, 5, 6)), window=24, chunk=16, kv_format=form),
+        case(f"{form}: odd dim", ((0, 400, 401), (1, 200, 220)), (2, 2, 72), programs=64, kv_format=form, heavy=few),
+        case(f"{form}: small heads", ((0, 0, 40), (1, 5, 6)), heads=(4, 2, 20), chunk=16, kv_format=form),
+        case(f"{form}: wide heads", ((0, 40, 41), (1, 0, 5)), heads=(2, 1, 256), kv_format=form, heavy=few),
+        case(
+            f"{form}: many", tuple((i, 37 * i, 37 * i + 1) for i in range(40)), (32, 8, 128), kv_format=form, heavy=True
+        ),
+        case(
+            f"{form}: long", ((0, 1000, 1700), (1, 8000, 8001)), (32, 8, 128), programs=264, kv_format=form, heavy=True
+        ),
+    )
+
+
+QUANTIZED = _quantized("fp8") + _quantized("int4")
+
 ATTENTION = (
     case("one decode", ((0, 40, 41),)),
     case("decodes", ((0, 99, 100), (1, 31, 32), (2, 0, 1), (3, 32, 33))),
@@ -120,6 +148,7 @@ ATTENTION = (
     case("many", tuple((i, 37 * i, 37 * i + 1) for i in range(40)), heads=(32, 8, 128), heavy=True),
     case("long whole prompt", ((0, 0, 3000), (1, 0, 777)), heads=(32, 8, 128), fresh=True, heavy=True),
     case("long prompt", ((0, 1000, 1700), (1, 8000, 8001)), heads=(32, 8, 128), programs=264, heavy=True),
+    *QUANTIZED,
 )
 DECODE_ATTENTION = (
     decode_case("first tokens", (1, 2, 33), 64),

@@ -2,8 +2,9 @@
 
 Decoding is bound by memory: 64 sequences of 330 tokens read 22 MB of float32 a layer. An item of work is a KV head and
 a few queries of one span, all heads of the group: each chunk of K and V is read once from memory, and then, from the
-first cache, once per query and head. Scores are worked out eight positions at a time; largest score, sum of weights and
-sum of values go along from chunk to chunk (online softmax, Milakov and Gimelshein, arXiv 1805.02867).
+first cache, once per query and head; quantized rows are decoded in between. Scores are worked out eight positions at a
+time; largest score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
+Gimelshein, arXiv 1805.02867).
 
 A row's result depends on its own context alone, bit for bit: not on its company, and not on how its prompt was cut.
 """
@@ -11,6 +12,7 @@ A row's result depends on its own context alone, bit for bit: not on its company
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import AttentionWork, IntArray
 from cellar.ops.cpu.launch import kernel, with_unit_stride
 from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
@@ -30,7 +33,10 @@ BLOCK_NUMBERS = 2048
 chunk of keys and values.
 """
 
-_ARGUMENTS = struct.Struct("34qd")
+_FORMATS: Mapping[KVFormat, int] = {"plain": 0, "fp8": 1, "int4": 2}
+"""As the kernel calls them."""
+
+_ARGUMENTS = struct.Struct("34qdq")
 
 
 def attention_cpu(
@@ -59,9 +65,9 @@ def decode_attention_cpu(
     scale: float,
 ) -> Tensor:
     """`decode_attention` for CPU tensors."""
-    if _plan(work).apart:
+    if _plan(work).apart and work.shape.kv_format == "plain":
         return _launch(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, None)
-    # A row's spans see each other's keys, so all of them are written first.
+    # A row's spans see each other's keys, so all of them are written first; and quantized ones are by the definition.
     size = work.shape.chunk_size
     slots = table.numpy()[work.row, work.start // size].astype(np.int64) * size + work.start % size
     mapping = torch.from_numpy(slots)
@@ -163,6 +169,7 @@ def _launch(
         *out_strides[:2],
         *plan.tail,
         scale * LOG2E,
+        _FORMATS[work.shape.kv_format],
     )
     kernel("attention", q.dtype)(arguments, plan.numbers)
     return result if out is None or out is result else out.copy_(result)

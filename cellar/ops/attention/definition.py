@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cellar.ops.attention.plan import AttentionWork
+from cellar.ops.kv_format import dequantized
 from cellar.ops.rotary.definition import rotary_definition, write_kv_definition
 
 
@@ -32,9 +33,10 @@ def attention_definition(
     """Attention of all spans of a step, span by span, gathered, with a mask, in float32 (float64 inputs: in float64).
 
     q: [tokens, heads, head_dim], any stride of tokens and heads. k_cache, v_cache: [slots, kv_heads, chunk_size,
-    head_dim], any stride of slots. table: int32 [rows, chunks]; only entries that a query may see are read, and of
-    those chunks only positions that are written: garbage elsewhere, NaN included, does no harm. out: [tokens, heads,
-    head_dim], made if None, in q's dtype. All calls with one `work` must pass the same table.
+    head_dim], any stride of slots; or in fewer bits, as `shape.kv_format` says (`ops/kv_format.py`). table: int32
+    [rows, chunks]; only entries that a query may see are read, and of those chunks only positions that are
+    written: garbage elsewhere, NaN included, does no harm. out: [tokens, heads, head_dim], made if None, in q's dtype.
+    All calls with one `work` must pass the same table.
     new: the step's own K and V once more, [tokens, kv_heads, head_dim], as they were written to the cache. A span that
     begins at position 0 sees nothing else, and a kernel may read them there, where they lie in a row.
 
@@ -44,6 +46,8 @@ def attention_definition(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     wide = torch.promote_types(q.dtype, torch.float32)
     shape = work.shape
+    # Elements of one byte are copied as bytes.
+    raw = torch.uint8 if k_cache.element_size() == 1 else k_cache.dtype
     for s in range(len(work.row)):
         start, stop = int(work.start[s]), int(work.stop[s])
         low = 0 if shape.window is None else max(0, start - shape.window + 1)
@@ -52,7 +56,11 @@ def attention_definition(
         seen = slice(low - first_chunk * shape.chunk_size, stop - first_chunk * shape.chunk_size)
         # [chunks, kv_heads, chunk_size, dim] -> [heads, positions, dim]
         k, v = (
-            cache[slots].transpose(0, 1).flatten(1, 2)[:, seen].to(wide).repeat_interleave(shape.group, 0)
+            dequantized(cache.view(raw)[slots].view(cache.dtype), shape.head_dim)
+            .transpose(0, 1)
+            .flatten(1, 2)[:, seen]
+            .to(wide)
+            .repeat_interleave(shape.group, 0)
             for cache in (k_cache, v_cache)
         )
         tokens = slice(int(work.offset[s]), int(work.offset[s + 1]))

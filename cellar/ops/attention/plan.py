@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.kv_formats import KVFormat
 from cellar.ops.cuda.hopper import hopper_available
 
 IntArray = NDArray[np.int32]
@@ -44,13 +45,17 @@ GRAPH_TILE, HOPPER_TILE = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What all steps of a model have in common. `window` W: a query at position p sees (p - W, p]; None: [0, p]."""
+    """What all steps of a model have in common. `window` W: a query at position p sees (p - W, p]; None: [0, p].
+
+    `kv_format`: how the cache's rows are written.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     chunk_size: int
     window: int | None = None
+    kv_format: KVFormat = "plain"
 
     @property
     def group(self) -> int:
@@ -60,14 +65,17 @@ class AttentionShape:
     @property
     def reads_new(self) -> bool:
         """Whether kernels read K and V of spans from position 0 on where the step computed them: the copy engine takes
-        powers of 2.
+        powers of 2. Never past a quantized cache: an answer must not depend on whether its prompt was cached.
         """
+        if self.kv_format != "plain":
+            return False
         return self.window is None and self.head_dim >= 16 and self.head_dim & (self.head_dim - 1) == 0
 
     @property
     def suits_hopper(self) -> bool:
         """Whether prompts of this shape run on Hopper by a kernel of its own (`attention_hopper`)."""
-        return self.head_dim in (64, 128) and 64 % self.group == 0 and self.window is None
+        has_shape = self.head_dim in (64, 128) and 64 % self.group == 0 and self.window is None
+        return has_shape and self.kv_format == "plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +256,10 @@ class AttentionWork:
 
     @cached_property
     def is_decode(self) -> bool:
-        """True if `decode_attention` may compute it: every span is one token, and the group fits the narrow tile."""
-        if self.shape.group > NARROW_TILE:
+        """True if `decode_attention` may compute it: spans are one token each, the group fits the narrow tile, and K
+        and V are plain.
+        """
+        if self.shape.group > NARROW_TILE or self.shape.kv_format != "plain":
             return False
         if self.captured is not None:
             return self.captured.wide == 0
@@ -309,12 +319,14 @@ def plan_attention(
     programs: int | None = None,
     split: int | None = None,
     buffers: AttentionBuffers | None = None,
+    kv_format: KVFormat = "plain",
 ) -> AttentionWork:
     """Plan the attention of one step; span s computes positions [start[s], stop[s]) of table row row[s].
 
     `programs`: how many the device runs at once (default: two per multiprocessor). `split`: cut KV every so many
     positions whatever the batch is, so that a request's result does not depend on its company; None: by load.
-    `buffers`: where on the device the list is put; None allocates. Raises ConfigError for impossible shapes.
+    `buffers`: where on the device the list is put; None allocates. `kv_format`: how the cache's rows are
+    written. Raises ConfigError for impossible shapes.
     """
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"{heads} heads over {kv_heads} KV heads; the first must be a multiple of the second.")
@@ -327,7 +339,7 @@ def plan_attention(
     offset = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(stops - starts, out=offset[1:])
     work = AttentionWork(
-        AttentionShape(heads, kv_heads, head_dim, chunk_size, window),
+        AttentionShape(heads, kv_heads, head_dim, chunk_size, window, kv_format),
         np.asarray(row, np.int32),
         starts,
         stops,

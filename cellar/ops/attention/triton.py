@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from cellar.core.errors import ConfigError
+from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import NARROW_TILE, AttentionWork, Softmax
+from cellar.ops.kv_format import as_bytes
 from cellar.ops.room import Room, is_out_of_resources, room_of, room_on
 from cellar.ops.triton_support import dependent_launch, interpreted, kernel
 
@@ -23,6 +25,10 @@ UNIFIED_RANGE = 96
 
 # What a kernel's UNIFIED says: weights are 2^s; or 2^(s - m) with m the maximum of the first positions.
 NO_MAXIMUM, FIRST_MAXIMUM = 1, 2
+
+# What a kernel's KV says.
+PLAIN, FP8, INT4 = 0, 1, 2
+_KV: Mapping[KVFormat, int] = {"plain": PLAIN, "fp8": FP8, "int4": INT4}
 
 HOPPER_ROOM = room_on(90)
 
@@ -55,7 +61,12 @@ def decode_attention_kernel(
     work: AttentionWork,
     scale: float,
 ) -> Tensor:
-    """`decode_attention` in Triton: one launch. Raises ConfigError if the group does not fit the narrow tile."""
+    """`decode_attention` in Triton: one launch.
+
+    Raises ConfigError if the group does not fit the narrow tile, or K and V are quantized: they are written first.
+    """
+    if work.shape.kv_format != "plain":
+        raise ConfigError("decode_attention writes plain K and V; write quantized ones first, then call attention.")
     if work.shape.group > NARROW_TILE:
         raise ConfigError(f"decode_attention takes up to {NARROW_TILE} heads per KV head, not {work.shape.group}.")
     return launched(q, k_cache, v_cache, table, work, scale, None, decoded=(k, v, cos_sin))
@@ -84,7 +95,7 @@ def launched(
             wide(q, k_cache, v_cache, table, work, scale, out, tile, programs)
             continue
         settings: dict[str, Any] | None = launch_settings(
-            tile, work.shape.head_dim, q.element_size(), programs > many, room_of(q.device)
+            tile, work.shape.head_dim, q.element_size(), programs > many, room_of(q.device), work.shape.kv_format
         )
         while settings is not None:
             try:
@@ -114,6 +125,9 @@ def _launch(
     is_wide, tile, programs = tiles
     buffers, shape = work.resident, work.shape
     k, v, cos_sin = (q, q, None) if decoded is None else decoded
+    form = work.shape.kv_format
+    if form != "plain":
+        k_cache, v_cache = as_bytes(k_cache), as_bytes(v_cache)
     rows = None
     if fresh is not None and is_wide and shape.reads_new and work.captured is None and settings["SKIP_TESTS"]:
         rows = [_by_rows(x, settings["TURN"]) for x in fresh]
@@ -149,16 +163,25 @@ def _launch(
         GROUP=shape.group,
         DIM=shape.head_dim,
         CHUNK=shape.chunk_size,
+        KV=_KV[form],
+        BY_FOURS=settings["TURN"] * settings["BLOCK_DIM"] >= 128 * settings["num_warps"] and _takes_ptx(q),
         WINDOW=shape.window or 0,
         WIDE=is_wide,
         NEW=decoded is not None,
         FRESH=rows is not None,
-        UNIFIED=unified_by(work.softmax, q.dtype, is_wide, shape.window, rows is not None and shape.head_dim > 64),
+        UNIFIED=0
+        if form != "plain"
+        else unified_by(work.softmax, q.dtype, is_wide, shape.window, rows is not None and shape.head_dim > 64),
         TILE=tile,
         UPCAST=interpreted(q),
         **dependent_launch(q),
         **settings,
     )
+
+
+def _takes_ptx(x: Tensor) -> bool:
+    """NVIDIA's GPUs, and kernels that are only listed (for one of them, unless this torch is AMD's)."""
+    return not interpreted(x) and torch.version.hip is None
 
 
 def _by_rows(x: Tensor, rows: int) -> Any:
@@ -190,7 +213,12 @@ def unified_by(
 
 
 def launch_settings(
-    tile: int, head_dim: int, element_size: int, many: bool = False, room: Room = HOPPER_ROOM
+    tile: int,
+    head_dim: int,
+    element_size: int,
+    many: bool = False,
+    room: Room = HOPPER_ROOM,
+    kv_format: KVFormat = "plain",
 ) -> dict[str, Any]:
     """Compile-time sizes per class: KV positions per turn, padded head dimension, warps and stages.
 
@@ -277,6 +305,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    KV: tl.constexpr,
+    BY_FOURS: tl.constexpr,
     WINDOW: tl.constexpr,
     WIDE: tl.constexpr,
     NEW: tl.constexpr,
@@ -303,6 +333,10 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     is computed once more with the running maximum. 2: weights are 2^(s - m), m the maximum of the row's first 16
     positions. Of half precision a weight is at most 2^15 if the sum is, and what it loses of small ones is what the
     ordinary softmax loses too, for the sum is at least 1: so the bounds are 1/2 and 2^15.
+
+    KV: 1: fp8, 2: int4 (`ops/kv_format.py`). Of fp8 the products are with codes, whose bits are put where a 16-bit
+    float has its own: they are numbers times 2^-120 (bfloat16, float32) or 2^-8 (float16). Scales, and what that leaves
+    out, go to scores and weights. BY_FOURS: so many codes a thread has that four are taken at a time.
     """
     rows = tl.arange(0, TILE)
     dims = tl.arange(0, BLOCK_DIM)
@@ -365,6 +399,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             queries = tl.where(io_ok, queries, 0.0)
         if UPCAST:
             queries = queries.to(tl.float32)
+        if KV == 1 and queries.dtype != tl.float16:
+            # Products with keys that are 2^-120 too small are to be normal numbers.
+            queries = (queries.to(tl.float32) * 1152921504606846976.0).to(queries.dtype)
         k_of = k_cache + head * kv_head_stride
         v_of = v_cache + head * kv_head_stride
         is_fresh = False
@@ -391,6 +428,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 v_slot_stride,
                 DIM=DIM,
                 CHUNK=CHUNK,
+                KV=KV,
+                BY_FOURS=BY_FOURS,
                 WINDOW=WINDOW,
                 UNIFIED=UNIFIED,
                 TILE=TILE,
@@ -422,6 +461,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                 v_slot_stride,
                 DIM=DIM,
                 CHUNK=CHUNK,
+                KV=KV,
+                BY_FOURS=BY_FOURS,
                 WINDOW=WINDOW,
                 UNIFIED=UNIFIED,
                 TILE=TILE,
@@ -462,6 +503,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
                     v_slot_stride,
                     DIM=DIM,
                     CHUNK=CHUNK,
+                    KV=KV,
+                    BY_FOURS=BY_FOURS,
                     WINDOW=WINDOW,
                     UNIFIED=0,
                     TILE=TILE,
@@ -551,6 +594,8 @@ def _scan(  # type: ignore[no-untyped-def]
     v_slot_stride,
     DIM: tl.constexpr,
     CHUNK: tl.constexpr,
+    KV: tl.constexpr,
+    BY_FOURS: tl.constexpr,
     WINDOW: tl.constexpr,
     UNIFIED: tl.constexpr,
     TILE: tl.constexpr,
@@ -569,6 +614,12 @@ def _scan(  # type: ignore[no-untyped-def]
     dims = tl.arange(0, BLOCK_DIM)
     dim_ok = dims < DIM
     lane = tl.arange(0, TURN)
+    # Bytes, or numbers, that a row's codes take, and where each dimension's stands.
+    WIDTH: tl.constexpr = DIM // 2 if KV == 2 else DIM
+    at = dims % WIDTH if KV == 2 else dims
+    if KV:
+        k_scales = _scales(k_of, slot, k_slot_stride, kv_first + lane, stop, CHUNK, WIDTH, KV)
+        v_scales = _scales(v_of, slot, v_slot_stride, kv_first + lane, stop, CHUNK, WIDTH, KV)
     top = tl.full([TILE], 0.0 if UNIFIED else -1.0e30, tl.float32)
     total = tl.full([TILE], 0.0, tl.float32)
     acc = tl.full([TILE, BLOCK_DIM], 0.0, tl.float32)
@@ -595,19 +646,23 @@ def _scan(  # type: ignore[no-untyped-def]
                 here = slot.to(tl.int64)
                 ahead = turn + TURN + lane
                 slot = tl.load(slots_of + ahead // CHUNK, mask=ahead < stop, other=0)
-                inner = (turn + lane) % CHUNK * DIM
-                k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
-                v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
+                inner = (turn + lane) % CHUNK * WIDTH
+                k_at = k_of + (here * k_slot_stride + inner)[None, :] + at[:, None]
+                v_at = v_of + (here * v_slot_stride + inner)[:, None] + at[None, :]
                 if DIM == BLOCK_DIM:
                     keys = tl.load(k_at)
                     values = tl.load(v_at)
                 else:
                     keys = tl.load(k_at, mask=dim_ok[:, None], other=0.0)
                     values = tl.load(v_at, mask=dim_ok[None, :], other=0.0)
-            if UPCAST:
+            if KV:
+                keys, values = _numbers(keys, values, k_scales, v_scales, queries, dims, DIM, KV, BY_FOURS)
+            elif UPCAST:
                 keys = keys.to(tl.float32)
                 values = values.to(tl.float32)
             scores = tl.dot(queries, keys, input_precision="ieee")
+            if KV == 1:
+                scores = scores * _factors(k_scales, queries.dtype)[None, :]
             if UNIFIED:
                 weights = tl.exp2(scores * scale - top[:, None]) if UNIFIED == 2 else tl.exp2(scores * scale)
                 total += tl.sum(weights, 1)
@@ -617,8 +672,13 @@ def _scan(  # type: ignore[no-untyped-def]
                 weights = tl.exp2(scores * scale - new_top[:, None])
                 shrink = tl.exp2(top - new_top)
                 total = total * shrink + tl.sum(weights, 1)
+                if KV == 1:
+                    weights = weights * _factors(v_scales, values.dtype)[None, :]
                 acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
                 top = new_top
+            if KV:
+                k_scales = _scales(k_of, slot, k_slot_stride, ahead, stop, CHUNK, WIDTH, KV)
+                v_scales = _scales(v_of, slot, v_slot_stride, ahead, stop, CHUNK, WIDTH, KV)
     for turn in tl.range(edge, stop, TURN, num_stages=1 if SKIP_TESTS and WINDOW == 0 else STAGES):
         n = turn + lane
         n_ok = n < stop
@@ -630,15 +690,19 @@ def _scan(  # type: ignore[no-untyped-def]
         else:
             here = slot.to(tl.int64)
             slot = tl.load(slots_of + (n + TURN) // CHUNK, mask=n + TURN < stop, other=0)
-            inner = n % CHUNK * DIM
-            k_at = k_of + (here * k_slot_stride + inner)[None, :] + dims[:, None]
+            inner = n % CHUNK * WIDTH
+            k_at = k_of + (here * k_slot_stride + inner)[None, :] + at[:, None]
             keys = tl.load(k_at, mask=n_ok[None, :] & dim_ok[:, None], other=0.0)
-            v_at = v_of + (here * v_slot_stride + inner)[:, None] + dims[None, :]
+            v_at = v_of + (here * v_slot_stride + inner)[:, None] + at[None, :]
             values = tl.load(v_at, mask=n_ok[:, None] & dim_ok[None, :], other=0.0)
-        if UPCAST:
+        if KV:
+            keys, values = _numbers(keys, values, k_scales, v_scales, queries, dims, DIM, KV, BY_FOURS)
+        elif UPCAST:
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        if KV == 1:
+            scores = scores * _factors(k_scales, queries.dtype)[None, :]
         seen = row_ok[:, None] & n_ok[None, :] & (n[None, :] <= position[:, None])
         if WINDOW > 0:
             seen = seen & (n[None, :] > position[:, None] - WINDOW)
@@ -652,9 +716,121 @@ def _scan(  # type: ignore[no-untyped-def]
             weights = tl.where(seen, tl.exp2(scores - new_top[:, None]), 0.0)
             shrink = tl.exp2(top - new_top)
             total = total * shrink + tl.sum(weights, 1)
+            if KV == 1:
+                weights = weights * _factors(v_scales, values.dtype)[None, :]
             acc = tl.dot(weights.to(values.dtype), values, acc * shrink[:, None], input_precision="ieee")
             top = new_top
+        if KV:
+            k_scales = _scales(k_of, slot, k_slot_stride, n + TURN, stop, CHUNK, WIDTH, KV)
+            v_scales = _scales(v_of, slot, v_slot_stride, n + TURN, stop, CHUNK, WIDTH, KV)
+    if KV == 1:
+        acc = acc * 1152921504606846976.0
     return top, total, acc
+
+
+@kernel
+def _scales(of, slot, slot_stride, n, stop, CHUNK: tl.constexpr, WIDTH: tl.constexpr, KV: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What turns the codes of positions n [TURN] into numbers, as it lies in the cache: a byte, or 64 bits."""
+    behind = of + slot.to(tl.int64) * slot_stride + CHUNK * WIDTH
+    if KV == 2:
+        return tl.load(behind.to(tl.pointer_type(tl.uint64)) + n % CHUNK, mask=n < stop, other=0)
+    return tl.load(behind + n % CHUNK, mask=n < stop, other=0)
+
+
+@kernel
+def _factors(scales, of):  # type: ignore[no-untyped-def]
+    """What products with codes of fp8 are to be multiplied by, but for 2^60 that queries or sums have already."""
+    power = (scales.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    return power * (256.0 if of == tl.float16 else 1152921504606846976.0)
+
+
+@kernel
+def _numbers(  # type: ignore[no-untyped-def]
+    keys,  # uint8 [BLOCK_DIM, TURN]
+    values,  # uint8 [TURN, BLOCK_DIM]
+    k_scales,
+    v_scales,
+    queries,
+    dims,
+    DIM: tl.constexpr,
+    KV: tl.constexpr,
+    BY_FOURS: tl.constexpr,
+):
+    """Codes as operands of products: in the queries' type, but values of fp8 in bfloat16 where that is float16, because
+    of the weights' range.
+    """
+    if KV == 1:
+        wide: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.bfloat16
+        return _e4m3(keys, queries.dtype, BY_FOURS), _e4m3(values, wide, BY_FOURS)
+    upper = dims >= DIM // 2
+    inside = dims < DIM
+    keys = _int4(keys, upper[:, None], k_scales[None, :])
+    values = _int4(values, upper[None, :], v_scales[:, None])
+    # Of dimensions that there are not the codes are 0, which is the least number.
+    keys = tl.where(inside[:, None], keys, 0.0)
+    values = tl.where(inside[None, :], values, 0.0)
+    return keys.to(queries.dtype), values.to(queries.dtype)
+
+
+@kernel
+def _int4(codes, upper, scales):  # type: ignore[no-untyped-def]
+    """scale x code + least of the lower or the upper four bits; scales: 64 bits, of the lower half first."""
+    pair = tl.where(upper, scales >> 32, scales & 0xFFFFFFFF).to(tl.uint32)
+    scale = (pair << 16).to(tl.float32, bitcast=True)
+    least = (pair & 0xFFFF0000).to(tl.float32, bitcast=True)
+    code = tl.where(upper, codes >> 4, codes & 15)
+    return code.to(tl.float32) * scale + least
+
+
+@kernel
+def _e4m3(raw, to: tl.constexpr, BY_FOURS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Codes with their bits where `to` has its own: numbers times 2^-8 (float16) or 2^-120. Integers alone."""
+    if to == tl.float32:
+        wide = raw.to(tl.uint32)
+        return (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    if BY_FOURS:
+        # Two codes are spread to the upper bytes of two halves; their bits but the sign's move down.
+        if to == tl.float16:
+            return tl.inline_asm_elementwise(
+                """{
+                .reg .b32 a, b, c, d;
+                prmt.b32 a, $2, 0, 0x1404;
+                prmt.b32 b, $2, 0, 0x3424;
+                shr.u32 c, a, 1;
+                shr.u32 d, b, 1;
+                and.b32 c, c, 0x3f803f80;
+                and.b32 d, d, 0x3f803f80;
+                lop3.b32 $0, a, 0x80008000, c, 0xea;
+                lop3.b32 $1, b, 0x80008000, d, 0xea;
+                }""",
+                "=r,=r,r",
+                [raw],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=4,
+            )
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            and.b32 c, c, 0x07f007f0;
+            and.b32 d, d, 0x07f007f0;
+            lop3.b32 $0, a, 0x80008000, c, 0xea;
+            lop3.b32 $1, b, 0x80008000, d, 0xea;
+            }""",
+            "=r,=r,r",
+            [raw],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    wide = raw.to(tl.uint16)
+    if to == tl.float16:
+        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
 
 
 @kernel

@@ -26,7 +26,10 @@ from cellar.ops.cpu.lanes import (
     WIDTH,
     begin_region,
     brains,
+    codes,
     doubles,
+    e4m3,
+    exponents,
     first_of,
     floats,
     fma,
@@ -34,11 +37,13 @@ from cellar.ops.cpu.lanes import (
     get,
     greater,
     halves,
+    high,
     ints,
     largest,
     like,
     load,
     longs,
+    low,
     next_of,
     power,
     put,
@@ -340,10 +345,59 @@ def _add_values(weights, begin, end, values, v_at, dim, sums, at, shrink):  # ty
         d += 1
 
 
+# How the cache's rows are written (`ops/kv_format.py`).
+PLAIN, FP8, INT4 = 0, 1, 2
+
+
+@_inner
+def _decode(cache, at, begin, end, chunk, dim, format, rows):  # type: ignore[no-untyped-def]
+    """Rows begin..end of one head in a chunk that lies at byte `at`, as float32 [chunk, dim].
+
+    Whole lanes are read and written: what is too much of a row stands behind it, where the next one is written.
+    """
+    raw = codes(cache + at)
+    if format == FP8:
+        factors = exponents(cache + at + chunk * dim)
+        for n in range(begin, end):
+            factor = splat(get(factors, n))
+            for d in range(0, dim, WIDTH):
+                store(rows, n * dim + d, e4m3(raw, n * dim + d) * factor)
+        return
+    half = dim // 2
+    pairs = brains(cache + at + chunk * half)
+    for n in range(begin, end):
+        scale, least = splat(get(pairs, 4 * n)), splat(get(pairs, 4 * n + 1))
+        for d in range(0, half, WIDTH):
+            store(rows, n * dim + d, fma(low(raw, n * half + d), scale, least))
+        scale, least = splat(get(pairs, 4 * n + 2)), splat(get(pairs, 4 * n + 3))
+        for d in range(0, half, WIDTH):
+            store(rows, n * dim + half + d, fma(high(raw, n * half + d), scale, least))
+
+
+@_inner
+def _attend(  # type: ignore[no-untyped-def]
+    queries, first, group, keys, k_at, values, v_at, begin, end, dim, scores, tops, weights_of, sums
+):
+    """Add positions begin..end of a chunk to what the queries `first` and the group's next ones have seen so far."""
+    for n in range(first, first + group):
+        old = get(tops, n)
+        top = _score(queries, n * dim, keys, k_at, begin, end, dim, scores)
+        shrink = types.float32(1.0)
+        if top > old:
+            shrink = first_of(power(splat(old - top)))
+            put(tops, n, top)
+        else:
+            top = old
+        weight = _weigh(scores, begin, end, top)
+        put(weights_of, n, fma(get(weights_of, n), shrink, weight))
+        _add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink)
+
+
 # q, its token and head strides; k, its (0: all K and V are written); v, its; cos_sin (0: nothing turns), rotary_dim;
 # k_cache, v_cache, their slot strides, their head stride; table, its stride; out, its token and head strides;
 # row, start, stop, offset (int32, of spans); span and first query of each item (int32; 0: item = span, of one token);
-# items, queries of an item, kv_heads, group, dim, chunk, window (0: none), scale * log2(e)
+# items, queries of an item, kv_heads, group, dim, chunk, window (0: none), scale * log2(e), format of the cache's rows
+# (strides of quantized ones are in bytes)
 
 
 @_inner
@@ -361,13 +415,15 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
     spans, firsts, listed = ints(get(a, 25)), ints(get(a, 26)), get(a, 25) != 0
     items, block, kv_heads, group = get(a, 27), get(a, 28), get(a, 29), get(a, 30)
     dim, chunk, window = get(a, 31), get(a, 32), get(a, 33)
-    scale = get(doubles(get(words, 1)), 34)
+    scale, format = get(doubles(get(words, 1)), 34), get(a, 35)
     one = types.float32(1.0)
     # Of each query and head: the query, and a sum of values, largest score and sum of weights as far as they go.
     most = block * group
     queries, sums = stack(most * dim), stack(most * dim)
     tops, weights_of = stack(most), stack(most)
     scores = stack(chunk + WIDTH)
+    decoded = chunk * dim + WIDTH if format else 0
+    decoded_keys, decoded_values = stack(decoded), stack(decoded)
     while True:
         item = next_of(words)
         if item >= items * kv_heads:
@@ -398,27 +454,30 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
             store(sums, d, splat(0.0))
         for d in range(count * group * dim - count * group * dim % WIDTH, count * group * dim):
             put(sums, d, types.float32(0.0))
-        low = max(0, start - window + 1) if window else 0
-        for j in range(low // chunk, (start + count - 1) // chunk + 1):
+        least = max(0, start - window + 1) if window else 0
+        for j in range(least // chunk, (start + count - 1) // chunk + 1):
             slot = get(table, slots + j)
             keys, values = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
+            if format:
+                # Of the first query's window up to the last query's position.
+                begin = max(0, start + 1 - window - j * chunk) if window else 0
+                end = min(chunk, start + count - j * chunk)
+                _decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys)
+                _decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values)
             for i in range(count):
                 position = start + i - j * chunk
                 end = min(chunk, position + 1)
                 begin = max(0, position + 1 - window) if window else 0
-                if begin < end:
-                    for n in range(i * group, i * group + group):
-                        old = get(tops, n)
-                        top = _score(queries, n * dim, k_cache, keys, begin, end, dim, scores)
-                        shrink = one
-                        if top > old:
-                            shrink = first_of(power(splat(old - top)))
-                            put(tops, n, top)
-                        else:
-                            top = old
-                        weight = _weigh(scores, begin, end, top)
-                        put(weights_of, n, fma(get(weights_of, n), shrink, weight))
-                        _add_values(scores, begin, end, v_cache, values, dim, sums, n * dim, shrink)
+                if begin < end and format:
+                    _attend(
+                        queries, i * group, group, decoded_keys, 0, decoded_values, 0,
+                        begin, end, dim, scores, tops, weights_of, sums,
+                    )  # fmt: skip
+                elif begin < end:
+                    _attend(
+                        queries, i * group, group, k_cache, keys, v_cache, values,
+                        begin, end, dim, scores, tops, weights_of, sums,
+                    )  # fmt: skip
         for i in range(count):
             for g in range(group):
                 n = i * group + g

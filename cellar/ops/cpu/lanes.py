@@ -3,7 +3,8 @@
 Numba compiles loops over numbers, and whether LLVM makes vectors of them is luck. Here a kernel says what it wants:
 `lanes` is LLVM's <8 x float>, one register of AVX2 and two of NEON, and sums have an order that is written down. Memory
 is named by typed pointers: `floats`, `halves` (float16), `brains` (bfloat16) and `exponents` (2^(e - 127), only read)
-make one of an address; elements of all are computed with in float32.
+make one of an address; elements of all are computed with in float32. `codes` are bytes, which `e4m3`, `low` and `high`
+read as eight numbers of 8 or 4 bits.
 """
 
 from __future__ import annotations
@@ -247,6 +248,7 @@ INTS = types.CPointer(types.int32)
 LONGS = types.CPointer(types.int64)
 DOUBLES = types.CPointer(types.float64)
 EXPONENTS = types.CPointer(types.boolean)
+CODES = types.CPointer(types.uint8)
 
 _ELEMENT = {
     FLOATS: _FLOAT,
@@ -256,6 +258,7 @@ _ELEMENT = {
     LONGS: _LONG,
     DOUBLES: ir.DoubleType(),
     EXPONENTS: ir.IntType(8),
+    CODES: ir.IntType(8),
 }
 
 
@@ -275,7 +278,7 @@ def pointer_to(kind: Any) -> Any:
 
 
 floats, halves, brains, ints = (pointer_to(kind) for kind in (FLOATS, HALVES, BRAINS, INTS))
-longs, doubles, exponents = pointer_to(LONGS), pointer_to(DOUBLES), pointer_to(EXPONENTS)
+longs, doubles, exponents, codes = (pointer_to(kind) for kind in (LONGS, DOUBLES, EXPONENTS, CODES))
 
 
 @_written
@@ -372,6 +375,46 @@ def load(typing: Any, pointer: Any, index: Any) -> Any:
         kind = sig.args[0]
         raw = builder.load(_place(builder, kind, args[0], args[1], WIDTH), align=_ALIGNED.get(kind, 2))
         return _widened(builder, kind, raw, _FLOATS)
+
+    return signature(lanes, pointer, types.int64), lower
+
+
+def _codes(builder: Any, args: Any) -> Any:
+    """Eight bytes, as integers."""
+    raw = builder.load(_place(builder, CODES, args[0], args[1], WIDTH), align=1)
+    return builder.zext(raw, _INTS)
+
+
+@_written
+def e4m3(typing: Any, pointer: Any, index: Any) -> Any:
+    """Eight bytes from the index-th on as numbers of FP8; that some of its codes are none is not looked at."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        raw, to = _codes(builder, args), _Bits(builder, _FLOATS)
+        # The bits where float32 has its own, whose exponents are larger by 120.
+        size = builder.shl(builder.and_(raw, to.number(127)), to.number(20))
+        sign = builder.shl(builder.and_(raw, to.number(128)), to.number(24))
+        return builder.fmul(to.float_of(builder.or_(size, sign)), to.float_of(to.number(247 << 23)))
+
+    return signature(lanes, pointer, types.int64), lower
+
+
+@_written
+def low(typing: Any, pointer: Any, index: Any) -> Any:
+    """The lower four bits of eight bytes from the index-th on."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.uitofp(builder.and_(_codes(builder, args), ir.Constant(_INTS, [15] * WIDTH)), _FLOATS)
+
+    return signature(lanes, pointer, types.int64), lower
+
+
+@_written
+def high(typing: Any, pointer: Any, index: Any) -> Any:
+    """The upper four bits of eight bytes from the index-th on."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.uitofp(builder.lshr(_codes(builder, args), ir.Constant(_INTS, [4] * WIDTH)), _FLOATS)
 
     return signature(lanes, pointer, types.int64), lower
 

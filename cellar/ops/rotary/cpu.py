@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from cellar.ops.cpu.launch import kernel, rows_at_a_time, with_unit_stride
-from cellar.ops.rotary.definition import rotary_kv_definition
+from cellar.ops.kv_format import format_of
+from cellar.ops.rotary.definition import rotary_kv_definition, write_kv_definition
 
 _ARGUMENTS = struct.Struct("25q")
 
@@ -24,8 +25,8 @@ def rotary_kv_cpu(
     slot_mapping: Tensor,
     turned: Tensor | None = None,
 ) -> Tensor:
-    """`rotary_kv` for CPU tensors; by the definition where the rotated keys are needed, too."""
-    if turned is not None:
+    """`rotary_kv` for CPU tensors; by the definition where the rotated keys are needed, too, or are quantized."""
+    if turned is not None or format_of(k_cache) != "plain":
         return rotary_kv_definition(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, turned)
     q = with_unit_stride(q)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -34,8 +35,10 @@ def rotary_kv_cpu(
 
 
 def write_kv_cpu(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """`write_kv` for CPU tensors."""
-    _launch(None, k, v, None, slot_mapping, None, k_cache, v_cache, slot_mapping)
+    """`write_kv` for CPU tensors; by the definition if the cache is quantized."""
+    if format_of(k_cache) != "plain":
+        return write_kv_definition(k, v, k_cache, v_cache, slot_mapping)
+    return _launch(None, k, v, None, slot_mapping, None, k_cache, v_cache, slot_mapping)
 
 
 def _launch(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cellar.ops.kv_format import format_of, pieces, quantized
+
 
 def rotary_definition(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys by their positions, in float32.
@@ -33,12 +35,17 @@ def write_kv_definition(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, 
     """Put token i's K and V at slot m // chunk_size, offset m % chunk_size, with m = slot_mapping[i].
 
     k, v: [tokens, kv_heads, head_dim], any stride of tokens and heads. k_cache, v_cache: [slots, kv_heads, chunk_size,
-    head_dim], any stride of slots; changed in place. slot_mapping: int64 [tokens], no place twice.
+    head_dim], any stride of slots; changed in place; or in fewer bits (`ops/kv_format.py`), the last dimension being a
+    row's bytes. slot_mapping: int64 [tokens], no place twice.
     """
     kv_heads, size, dim = k_cache.shape[1:]
     # Chunk sizes are powers of two, and shifting costs half of what dividing does: it matters for single tokens.
     slot, offset = slot_mapping >> (size.bit_length() - 1), slot_mapping & (size - 1)
-    if k_cache.is_contiguous() and v_cache.is_contiguous():
+    if format_of(k_cache) != "plain":
+        for x, cache in ((k, k_cache), (v, v_cache)):
+            for there, found in zip(pieces(cache, x.shape[-1]), quantized(x, format_of(cache)), strict=True):
+                there[slot, :, offset] = found
+    elif k_cache.is_contiguous() and v_cache.is_contiguous():
         # By rows of one head, which torch copies several times faster than it assigns by two indices.
         heads = torch.arange(kv_heads, device=k.device) * size
         place = (slot * (kv_heads * size) + offset).unsqueeze(1).add(heads).view(-1)
@@ -63,8 +70,8 @@ def rotary_kv_definition(
     """`rotary` of queries and keys, then `write_kv` of keys and values: -> the queries, rotated.
 
     q: [t, h, D]; k, v: [t, hk, D], any stride of tokens and heads; positions: int64 [t]; cos_sin: float32
-    [max_position, rotary_dim] from `rope_table`; k_cache, v_cache: [slots, hk, chunk_size, D], any stride of slots,
-    changed in place; slot_mapping: int64 [t], slot * chunk_size + offset of each token, no place twice. turned: like k,
+    [max_position, rotary_dim] from `rope_table`; k_cache, v_cache: as in `write_kv`, changed in place;
+    slot_mapping: int64 [t], slot * chunk_size + offset of each token, no place twice. turned: like k,
     contiguous, for the rotated keys; None: they are needed in the cache alone.
     """
     q, k = rotary_definition(q, k, positions, cos_sin)

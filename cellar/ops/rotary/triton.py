@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cellar.ops.kv_format import format_of
+from cellar.ops.rotary.quantized import write_quantized
 from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
@@ -50,6 +52,10 @@ def write_kv_kernel(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
     tokens, kv_heads, dim = k.shape
     if tokens == 0:
         return
+    if format_of(k_cache) != "plain":
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        write_quantized(None, k, v, None, None, k_cache, v_cache, slot_mapping, None)
+        return
     _write_kv_kernel[(tokens,)](
         k,
         v,
@@ -88,6 +94,10 @@ def rotary_kv_kernel(
     kv_heads = k.shape[1]
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if format_of(k_cache) != "plain":
+        assert turned is None, "attention over a quantized cache reads nothing else"
+        write_quantized(q, k, v, positions, cos_sin, k_cache, v_cache, slot_mapping, out)
+        return out
     block_dim = 1 << max(0, dim - 1).bit_length()
     # All heads of a token in one program, up to 8,192 values: smaller blocks are slower (docs/log/attention-gpu.md).
     block_heads = min(1 << (heads + 2 * kv_heads - 1).bit_length(), max(1, 8192 // block_dim))

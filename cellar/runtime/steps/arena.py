@@ -4,6 +4,7 @@ On an accelerator a slot is contiguous, so that a chunk with all its layers is o
 
     [slot][layer][K/V][KV head][token of the chunk][head_dim]
 
+(where K and V are quantized: [KV head][codes of all tokens, then their scales], so that scales go wherever codes do).
 On the CPU a layer is contiguous, so that the keys of one layer lie close together and are read in one sweep:
 
     [layer][K/V][slot][KV head][token of the chunk][head_dim]
@@ -26,13 +27,17 @@ from cellar.runtime.memory import GIB, device_total, human
 CPU_CACHE_LIMIT = 4 * GIB
 CPU_CACHE_SHARE = 0.25
 
+# What says the format to operations (`ops/kv_format.py`).
+_QUANTIZED: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+
 # Large allocations of torch's allocator are multiples of this.
 _SEGMENT = 2**21
 _MOST_SHARE = 0.98
 
 
 class Arena:
-    """`k[j]` and `v[j]`: layer j's cache, [num_slots, kv_heads, chunk_size, head_dim], strided views of one buffer.
+    """`k[j]` and `v[j]`: layer j's cache, [num_slots, kv_heads, chunk_size, head_dim], strided views of one buffer; the
+    last dimension is a row's bytes, scales included, if K and V are quantized (`ops/kv_format.py`).
 
     Slot n of every group belongs to chunk n: a chunk has the same number in all groups. All zero at first, so
     that whatever a kernel reads beyond a context is finite. `memory` gives a CPU's arena so many bytes of zeros;
@@ -80,8 +85,8 @@ class Arena:
 def _buffer(
     group: KVGroup, chunk_size: int, num_slots: int, device: torch.device, memory: Callable[[int], Tensor]
 ) -> Tensor:
-    inner = (group.num_kv_heads, chunk_size, group.head_dim)
-    dtype: torch.dtype = getattr(torch, group.dtype)
+    dtype = _QUANTIZED.get(group.dtype) or getattr(torch, group.dtype)
+    inner = (group.num_kv_heads, chunk_size, group.row_nbytes // dtype.itemsize)
     if device.type != "cpu":
         # One slot more than there are: what pads a captured step is written there.
         shape = (num_slots + 1, len(group.layers), 2, *inner)

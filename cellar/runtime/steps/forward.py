@@ -16,6 +16,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Hidden, LayerContext, Model, run_layer
 from cellar.ops.attention import AttentionShape, AttentionWork, Softmax, attention, decode_attention, plan_attention
+from cellar.ops.kv_format import format_of
 from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
 from cellar.runtime.offload.host_kv import (
@@ -88,7 +89,7 @@ class StepContext:
             new = None if turned is None else (turned, v)
         else:
             write_kv(k, v, k_cache, v_cache, self._slot_mapping)
-            new = (k, v)
+            new = (k, v) if work.shape.kv_format == "plain" else None
         return attention(q, k_cache, v_cache, self._table, work, self._scale, new=new)
 
 
@@ -166,8 +167,15 @@ class Forward:
         self._upload = uploader(device)
         # Layers of equal shape and window share one plan of attention work.
         shapes = [
-            AttentionShape(layer.num_heads, layer.num_kv_heads, layer.head_dim, arena.chunk_size, layer.window)
-            for layer in spec.layers
+            AttentionShape(
+                layer.num_heads,
+                layer.num_kv_heads,
+                layer.head_dim,
+                arena.chunk_size,
+                layer.window,
+                format_of(keys),
+            )
+            for layer, keys in zip(spec.layers, arena.k, strict=True)
         ]
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
@@ -233,6 +241,7 @@ class Forward:
                 chunk_size=shape.chunk_size,
                 window=shape.window,
                 device=device,
+                kv_format=shape.kv_format,
             )
             for shape in self.shapes
         ]

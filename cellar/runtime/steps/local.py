@@ -275,7 +275,12 @@ def _open(
         raw = registry.read_config(directory)
     dtype = registry.auto_dtype(raw, device.type) if model_config.dtype == "auto" else model_config.dtype
     model = registry.open_model(
-        raw, dtype, config.cache.block_size, model_config.max_model_len, model_config.quantization
+        raw,
+        dtype,
+        config.cache.block_size,
+        model_config.max_model_len,
+        model_config.quantization,
+        config.cache.kv_cache_dtype,
     )
     comm = None
     if place is not None:
@@ -288,6 +293,11 @@ def _open(
             check_offloaded(placement, spec, device)
         else:
             check_resident(placement, spec)
+    if device.type != "cpu" and config.cache.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"kv_cache_dtype {config.cache.kv_cache_dtype} runs on a CPU so far, but the device is {device}; leave it "
+            "out, or set device to cpu."
+        )
     if not offloads:
         _check_fits(spec, device)
     before = counted(device)
