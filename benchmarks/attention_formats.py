@@ -30,7 +30,7 @@ from cellar.ops.rotary import rope_table, rotary_kv
 
 HEADS, DIM, CHUNK = 32, 128, 32
 FORMATS: tuple[KVFormat, ...] = ("plain", "fp8", "int4")
-SWEEP = tuple(itertools.product((32, 64, 128), (2, 3, 4, 5), (2, 4, 8)))
+SWEEP = tuple(itertools.product((32, 64, 128), (1, 2, 3, 4), (2, 4, 8)))
 
 
 def layer(
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default="128x1024x8,256x512x8,128x1024x32,1x1024x8")
     parser.add_argument("--seconds", type=float, default=0.1, help="time per measurement")
     parser.add_argument("--sweep", action="store_true", help="try tiles for fp8, too")
+    parser.add_argument("--part", default="0/1", help="of the sweep: i/n is every n-th from the i-th on")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 measure(shape, form, "default")
             if not options.sweep:
                 continue
-            for turn, stages, warps in SWEEP:
+            first, step = map(int, options.part.split("/"))
+            for turn, stages, warps in SWEEP[first::step]:
                 chosen = launch_settings(16, DIM, 2, True)
                 chosen |= {"TURN": turn, "STAGES": stages, "num_stages": stages, "num_warps": warps}
                 with patch("cellar.ops.attention.triton.launch_settings", lambda *a, chosen=chosen: dict(chosen)):
