@@ -70,8 +70,8 @@ ENGINE = OptionGroup(
     "Engine",
     (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig, OffloadConfig),
     # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve and
-    # how far steps run ahead are matters of experiments.
-    skip=frozenset({"machine_profile", "decode_reserve", "run_ahead"}),
+    # how far steps run ahead are matters of experiments. Whom a long prompt keeps waiting is a server's matter.
+    skip=frozenset({"machine_profile", "decode_reserve", "run_ahead", "max_mixed_seconds"}),
 )
 
 SAMPLING = OptionGroup(

@@ -117,10 +117,18 @@ class CacheConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How requests are batched (Pensieve §3.4.2, §3.4.3.5). No `max_num_batched_tokens`: as many as there are."""
+    """How requests are batched (Pensieve §3.4.2, §3.4.3.5).
+
+    No `max_num_batched_tokens`: as many as there are. No `max_mixed_seconds`: long prompts take what is left of a step.
+    """
 
     max_num_seqs: int = _option(256, "Most requests that run at once.")
     max_num_batched_tokens: int | None = _option(None, "Most tokens computed in one step; default: 8192, CPU 2048.")
+    max_mixed_seconds: float | None = _option(
+        None,
+        "Seconds of a step in which others decode, for prompts of more than 256 tokens; inf: no limit; default: 0.1 "
+        "in a server.",
+    )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
     decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
@@ -132,6 +140,8 @@ class ScheduleConfig:
             raise ConfigError(f"max_num_seqs is {self.max_num_seqs}; it must be at least 1.")
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
             raise ConfigError(f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least 1.")
+        if self.max_mixed_seconds is not None and not self.max_mixed_seconds > 0:
+            raise ConfigError(f"max_mixed_seconds is {self.max_mixed_seconds}; it must be positive.")
         if not 0 <= self.decode_reserve < 1:
             raise ConfigError(f"decode_reserve is {self.decode_reserve}; it must be in [0, 1).")
         if self.run_ahead < 1:
@@ -231,6 +241,12 @@ class EngineConfig:
             return self
         return replace(self, schedule=replace(self.schedule, max_num_batched_tokens=step_tokens(kind)))
 
+    def serving(self) -> EngineConfig:
+        """A copy for a server, where somebody waits for each token: long prompts have a share of steps by default."""
+        if self.schedule.max_mixed_seconds is not None:
+            return self
+        return replace(self, schedule=replace(self.schedule, max_mixed_seconds=MIXED_SECONDS))
+
     def resolve(self, *, dtype: str, max_model_len: int, device: str) -> EngineConfig:
         """A copy in which everything that said `auto` or None is decided."""
         return replace(
@@ -238,6 +254,10 @@ class EngineConfig:
             model=replace(self.model, dtype=dtype, max_model_len=max_model_len),
             device=replace(self.device, device=device),
         )
+
+
+MIXED_SECONDS = 0.1
+"""What a token of one client's answer waits for another's long prompt."""
 
 
 def step_tokens(kind: str) -> int:

@@ -32,6 +32,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     """Serve until a signal comes. Raises CellarError if it cannot start."""
     one_heap()
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    engine = engine.serving()
     server = with_keys(server)
     check_certificate(server)
     check_quota(server, limits)

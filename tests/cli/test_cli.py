@@ -245,7 +245,7 @@ def test_options_are_the_fields() -> None:
     engine = set(ENGINE.names())
     fields = {f.name for part in dataclasses.fields(EngineConfig) for f in dataclasses.fields(part.default_factory)}  # type: ignore[arg-type]
     assert engine == fields - ENGINE.skip
-    assert ENGINE.skip == {"machine_profile", "decode_reserve", "run_ahead"}
+    assert ENGINE.skip == {"machine_profile", "decode_reserve", "run_ahead", "max_mixed_seconds"}
     fixed = {"max_head_bytes", "upload_timeout", "max_grammar_bytes", "prepare_timeout"}
     fixed |= {"max_listed_tokens", "max_request_logprobs"}
     assert set(LIMITS.names()) == {f.name for f in dataclasses.fields(LimitConfig)} - fixed

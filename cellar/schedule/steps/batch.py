@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,7 @@ class InFlight:
 
     `rows` are the rows named, each once; when it commits, their KV is computed up to `stops`. `sampled`
     are the rows of its results, in the order of the results: `num_decodes` decodes, then ends of prompts. `prompts`
-    [n, 2] are the positions of prompts that it computes.
+    [n, 2] are the positions of prompts that it computes; `cost` is what it took of its budget.
     """
 
     step: int
@@ -34,13 +35,28 @@ class InFlight:
     sampled: Index
     num_decodes: int
     prompts: IntArray
+    cost: int
+
+
+def _each(state: RequestState) -> int:
+    """What each token of a prompt takes of the budget."""
+    return SCORED_COST if state.scores_prompt else 1
 
 
 class StepBatch:
-    """Collects spans up to `budget` tokens: decodes in one go, then prompt chunks one by one."""
+    """Collects spans up to `budget` tokens: decodes in one go, then prompt chunks one by one.
 
-    def __init__(self, rows: Rows, budget: int) -> None:
+    An owner's prompts are long where they take more than `short` of it.
+    """
+
+    def __init__(self, rows: Rows, budget: int, short: int) -> None:
         self.budget = budget
+        self.num_decodes = 0
+        self._short = short
+        self._long_budget: int | None = None  # what is left for long prompts; None: all
+        self._alone: str | None = None
+        self._whole = budget
+        self._taken: Counter[str] = Counter()  # of the budget by owners' prompts
         self._rows = rows
         self._decodes: Index = _NO_ROWS
         self._opens: list[RowOpen] = []
@@ -50,6 +66,25 @@ class StepBatch:
         self._stops: list[int] = []
         self._sampled: list[int] = []
 
+    @staticmethod
+    def cost(state: RequestState) -> int:
+        """What is left of its prompt takes so much of the budget."""
+        return _each(state) * state.num_left
+
+    def room(self, state: RequestState) -> int:
+        """What a request's prompt may take of the budget now."""
+        return self.budget if self.is_short(state) else min(self.budget, self._long_budget or 0)
+
+    def is_short(self, state: RequestState) -> bool:
+        """True if long prompts' budget does not concern it."""
+        if self._long_budget is None or state.owner == self._alone:
+            return True
+        return self.cost(state) <= self._short - self._taken[state.owner]
+
+    def limit_long(self, budget: int, alone: str | None) -> None:
+        """All long prompts together get so much of it, but those of the owner who is `alone`, if one is."""
+        self._long_budget, self._alone = budget, alone
+
     @property
     def has_prompts(self) -> bool:
         """True if some prompt's tokens are in it."""
@@ -58,6 +93,7 @@ class StepBatch:
     def decode(self, rows: Index) -> None:
         """One token of each of `rows`."""
         self._decodes = rows
+        self.num_decodes = len(rows)
         self.budget -= len(rows)
 
     def place(self, rows: Index, columns: Index, slots: IntArray) -> None:
@@ -84,17 +120,18 @@ class StepBatch:
         self.place(np.full(len(slots), row), np.arange(len(slots)), slots)
 
     def prompt(self, state: RequestState) -> None:
-        """As much of a request's known tokens as the budget allows, holes before what follows them."""
+        """As much of a request's known tokens as there is room for, holes before what follows them."""
         todo, row, end = state.todo, state.row, len(state.known)
         stop = 0
-        cost = SCORED_COST if state.scores_prompt else 1
-        while todo and self.budget > 0:
+        cost = _each(state)
+        is_short, room = self.is_short(state), self.room(state)
+        while todo and room > 0:
             start, stop = todo.popleft()
-            most = -(-self.budget // cost)
+            most = -(-room // cost)
             if stop - start > most:
                 todo.appendleft((start + most, stop))
                 stop = start + most
-            self.budget -= min(self.budget, cost * (stop - start))
+            room -= self._take(state, min(room, cost * (stop - start)), is_short)
             if state.pools:
                 self._pool(state, start, stop)
                 continue
@@ -105,6 +142,13 @@ class StepBatch:
             self._stops.append(stop)
             if stop == end and not state.pools:
                 self._sampled.append(row)
+
+    def _take(self, state: RequestState, cost: int, is_short: bool) -> int:
+        self.budget -= cost
+        self._taken[state.owner] += cost
+        if self._long_budget is not None and not is_short:
+            self._long_budget -= cost
+        return cost
 
     def _pool(self, state: RequestState, start: int, stop: int) -> None:
         """Positions of a prompt that is pooled: all of them count, or the last alone."""
@@ -133,7 +177,7 @@ class StepBatch:
         if not count and not self._spans:
             return None
         start = rows.planned[decodes]
-        record = InFlight(step, decodes, start + 1, decodes, count, _NO_PROMPTS)
+        record = InFlight(step, decodes, start + 1, decodes, count, _NO_PROMPTS, count)
         spans = Spans(
             row=decodes.astype(np.int32),
             start=start.astype(np.int32),
@@ -151,6 +195,7 @@ class StepBatch:
                 np.concatenate((decodes, self._sampled)).astype(np.intp),
                 count,
                 planned[:, 1:3],
+                self._whole - self.budget,
             )
             row, begin, stop, emit = planned.T
             spans = Spans(

@@ -98,6 +98,11 @@ class WaitingQueue:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
+    def in_line(self, wanted: Callable[[RequestState], bool]) -> list[RequestState]:
+        """Those in line who are wanted, in the order of turns; O(owners)."""
+        found = (entry for entry in self._heap if entry[2] in self._members and wanted(entry[2]))
+        return [state for _, _, state in sorted(found)]
+
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""
         self._leave(state)

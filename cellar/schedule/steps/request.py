@@ -94,6 +94,12 @@ class RequestState:
         return len(self.known) - self.num_prompt
 
     @property
+    def num_left(self) -> int:
+        """Known tokens that are to be computed, as far as it is known."""
+        spans = self.todo if self.reservation is None else self.reservation.compute
+        return sum(stop - start for start, stop in spans) if self.row >= 0 or self.reservation else len(self.known)
+
+    @property
     def scores_prompt(self) -> bool:
         """True if log-probabilities of the prompt are asked for and not all delivered.
 

@@ -144,6 +144,10 @@ class Rows:
         """Rows whose owner is in `phase`; O(rows) in Python, for when memory is short."""
         return np.array([r for r, s in enumerate(self.states) if s is not None and s.phase is phase], np.intp)
 
+    def any_decoding(self) -> bool:
+        """True if some row has decodes that are not planned yet."""
+        return bool((self.decodes & (self.planned < self.last)).any())
+
     def any_draining(self) -> bool:
         """True if some row has all its tokens planned: it ends, and gives back its memory, without more plans."""
         return bool((self.decodes & (self.planned >= self.last)).any())

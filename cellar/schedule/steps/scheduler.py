@@ -1,9 +1,10 @@
 """StepScheduler: unified iteration-level batching of transformer steps (Pensieve §3.4.2, §3.4.3.5).
 
 Each plan is one batch of requests in whatever phase they are: first one token of every running decode, then
-prompt chunks of running requests, then requests from the waiting queue, in the order of turns, until the
-token budget is spent. Memory for a prompt is reserved when its request is admitted; decodes take a chunk when
-they need one. When there is none, the latest arrival is suspended.
+waiting requests with short prompts, if long ones stand before them, then prompt chunks of running requests, then
+requests from the waiting queue, in the order of turns, until the token budget is spent. Long prompts have a share of it
+beside decodes, which wait for them. Memory for a prompt is reserved when its request is admitted; decodes take a
+chunk when they need one. When there is none, the latest arrival is suspended.
 
 Plans run ahead of their commits. One rule makes that safe: a row and its slots are given back only when no
 plan in flight names the row, be it after an end, an abort or a suspension.
@@ -45,6 +46,7 @@ from cellar.schedule.steps.batch import InFlight, StepBatch
 from cellar.schedule.steps.delivery import Ending, deliver
 from cellar.schedule.steps.failures import Failures
 from cellar.schedule.steps.integrity import check_requests, check_rows
+from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.rows import NEVER, Index, Rows
@@ -100,6 +102,8 @@ class StepScheduler:
         self._shares: Counter[str] = Counter()  # running rows by owner
         self._tenants: Counter[str] = Counter()  # and by tenant
         self._crowded = False  # somebody could not be admitted to the plan being made
+        self._was_crowded = False  # nor to the last one
+        self._pace = Pace(config.max_mixed_seconds)
         self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._releasing = 0  # rows that ended or are suspending, kept by plans in flight
         self._suspending = 0  # those of them that are suspending
@@ -142,14 +146,18 @@ class StepScheduler:
 
     def _plan(self, now: float) -> StepPlan | None:
         self._now = now
-        batch = StepBatch(self._rows, self._config.max_num_batched_tokens or self._rows.tokens.size)
+        budget = self._config.max_num_batched_tokens or self._rows.tokens.size
+        batch = StepBatch(self._rows, budget, self._pace.short)
         if self._phases_apart:
             self._plan_apart(batch)
         elif self._plan_decodes(batch):
+            self._share(batch)
+            self._admit_short(batch)
             self._plan_prompts(batch)
             self._start_loaded(batch)
             self._admit(batch)
         else:
+            self._share(batch)
             self._plan_prompts(batch)  # memory is short: nobody new,
             if not self._running:  # unless all who ran had to give theirs back
                 self._start_loaded(batch)
@@ -162,6 +170,7 @@ class StepScheduler:
             count = built[1].num_decodes + len(built[0].tokens)
             self._step_sizes[(count - 1).bit_length()] += 1
             self._step_tokens += count
+        self._was_crowded = self._crowded
         if self._crowded:
             self._make_way()
         return None if built is None else built[0]
@@ -184,6 +193,8 @@ class StepScheduler:
         self._rows.in_flight[record.rows] -= 1
         if result.error is None:
             self._store.measured(record.prompts, result.seconds)
+            if len(record.prompts):
+                self._pace.measured(record.cost, result.seconds)
             self._take_in(record, result, output)
         else:
             # Who has been dropped meanwhile has no KV of this step either, though later ones may have computed.
@@ -353,10 +364,16 @@ class StepScheduler:
         batch.decode(ready)
         return enough
 
+    def _share(self, batch: StepBatch) -> None:
+        """Rows that decode wait for the prompts beside them."""
+        room = self._pace.room(batch.num_decodes)
+        if room is not None and self._rows.any_decoding():
+            batch.limit_long(room, next(iter(self._shares)) if len(self._shares) == 1 else None)
+
     def _plan_prompts(self, batch: StepBatch) -> None:
         """Prompt chunks of requests that were admitted in an earlier step."""
         for state in self._prompts:
-            if batch.budget > 0 and self._rows.in_flight[state.row] < self._row_depth:
+            if batch.room(state) > 0 and self._rows.in_flight[state.row] < self._row_depth:
                 self._plan_prompt(batch, state)
         if self._prompts:
             self._prompts = [state for state in self._prompts if state.todo]
@@ -370,33 +387,57 @@ class StepScheduler:
         if not state.todo:
             self._rows.decodes[state.row] = True
 
-    def _admit(self, batch: StepBatch) -> None:
-        """Requests from the waiting queue, strictly in the order of turns, while budget, rows and memory last.
+    def _admit_short(self, batch: StepBatch) -> None:
+        """Requests with short prompts do not wait for longer ones that run or stand before them, of the same priority.
 
-        None while a suspension is pending: the suspended came before all who wait.
+        Half of the budget is kept for these. Nobody passes while memory or rows are short: who is passed might get
+        none.
         """
-        if self._suspending or len(self._requests) == self._running:
+        first = self._queue.first()
+        if first is None or not self._prompts or self._was_crowded or self._favoured or not self._may_admit():
             return
-        while batch.budget > 0:
-            favoured, self._favoured = self._favoured, None
-            state = favoured if favoured is not None and favoured in self._queue else self._queue.first()
-            has_row = self._rows.num_free > len(self._loading)
-            try:
-                reservation = self._reserve(state) if state is not None and has_row else None
-            except Exception as error:
-                assert state is not None
-                self._fail(state, error, batch)
-                continue
-            if state is None or reservation is None:
-                self._crowded = state is not None
+        kept, priority = batch.budget - batch.budget // 2, first.key[0]
+        for state in self._queue.in_line(lambda one: one.key[0] == priority and batch.cost(one) <= self._pace.short):
+            if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._admit_one(batch, state):
                 return
-            self._queue.remove(state)
-            state.conversation = reservation.conversation
-            if reservation.awaits:
-                state.phase, state.reservation, state.awaits = Phase.LOADING, reservation, set(reservation.awaits)
-                insort(self._loading, state, key=lambda other: other.key)
-            else:
-                self._start(batch, state, reservation)
+
+    def _admit(self, batch: StepBatch) -> None:
+        """Requests from the waiting queue, strictly in the order of turns, while budget, rows and memory last."""
+        while batch.budget > 0 and not self._crowded and self._may_admit():
+            favoured = self._favoured
+            state = favoured if favoured is not None and favoured in self._queue else self._queue.first()
+            if state is not None and not batch.room(state):
+                return  # the next step has room again
+            self._favoured = None
+            if state is None or not self._admit_one(batch, state):
+                return
+
+    def _may_admit(self) -> bool:
+        """None while a suspension is pending: the suspended came before all who wait."""
+        return not self._suspending and len(self._requests) > self._running
+
+    def _admit_one(self, batch: StepBatch, state: RequestState) -> bool:
+        """Give a waiting request its memory, and a row if nothing is to be loaded; False if there is none.
+
+        What fails for this request ends it alone, and others may come.
+        """
+        has_row = self._rows.num_free > len(self._loading)
+        try:
+            reservation = self._reserve(state) if has_row else None
+        except Exception as error:
+            self._fail(state, error, batch)
+            return True
+        if reservation is None:
+            self._crowded = True
+            return False
+        self._queue.remove(state)
+        state.conversation = reservation.conversation
+        if reservation.awaits:
+            state.phase, state.reservation, state.awaits = Phase.LOADING, reservation, set(reservation.awaits)
+            insort(self._loading, state, key=lambda other: other.key)
+        else:
+            self._start(batch, state, reservation)
+        return True
 
     def _make_way(self) -> None:
         """Who waits for its first row is given that of a tenant, or else of an owner, with twice its share or more: the
@@ -433,7 +474,7 @@ class StepScheduler:
     def _start_loaded(self, batch: StepBatch) -> None:
         """Requests whose chunks have come."""
         for state in tuple(self._loading):
-            if batch.budget > 0 and not state.awaits:
+            if batch.room(state) > 0 and not state.awaits:
                 assert state.reservation is not None
                 self._loading.remove(state)
                 self._start(batch, state, state.reservation)

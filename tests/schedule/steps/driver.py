@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ from cellar.core.messages import (
     FinishReason,
     MemoryQuestion,
     Request,
+    Source,
     StepOutput,
     StepPlan,
     StepResult,
@@ -36,6 +37,7 @@ from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.runtime.steps.fake.model import hidden_states
+from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase
 from cellar.schedule.steps.scheduler import StepScheduler
 
@@ -54,6 +56,7 @@ class Setting:
     chunk_size: int = 4
     max_model_len: int = 64
     budget: int = 16
+    short: int | None = None
     run_ahead: int = 2
     row_depth: int | None = None
     policy: str = "fcfs"
@@ -172,6 +175,7 @@ class World:
         self.config = ScheduleConfig(
             max_num_seqs=s.num_rows,
             max_num_batched_tokens=s.budget,
+            max_mixed_seconds=None if s.short is None else 0.1,
             scheduling_policy=s.policy,  # type: ignore[arg-type]
             decode_reserve=s.reserve,
             run_ahead=s.run_ahead,
@@ -203,6 +207,8 @@ class World:
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
             recovery=AnyRecovery() if s.recovery == "any" else Recovery(s.recovery, {1: 1.0, s.max_model_len: 4.0}),  # type: ignore[arg-type]
         )
+        if s.short is not None:
+            self.scheduler._pace = Pace(0.1, s.short, least=1)
         reserve_checked(self.scheduler._store)
         self.runtime = FakeRuntime(
             Capacity(s.num_slots, s.num_rows, s.chunk_size, s.max_model_len),
@@ -425,6 +431,8 @@ class World:
         """Budget, rows, order of admission, order and emission of spans."""
         spans = plan.spans
         assert 0 < spans.num_tokens <= self.setting.budget
+        if self.setting.short is not None:
+            self.inspect_long(plan, self.setting.short)
         assert len(set(spans.row.tolist())) <= self.setting.num_rows
         assert spans.row.size == 0 or (spans.row.min() >= 0 and spans.row.max() < self.setting.num_rows)
         assert len({(r, c) for r, c in zip(plan.table.row.tolist(), plan.table.column.tolist(), strict=True)}) == len(
@@ -445,8 +453,27 @@ class World:
             if expected.request.id in self.loading:
                 continue  # it has been admitted before
             for other in () if self.setting.owners else self.live.values():
-                if other.request.id not in running | loading:
+                if other.request.id not in running | loading and not self.may_pass(expected, other):
                     assert self.key(other) > self.key(expected), "somebody before it still waits"
+
+    def inspect_long(self, plan: StepPlan, short: int) -> None:
+        """Beside decodes of others long prompts have a budget of their own."""
+        spans, states = plan.spans, self.scheduler._rows.states
+        owners = [state.owner if state is not None else "" for state in (states[row] for row in spans.row.tolist())]
+        decoding = {owner for owner, source in zip(owners, spans.source, strict=True) if source == Source.DEVICE}
+        taken: Counter[str] = Counter()
+        for owner, source, count in zip(owners, spans.source, spans.stop - spans.start, strict=True):
+            taken[owner] += int(count) if source == Source.HOST and decoding - {owner} else 0
+        beyond = sum(max(0, count - short) for count in taken.values())
+        room = self.scheduler._pace.room(int((spans.source == Source.DEVICE).sum()))
+        assert room is not None
+        assert beyond <= room, "decodes wait for more of long prompts than they should"
+
+    def may_pass(self, one: Expected, other: Expected) -> bool:
+        """A short prompt passes a long one of the same priority."""
+        short = 256 if self.setting.short is None else self.setting.short
+        left = [len(each.request.prompt) + len(each.got) for each in (one, other)]
+        return self.key(one)[0] == self.key(other)[0] and left[0] <= short < left[1]
 
     def take(self, result: StepResult, output: StepOutput) -> None:
         for name, logprobs in output.prompt_logprobs.items():
@@ -586,6 +613,7 @@ def random_case(
         chunk_size=chunk,
         max_model_len=longest,
         budget=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16, 50)),
+        short=random.Random(seed + 1).choice((None, None, 1, 5)),
         run_ahead=rng.choice((1, 2, 3, 4)),
         row_depth=rng.choice((None, None, 1)),
         policy=rng.choice(("fcfs", "fcfs", "priority")),

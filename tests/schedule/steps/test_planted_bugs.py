@@ -317,6 +317,11 @@ def small_requests_overtake_large_ones(patch: pytest.MonkeyPatch) -> None:
 
 
 @bug()
+def long_prompts_beside_decodes_take_the_whole_budget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepScheduler, "_share", lambda scheduler, batch: None)
+
+
+@bug()
 def aborted_requests_stay_in_the_queue(patch: pytest.MonkeyPatch) -> None:
     remove = WaitingQueue.remove
 

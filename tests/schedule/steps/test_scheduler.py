@@ -16,6 +16,7 @@ from cellar.core.messages import Emit, FinishReason, Request, Source, StepOutput
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.protocol import Scheduler
+from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.scheduler import StepScheduler
 from tests.schedule.steps.driver import (
     KINDS,
@@ -38,9 +39,12 @@ class Bench:
     def __init__(self, slots: int = 32, rows: int = 8, chunk: int = 4, longest: int = 64, **options: Any) -> None:
         caching = options.pop("caching", True)
         row_depth = options.pop("row_depth", None)
+        short = options.pop("short", None)
         fake = {key: options.pop(key) for key in ("fail", "nan", "delay") if key in options}
         config = ScheduleConfig(max_num_seqs=rows, **{"max_num_batched_tokens": 64, **options})
         self.scheduler = StepScheduler(slots, rows, chunk, longest, config, caching, row_depth=row_depth)
+        if short is not None:
+            self.scheduler._pace = Pace(0.1, short, least=1)
         self.runtime = FakeRuntime(Capacity(slots, rows, chunk, longest), vocab_size=VOCAB, **fake)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
@@ -107,6 +111,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int, int, Source, Emit]]:
         chunk_size=st.sampled_from((2, 4)),
         max_model_len=st.sampled_from((20, 40)),
         budget=st.sampled_from((2, 8, 32)),
+        short=st.sampled_from((None, 2, 5)),
         run_ahead=st.integers(1, 4),
         row_depth=st.sampled_from((None, 1)),
         policy=st.sampled_from(("fcfs", "priority")),
@@ -132,6 +137,7 @@ def test_random_operations(setting: Setting, ops: list[Op]) -> None:
         chunk_size=st.sampled_from((2, 4)),
         max_model_len=st.sampled_from((20, 40)),
         budget=st.sampled_from((2, 8, 32)),
+        short=st.sampled_from((None, 2, 5)),
         run_ahead=st.integers(1, 4),
         row_depth=st.sampled_from((None, 1)),
         reserve=st.sampled_from((0.0, 0.1, 0.4)),
@@ -197,6 +203,115 @@ def test_prompt_chunks_and_decodes_share_a_step() -> None:
     assert spans(plan) == [(0, 5, 6, Source.DEVICE, Emit.LAST), (1, 7, 10, Source.HOST, Emit.LAST)]
     assert output.ids == ["a", "b"]
     assert len(plan.tokens) == 3
+    bench.run()
+
+
+def test_long_prompts_beside_decodes_have_a_budget_of_their_own() -> None:
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(request("a", range(4), 9), request("b", range(30), 9))
+    plan, _ = bench.step()
+    assert spans(plan) == [(0, 0, 4, Source.HOST, Emit.LAST), (1, 0, 16, Source.HOST, Emit.NONE)], "nobody decodes"
+    plan, _ = bench.step()
+    assert spans(plan) == [(0, 4, 5, Source.DEVICE, Emit.LAST), (1, 16, 19, Source.HOST, Emit.NONE)]
+    bench.scheduler.abort("a")
+    plan, _ = bench.step()
+    assert spans(plan) == [(1, 19, 30, Source.HOST, Emit.LAST)], "nobody decodes any more"
+    bench.run()
+
+
+def test_short_prompts_fill_a_step_beside_decodes() -> None:
+    """Of one owner so many as are short together; the next ones count as long, and share with all others."""
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(request("a", range(4), 9))
+    bench.step()
+    bench.add(*(request(f"short-{k}", range(3), 1) for k in range(4)))
+    plan, _ = bench.step()
+    assert len(plan.tokens) == 12
+    bench.add(*(request(f"theirs-{k}", range(3), 1, owner="them") for k in range(4)))
+    plan, _ = bench.step()
+    assert len(plan.tokens) == 6
+    bench.run()
+
+
+def test_an_owner_alone_waits_for_itself() -> None:
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(request("a", range(4), 9, owner="me"), request("b", range(40), 9, owner="me"))
+    bench.step()
+    plan, _ = bench.step()
+    assert len(plan.tokens) == 19, "nobody else decodes"
+    bench.add(request("c", range(40), 9, owner="other"))
+    plan, _ = bench.step()
+    assert len(plan.tokens) == 5 + 3
+    bench.run()
+
+
+def test_a_decode_that_is_under_way_counts_as_one() -> None:
+    """With one plan in flight per row decodes are in every second plan; the others stand before them all the same."""
+    bench = Bench(max_num_batched_tokens=20, run_ahead=2, row_depth=1, short=3)
+    bench.add(request("a", range(4), 40))
+    bench.step()
+    bench.add(request("b", range(30), 1))
+    sizes = []
+    while "b" not in bench.reasons:
+        plan, _ = bench.step()
+        sizes.append(len(plan.tokens))
+    assert max(sizes) <= 3
+
+
+def test_the_share_of_long_prompts_is_what_fits_into_the_time() -> None:
+    pace = Pace(0.1, short=256, least=64)
+    assert pace.room(0) == 256, "nothing is known yet"
+    pace.measured(63, 5.0)
+    pace.measured(500, 0.0)
+    assert pace.room(0) == 256, "this tells nothing"
+    pace.measured(1000, 0.25)
+    assert pace.room(0) == 400
+    assert pace.room(100) == 300
+    assert pace.room(390) == 64, "but some go on"
+    for _ in range(20):
+        pace.measured(100, 1.0)
+    assert pace.room(0) == 64
+    assert Pace(None).room(0) is None
+    assert Pace(float("inf")).room(0) is None
+
+
+def test_steps_are_measured_with_the_tokens_that_they_had() -> None:
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(request("a", range(4), 40), request("b", range(60), 1))
+    plan = bench.plan()
+    (result,) = bench.runtime.poll(0)
+    assert isinstance(result, StepResult)
+    bench.scheduler.commit(replace(result, seconds=0.2), 0.0)
+    assert len(plan.tokens) == 20
+    plan = bench.plan()
+    assert len(plan.tokens) == 9, "10 in 0.1 s, and one of them decodes"
+
+
+def test_short_prompts_do_not_wait_for_long_ones() -> None:
+    bench = Bench(max_num_batched_tokens=8, run_ahead=1, short=3)
+    bench.add(request("long", range(40), 1), request("next", range(40), 1))
+    bench.step()
+    bench.add(request("short", range(3), 1), request("longer", range(5), 1))
+    plan, output = bench.step()
+    assert spans(plan) == [(1, 0, 3, Source.HOST, Emit.LAST), (0, 8, 13, Source.HOST, Emit.NONE)]
+    assert output.ids == ["short"]
+    bench.add(*(request(f"short-{k}", range(3), 1) for k in range(3)))
+    plan, output = bench.step()
+    assert [s[1:3] for s in spans(plan)] == [(0, 3), (13, 18)], "half of a step is kept for those they pass"
+    bench.run()
+
+
+def test_nobody_passes_while_memory_is_short() -> None:
+    bench = Bench(slots=24, max_num_batched_tokens=16, run_ahead=1, short=3, decode_reserve=0)
+    bench.add(request("long", range(60), 1), request("next", range(50), 1))
+    bench.step()
+    for count in range(200):
+        bench.add(request(f"short-{count}", range(3), 40))
+        bench.step()
+        if "next" in bench.tokens:
+            break
+    assert any(name.startswith("short") for name in bench.tokens), "some have passed"
+    assert "next" in bench.tokens, "but not for ever"
     bench.run()
 
 
