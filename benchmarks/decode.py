@@ -3,6 +3,7 @@
 A step is (t(130 tokens) - t(2 tokens)) / 128, each the better of two runs, so that prompts and start-up cancel out.
 
     python -m benchmarks.decode --model llama-3-8b --shapes 1x1024,32x1024 --json out.json
+    python -m benchmarks.decode --model llama-3-8b --tensor-parallel-size 2
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, comma-separated")
     parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, each on a GPU of its own")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -74,6 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=options.device,
         max_model_len=options.max_model_len,
         enforce_eager=options.eager,
+        tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=False,
     ) as llm:
         for shape in filter(None, options.shapes.split(",")):

@@ -131,6 +131,8 @@ def nccl_comm(
 
 def _added(parts: Tensor) -> Tensor:
     """[ranks, ...] -> the sum, first to last, in float32 for narrower types."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]  # one rounding, as below, in one operation
     wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:

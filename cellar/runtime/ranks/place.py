@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +13,13 @@ from cellar.core.specs import ModelSpec
 from cellar.core.units import row_units
 from cellar.models.model import Model
 from cellar.models.sharding import shard
+from cellar.runtime.memory import human
 from cellar.runtime.ranks.comm import GroupComm, gloo_comm, nccl_comm
+
+logger = logging.getLogger(__name__)
+
+SHM_NBYTES = 64 * 2**20
+"""Of shared memory that a rank's NCCL may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,4 +50,22 @@ class Place:
         if device.type == "cpu":
             return gloo_comm(store, self.rank, self.size, widths)
         torch.cuda.set_device(device)
+        _prepare_nccl(self.size)
         return nccl_comm(store, self.rank, self.size, widths)
+
+
+def _prepare_nccl(size: int) -> None:
+    """What NCCL reads of the environment, unless its user has said otherwise."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are of one machine: no other shall reach them
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        free = 0
+    if free < size * SHM_NBYTES and "NCCL_SHM_DISABLE" not in os.environ:
+        os.environ["NCCL_SHM_DISABLE"] = "1"
+        logger.warning(
+            "/dev/shm has %s free, less than %d ranks may take; GPUs without peer access exchange through sockets, "
+            "which is slower: give the container more (--shm-size 1g).",
+            human(free),
+            size,
+        )

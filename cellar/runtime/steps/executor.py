@@ -193,7 +193,7 @@ class StepExecutor:
         clock: Callable[[], Callable[[], float]],
     ) -> Callable[[], StepResult]:
         """A step of decodes alone, from its graph. What a graph does not do is done before and after it."""
-        plain = self._comm is None and not group.drawing.wants
+        plain = self._samples and not group.drawing.wants
         arrays = [*delta, *([] if plain else group.arrays())]
         tensors = self._upload(arrays) if arrays else []
         if delta:
@@ -201,6 +201,8 @@ class StepExecutor:
         logits = graphs.logits(inputs)
         if plain:
             chosen = graphs.best(inputs.num_tokens)
+            if self._comm is not None:
+                self._comm.share(torch.stack((chosen.tokens, chosen.finite.long())))
             outcomes = [_Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None, np.empty(0, np.int64))]
         else:
             outcomes = self._chosen(step, logits, [group], [tensors[len(delta) :]], masks)

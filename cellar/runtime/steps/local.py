@@ -313,7 +313,7 @@ def _open(
         if model_config.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
         if not config.device.enforce_eager:
-            warmup = _warmup(model, change, device, config, wide)
+            warmup = _warmup(model, change, device, config, wide, 1 if place is None else place.size)
     listed = time.perf_counter()
     if model_config.load_format == "dummy":
         make = loader.dummy_reader(device, model_config.seed)
@@ -398,13 +398,24 @@ def _open(
 
 
 def _warmup(
-    model: Model, change: loader.Transform, device: torch.device, config: EngineConfig, wide: Collection[int]
+    model: Model,
+    change: loader.Transform,
+    device: torch.device,
+    config: EngineConfig,
+    wide: Collection[int],
+    ranks: int,
 ) -> Warmup | None:
     """Compilers at work on the model's kernels. They only save time: without them each launch compiles its own."""
     schedule = config.schedule
     try:
         kernels = kernels_of(
-            model, change, Machine.of(device), schedule.max_num_seqs, schedule.max_num_batched_tokens or 0, tuple(wide)
+            model,
+            change,
+            Machine.of(device),
+            schedule.max_num_seqs,
+            schedule.max_num_batched_tokens or 0,
+            tuple(wide),
+            ranks,
         )
         return Warmup.on(device, kernels)
     except Exception:

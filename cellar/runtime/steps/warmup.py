@@ -21,7 +21,7 @@ from torch import Tensor
 from cellar.core.specs import ModelSpec
 from cellar.models import loader
 from cellar.models.loader import LoadedWeights
-from cellar.models.model import Model
+from cellar.models.model import Comm, Model
 from cellar.ops.attention import AttentionBuffers, AttentionShape, AttentionWork
 from cellar.ops.attention.hopper import decode_source, default_sizes, hopper_decodes_shape, prompt_source
 from cellar.ops.attention.plan import GRAPH_TILE, HOPPER_TILE, Captured
@@ -81,14 +81,21 @@ class Machine:
 
 
 def kernels_of(
-    model: Model, prepare: loader.Transform, machine: Machine, num_rows: int, most_tokens: int, wide: Sequence[int] = ()
+    model: Model,
+    prepare: loader.Transform,
+    machine: Machine,
+    num_rows: int,
+    most_tokens: int,
+    wide: Sequence[int] = (),
+    ranks: int = 1,
 ) -> Kernels:
     """List the kernels of a model's captured steps: up to `num_rows` decodes, prompts of up to `most_tokens`.
 
-    `prepare` is what loading does to each weight; `wide`: layers that keep their maximum.
+    `prepare` is what loading does to each weight; `wide`: layers that keep their maximum; `ranks`: how many
+    share the model, of which this is one's share.
     """
     spec = model.spec
-    forward = _forward(model, prepare)
+    forward = _forward(model, prepare, AbsentRanks(spec.vocab_size) if ranks > 1 else None)
     forward.keep_maximum([j for j in wide if j < len(forward.weights.layers)])
     dtype = getattr(torch, spec.dtype)
     first: list[Launch] = []
@@ -105,7 +112,22 @@ def kernels_of(
     return Kernels(tuple(first), tuple(notes), cuda)
 
 
-def _forward(model: Model, prepare: loader.Transform) -> Forward:
+@dataclass(frozen=True, slots=True)
+class AbsentRanks:
+    """Implements `Comm` for tensors without content, by their shapes."""
+
+    vocab_size: int
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """As it is."""
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Of the head's columns."""
+        return x.new_empty((len(x), self.vocab_size))
+
+
+def _forward(model: Model, prepare: loader.Transform, comm: Comm | None) -> Forward:
     """Of as many layers as there are kinds of them, and two: the first one has no residual to add."""
     spec = model.spec
     empty = {
@@ -124,7 +146,7 @@ def _forward(model: Model, prepare: loader.Transform) -> Forward:
         head |= made(t for t in spec.head if t.name == "lm_head")
     layers = [made(layer.tensors) for layer in spec.layers[:count]]
     weights = LoadedWeights(made(empty["embedding"]), layers, head)
-    return Forward(model, weights, Arena(spec.kv, 2, META), META)
+    return Forward(model, weights, Arena(spec.kv, 2, META), META, comm)
 
 
 def _run_captured(forward: Forward, machine: Machine, num_rows: int, most_tokens: int) -> None:
