@@ -67,7 +67,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=run_engine, args=(theirs, opener, address, log_level), name="cellar-engine", daemon=True
+            target=run_engine, args=(theirs, opener, address, log_level), name="cellar-engine"
         )
         self.process.start()
         theirs.close()  # else its end would not be seen

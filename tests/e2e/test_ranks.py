@@ -1,0 +1,136 @@
+"""Ranks as real processes with real gloo: tokens, faults, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cellar import LLM, SamplingParams
+from cellar.core.errors import CapacityError, ConfigError, DeviceError
+from cellar.runtime.ranks.group import RankGroup
+from tests.limits import ROOT, SECONDS, until
+from tests.server.fake_process import children_of
+from tests.server.load import served
+from tests.tiny_checkpoint import write_checkpoint
+
+SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 80}
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def opened(path: Path, size: int, **options: Any) -> LLM:
+    small = {"kv_cache_memory_bytes": 2**20, "block_size": 16, "max_num_seqs": 4, "num_threads": 1}
+    return LLM(str(path), device="cpu", tensor_parallel_size=size, **small | options)
+
+
+def ranks_of(llm: LLM) -> list[int]:
+    group = llm._front.engine.runtime  # type: ignore[attr-defined]
+    assert isinstance(group, RankGroup)
+    return [rank.process.pid for rank in group._ranks]  # type: ignore[attr-defined]
+
+
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if _state(pid) not in ("", "Z")]
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
+    except OSError:
+        return ""
+
+
+def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **SHAPE)
+    prompts = [[5, 6, 7], list(range(20, 60)), [9] * 30, [3], [20, 21, 22, 23]]
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    with opened(tmp_path, 1) as llm:
+        wanted = tokens(llm)
+    with opened(tmp_path, 2) as llm:
+        assert tokens(llm) == wanted
+        pids = ranks_of(llm)
+        stream = llm.stream([1, 2], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+        next(stream)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(DeviceError, match=r"rank 1 has ended \(its process has ended by signal 9\); start again"):
+            list(stream)
+        assert not alive(pids), "when the failure is said all ranks are gone"
+
+
+@pytest.mark.long
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    """Killed, or at its ordinary end without `close`; a script needs no guard for its main part."""
+    write_checkpoint(tmp_path, **SHAPE)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.e2e.test_ranks import opened, ranks_of\n"
+        f"llm = opened(Path({str(tmp_path)!r}), 2)\nprint(*ranks_of(llm), flush=True)\nsys.stdin.readline()\n"
+    )
+    for kill in (True, False):
+        process = subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pids = [int(word) for word in process.stdout.readline().split()]
+        assert alive(pids) == pids
+        if kill:
+            process.kill()
+        process.stdin.close()
+        process.wait(SECONDS)
+        until(lambda pids=pids: not alive(pids))
+
+
+def test_what_cannot_be_opened_is_said_in_a_sentence(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, **SHAPE)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 5, .* has 4 KV heads.*; set it to at most 4\."):
+        opened(tmp_path, 5)
+    for name, value in (("kv_disk_path", str(tmp_path)), ("plan", "plan.json"), ("device_memory", 1.0)):
+        more = {"kv_disk_size": 1.0} if name == "kv_disk_path" else {}
+        with pytest.raises(ConfigError, match=f"{name} does not work on several ranks yet"):
+            opened(tmp_path, 2, **{name: value}, **more)
+    with pytest.raises(CapacityError, match=r"one request of max_model_len 256 needs .*raise kv_cache_memory_bytes\."):
+        opened(tmp_path, 2, kv_cache_memory_bytes=1000)
+
+
+@pytest.mark.long
+def test_a_server_serves_again_after_a_rank_was_killed() -> None:
+    options = ("--tensor-parallel-size", "2", "--device", "cpu", "--num-threads", "1")
+    with (
+        served(*options) as (process, port),
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as http,
+    ):
+        body = {"prompt": "Once", "max_tokens": 8, "temperature": 0}
+
+        def asked() -> str:
+            answer = http.post("/v1/completions", json=body)
+            return str(answer.json()["choices"][0]["text"]) if answer.status_code == 200 else ""
+
+        first = asked()
+        assert first
+        (engine,) = [int(path.name) for path in children_of(process.pid)]
+        ranks = [int(path.name) for path in children_of(engine)]
+        assert len(ranks) == 2
+        with ThreadPoolExecutor(1) as thread:
+            # Its own connection: it runs while the rank dies, and ends in one way or another.
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            under_way = thread.submit(httpx.post, url, json=body | {"max_tokens": 200}, timeout=SECONDS)
+            os.kill(ranks[1], signal.SIGKILL)
+            until(lambda: not alive([engine, *ranks]))
+            under_way.exception(SECONDS)
+        until(lambda: http.get("/health").status_code == 200)
+        until(lambda: asked() == first)
