@@ -28,7 +28,10 @@ BUSY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Database:
-    """Engines to read and to write with, and who is alive. Who migrates does so within `alone`."""
+    """Engines to read and to write with, and who is alive. Who migrates does so within `alone`.
+
+    `check` raises StoreUnavailable if what is written would not be found again.
+    """
 
     readers: Engine
     writer: Engine
@@ -36,6 +39,7 @@ class Database:
     alone: Callable[[], AbstractContextManager[None]]
     name: str
     is_remote: bool
+    check: Callable[[], None]
 
     def close(self) -> None:
         """Close all connections."""
@@ -88,7 +92,15 @@ def _sqlite(directory: Path, worker: str) -> Database:
         "journal_size_limit = 67108864",
     )
     workers = directory / f"{FILE}.workers"
-    return Database(readers, writer, FileLocks(workers, worker), alone, str(path), is_remote=False)
+    return Database(
+        readers,
+        writer,
+        FileLocks(workers, worker),
+        alone,
+        str(path),
+        is_remote=False,
+        check=partial(_check, path, path.stat()),
+    )
 
 
 def _prepare(engine: Engine, begin: str, *pragmas: str) -> None:
@@ -102,6 +114,22 @@ def _prepare(engine: Engine, begin: str, *pragmas: str) -> None:
 
     event.listen(engine, "connect", connected)
     event.listen(engine, "begin", began)
+
+
+def _check(path: Path, opened: os.stat_result) -> None:
+    """Of a file that was removed or replaced SQLite says nothing: it goes on in the old one, which nobody sees."""
+    try:
+        if os.path.samestat(path.stat(), opened):
+            return
+        what = "was replaced"
+    except FileNotFoundError:
+        what = "was removed"
+    except OSError as error:
+        what = f"cannot be looked at any more ({error.strerror})"
+    raise StoreUnavailable(
+        f"the conversation store's file {what} while it was open; what is written would be lost: "
+        "put the same file back, or start the server again."
+    )
 
 
 @contextmanager
@@ -140,7 +168,8 @@ def _postgresql(place: str, worker: str) -> Database:
     writer = create_engine(url, pool_size=1, max_overflow=0, pool_pre_ping=True, connect_args=arguments)
     alone = create_engine(url, poolclass=NullPool, connect_args=arguments)
     name = url.render_as_string(hide_password=True)
-    return Database(readers, writer, AdvisoryLocks(alone, worker), nullcontext, name, is_remote=True)
+    locks = AdvisoryLocks(alone, worker)
+    return Database(readers, writer, locks, nullcontext, name, is_remote=True, check=lambda: None)
 
 
 def meaning(error: DBAPIError | sqlite3.Error) -> StoreError:

@@ -124,8 +124,16 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Deleted:
-    """How much was deleted."""
+class Thread:
+    """What lives and dies together: a conversation, or a chain of responses, named by its first one."""
 
-    threads: int
+    owner: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What was deleted, and how many bytes of the disk it took, about."""
+
+    threads: tuple[Thread, ...]
     size: int

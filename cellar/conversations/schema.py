@@ -79,7 +79,7 @@ items = Table(
     Column("is_output", Boolean, nullable=False),
     Column("body", Text, nullable=False),
     UniqueConstraint("thread", "position", name="items_of_conversation"),
-    Index("items_by_id", "thread", "id"),
+    Index("items_by_id", "id", "thread"),
     Index("items_of_response", "response"),
 )
 

@@ -16,7 +16,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -29,6 +29,7 @@ from cellar.conversations.database import READERS, Database, meaning, open_datab
 from cellar.conversations.errors import StoreError, StoreUnavailable
 from cellar.conversations.inbox import Inbox
 from cellar.conversations.migrate import migrate
+from cellar.conversations.records import Thread
 from cellar.conversations.session import Clock, Session
 from cellar.conversations.statements import Cursor, Statements
 from cellar.conversations.sweep import StoreLimits
@@ -52,10 +53,12 @@ def open_store(
     *,
     clock: Clock = time.time,
     sweep_seconds: float | None = SWEEP_SECONDS,
+    deleted: Callable[[Sequence[Thread]], None] | None = None,
 ) -> Store:
     """The store at a PostgreSQL's URL or in a directory (default: `default_directory()`), brought to this version.
 
-    What dead processes left unended is ended. `sweep_seconds` None: nothing is swept but by `Store.sweep`.
+    What dead processes left unended is ended. `sweep_seconds` None: nothing is swept but by `Store.sweep`, which tells
+    `deleted` of what it has deleted, in its own thread.
     Raises ConfigError, StoreUnavailable.
     """
     worker = f"{secrets.randbits(62):016x}"
@@ -70,7 +73,7 @@ def open_store(
     except BaseException:
         database.close()
         raise
-    return Store(database, worker, limits or StoreLimits(), clock, sweep_seconds)
+    return Store(database, worker, limits or StoreLimits(), clock, sweep_seconds, deleted)
 
 
 def default_directory() -> Path:
@@ -83,14 +86,21 @@ class Store:
     """Reads in the calling thread, writes by the writer's. For many threads; `close` it at the end."""
 
     def __init__(
-        self, database: Database, worker: str, limits: StoreLimits, clock: Clock, sweep_seconds: float | None
+        self,
+        database: Database,
+        worker: str,
+        limits: StoreLimits,
+        clock: Clock,
+        sweep_seconds: float | None,
+        deleted: Callable[[Sequence[Thread]], None] | None,
     ) -> None:
         self.worker = worker
         self._database = database
         self._limits = limits
+        self._deleted = deleted
         self._clock = Steady(clock)
         self._statements = Statements(database.writer.dialect)
-        self._writer = Writer(database.writer, database.readers, self._statements)
+        self._writer = Writer(database, self._statements)
         self._ended = threading.Event()
         self.write(responses.fail_dead)
         self._sweeper: threading.Thread | None = None
@@ -146,9 +156,11 @@ class Store:
         count = 0
         while not self._ended.is_set() and self.read(sweep.due, self._limits):
             deleted = self.write(sweep.step, self._limits).threads
-            count += deleted
+            count += len(deleted)
             if not deleted:
                 break
+            if self._deleted is not None:
+                self._deleted(deleted)
         end = time.monotonic() + SHRINK_SECONDS
         while not self._ended.is_set() and time.monotonic() < end and self.write(sweep.shrink):
             pass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import bindparam, delete, func, select
 
-from cellar.conversations.records import RUNNING, Deleted
+from cellar.conversations.records import RUNNING, Deleted, Thread
 from cellar.conversations.schema import responses, threads
 from cellar.conversations.session import Session
 from cellar.core.errors import ConfigError
@@ -39,7 +39,7 @@ _busy = (
     .exists()
 )
 _OLDEST = (
-    select(threads.c.id, threads.c.size, threads.c.active_at)
+    select(threads.c.id, threads.c.owner, threads.c.size, threads.c.active_at)
     .where(~_busy)
     .order_by(threads.c.active_at)
     .limit(THREADS_A_STEP)
@@ -81,15 +81,15 @@ def step(session: Session, limits: StoreLimits) -> Deleted:
     excess = taken - limits.max_bytes
     share = taken / max(1, total(session)) if excess > 0 else 1.0  # of the disk, for a byte of a thread
     before = -math.inf if limits.ttl is None else session.now - limits.ttl
-    chosen, freed = [], 0
+    chosen, freed = list[Thread](), 0
     for row in session.rows(_OLDEST):
         if row.active_at >= before and freed >= excess:
             break
-        chosen.append(row.id)
+        chosen.append(Thread(row.owner, row.id))
         freed += int(row.size * share)
     if chosen:
-        session.do(_DELETE, ids=chosen)
-    return Deleted(len(chosen), freed)
+        session.do(_DELETE, ids=[thread.id for thread in chosen])
+    return Deleted(tuple(chosen), freed)
 
 
 def shrink(session: Session) -> bool:

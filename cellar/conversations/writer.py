@@ -10,10 +10,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from cellar.conversations.database import meaning
+from cellar.conversations.database import Database, meaning
 from cellar.conversations.errors import StoreUnavailable
 from cellar.conversations.statements import Cursor, Statements
 
@@ -36,13 +35,12 @@ class _Job:
 class Writer:
     """Runs writes in the order of their coming. A write is done when its transaction has been committed, not before.
 
-    Reads that are given to it, too, are done before the writes that wait with them, on a connection of `readers`. Small
-    ones are done sooner here than beside it, because two threads take Python's lock from each other at each statement.
+    Reads that are given to it, too, are done before the writes that wait with them, on another connection. Small ones
+    are done sooner here than beside it, because two threads take Python's lock from each other at each statement.
     """
 
-    def __init__(self, engine: Engine, readers: Engine, statements: Statements) -> None:
-        self._engine = engine
-        self._readers = readers
+    def __init__(self, database: Database, statements: Statements) -> None:
+        self._database = database
         self._statements = statements
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()  # guards the jobs and `_closed`
@@ -110,7 +108,7 @@ class Writer:
         """All of one moment; each fails by itself."""
         left = deque(jobs)
         try:
-            with self._readers.connect() as connection:
+            with self._database.readers.connect() as connection:
                 cursor = Cursor(connection, self._statements)
                 while left:
                     result, error = _tried(cursor, left[0])
@@ -132,7 +130,8 @@ class Writer:
         results: list[tuple[_Job, Any, BaseException | None]] = []
         committing = False
         try:
-            with self._engine.connect() as connection:
+            self._database.check()
+            with self._database.writer.connect() as connection:
                 transaction = connection.begin()
                 try:
                     cursor = Cursor(connection, self._statements)

@@ -232,6 +232,7 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.start()
         yield
         await service.close()
         api.close()

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from cellar.conversations import conversations
 from cellar.conversations.database import FILE
 from cellar.conversations.errors import StoreUnavailable
 from cellar.conversations.store import open_store
-from tests.limits import run_python
+from tests.limits import SECONDS, run_python
 
 
 def test_a_file_that_is_no_database(tmp_path: Path) -> None:
@@ -55,3 +56,23 @@ def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
         os.chmod(folder, 0o755)
     assert len(said) == 2
     assert all("data directory" in line and "Permission denied" in line for line in said), said
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+def test_a_file_that_goes_away_while_it_is_open_is_noticed(tmp_path: Path, how: str) -> None:
+    path, aside = tmp_path / FILE, tmp_path / "aside"
+    with open_store(tmp_path, sweep_seconds=None) as store:
+        store.write(conversations.create, "a", "before", {})
+        path.rename(aside)
+        if how == "replaced":
+            path.write_bytes(b"another")
+        several = [store.submit(conversations.create, "a", f"lost-{k}", {}) for k in range(3)]
+        for future in several:
+            with pytest.raises(StoreUnavailable, match=f"was {how} while it was open"):
+                future.result(SECONDS)
+        with pytest.raises(StoreUnavailable, match=how):
+            store.sweep()
+        aside.rename(path)
+        store.write(conversations.create, "a", "after", {})
+    with open_store(tmp_path, sweep_seconds=None) as store:
+        assert {one.id for one in store.read(conversations.page, "a").records} == {"before", "after"}

@@ -18,7 +18,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from cellar.conversations import conversations, events, items, responses, sweep
+from cellar.conversations import conversations, events, items, references, responses, sweep
 from cellar.conversations.database import FILE, open_database
 from cellar.conversations.errors import ConversationLocked, Duplicate, Ended, NotFound, StoreFull, StoreUnavailable
 from cellar.conversations.records import Event, Item, Response, Status, Tokens
@@ -427,6 +427,34 @@ def test_the_tables_are_those_of_the_migrations(place: str) -> None:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
         assert compare_metadata(context, metadata) == []
     database.close()
+
+
+def test_a_store_of_the_first_version_is_brought_to_this_one(place: str) -> None:
+    with open_store(place, sweep_seconds=None) as store:
+        store.write(conversations.create, "a", "c", {}, [Item("i", {"id": "i"})])
+    database = open_database(place, "1")
+    with database.writer.begin() as connection:
+        for sql in (
+            "DROP INDEX items_by_id",
+            "CREATE INDEX items_by_id ON items (thread, id)",
+            "UPDATE alembic_version SET version_num = '0001'",
+        ):
+            connection.exec_driver_sql(sql)
+    database.close()
+    with open_store(place, sweep_seconds=None) as store:
+        assert store.read(references.find, "a", ["i"]) == {"i": Item("i", {"id": "i"})}
+    test_the_tables_are_those_of_the_migrations(place)
+
+
+def test_items_are_found_by_their_ids_alone(tmp_path: Path) -> None:
+    with open_store(tmp_path, sweep_seconds=None) as store:
+        sql = "EXPLAIN QUERY PLAN SELECT threads.id FROM threads JOIN items ON items.thread = threads.id"
+        found = store.read(
+            lambda session: session.connection.exec_driver_sql(
+                f"{sql} WHERE threads.owner = 'a' AND items.id IN ('x', 'y')"
+            ).all()
+        )
+        assert any("items_by_id (id=?" in str(row) for row in found), found
 
 
 def test_a_newer_store_is_refused(place: str) -> None:

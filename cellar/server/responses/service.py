@@ -14,6 +14,7 @@ from cellar.server.metrics import Metrics
 from cellar.server.prepare import Preparer
 from cellar.server.responses import conversations, routes
 from cellar.server.responses.background import Background
+from cellar.server.responses.forgetting import Forgetting
 from cellar.server.responses.making import Maker
 from cellar.server.responses.sealing import Seal
 from cellar.server.responses.turns import TurnReader
@@ -33,7 +34,9 @@ class Service:
     ) -> None:
         directory = default_directory() if server.data_dir is None else Path(server.data_dir)
         bounds = StoreLimits(ttl=limits.conversation_ttl or None, max_bytes=limits.conversation_bytes)
-        self.store = AsyncStore(open_store(server.conversation_store or directory, bounds))
+        self._forgetting = Forgetting(desk)
+        place = server.conversation_store or directory
+        self.store = AsyncStore(open_store(place, bounds, deleted=self._forgetting.deleted))
         seal = Seal.of(directory)
         reader = TurnReader(prepare, self.store, seal, metrics, model.max_model_len)
         maker = Maker(desk, self.store, seal, model.tokenizer, limits.request_timeout)
@@ -46,7 +49,12 @@ class Service:
         """What is served where: (method, path) to endpoint, names before ids."""
         return routes.answers_of(self._responses) | conversations.answers_of(self._conversations)
 
+    def start(self) -> None:
+        """Begin what goes on in the event loop by itself."""
+        self._forgetting.start()
+
     async def close(self) -> None:
         """End what is made in the background, and leave the store."""
         await self.background.close()
+        await self._forgetting.close()
         await self.store.close()

@@ -8,8 +8,12 @@ from typing import Any
 import openai
 import pytest
 from openai.types.responses import Response
+from sqlalchemy import bindparam, update
 
+from cellar.conversations.schema import threads
+from cellar.conversations.session import Session
 from cellar.kv.conversations import MAX_MEMBERS
+from tests.limits import until
 from tests.server.served import MODEL, Served, serve
 from tests.server.spoken import says
 
@@ -121,3 +125,23 @@ def test_what_is_not_there_forgets_nothing(served: Served, client: openai.OpenAI
     with pytest.raises(openai.NotFoundError):
         client.responses.delete("resp_x")
     assert memory(served, id) == before > 0
+
+
+def test_what_a_sweep_deletes_leaves_no_kv(served: Served, client: openai.OpenAI) -> None:
+    """As if it had been too old: the sweep of the store that the server has tells the engine."""
+    id = client.conversations.create().id
+    made = ask(client, "Seven. " + STORY, conversation=id)
+    chain = ask(client, "Eight. " + STORY)
+    assert memory(served, id) > 0 < memory(served, chain.id)
+    store = served.app.state.conversations.store.store
+    store.write(_aged, [id, chain.id])
+    assert store.sweep() >= 2
+    until(lambda: memory(served, id) == 0 == memory(served, chain.id))
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(made.id)
+    assert cached(ask(client, "Seven. " + STORY, store=False)) <= 16
+
+
+def _aged(session: Session, ids: list[str]) -> None:
+    for id in ids:
+        session.do(update(threads).where(threads.c.id == bindparam("which")).values(active_at=0.0), which=id)
