@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from cellar.core.layouts import GATHERS, Layout, Mesh
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
-from cellar.planner.layouts import Local, Move, Product, block_program
+from cellar.planner.layouts import Local, Move, Product, block_program, relay_moves
 from cellar.planner.machines import Constants, Machine
 from cellar.planner.sharding import Kind, volume
 
@@ -367,6 +367,16 @@ def kv_bytes_per_chip(d: Dimensions, layout: Layout, batch: int, context: float,
     """Bytes of KV on one chip, all layers; `d` padded."""
     whole = batch * context * d.kv_elements() * d.layers * formats.kv_bytes
     return whole / layout.mesh.count(layout.batch_axes) / layout.mesh.count(layout.kv_axes(d.kv_heads))
+
+
+def relay_bytes(
+    d: Dimensions, source: Layout, target: Layout, batch: int, tokens: float, formats: Formats = BF16
+) -> float:
+    """Bytes that each chip sends when the caches of `batch` sequences go from one layout to another; `d` padded."""
+    sizes = {"B": float(batch), "S": float(tokens), "K": 2.0 * d.kv_heads, "D": float(d.head_dim)}
+    moves = relay_moves(source, target, d.kv_heads)
+    sent = sum(volume(move.kind, move.before, move.after, move.axes, sizes, source.mesh) for move in moves)
+    return sent * d.layers * formats.kv_bytes
 
 
 def longest_context(d: Dimensions, chips: int, batch: int, reserve: float, attention: str) -> float:

@@ -17,6 +17,7 @@ from cellar.planner.partition import (
     kv_bytes_per_chip,
     meshes,
     padded_heads,
+    relay_bytes,
     torus,
 )
 from cellar.planner.plans import Plan, ways
@@ -77,7 +78,7 @@ def _resident_batches(
             kv = kv_bytes_per_chip(padded, decode.layout, batch, context, form) / p
             for pieces, prefill in _prompts(padded, machine, job, form, decode, batch, (t, p), capacity - held - kv):
                 possible = True
-                plan = _resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode, kv)
+                plan = _resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode)
                 best = plan if best is None or plan.latency < best.latency else best
         if best is not None:
             found.append(best)
@@ -159,7 +160,6 @@ def _resident(
     micro: int,
     prefill: Choice,
     decode: Choice,
-    kv: float,
 ) -> Plan:
     t, p, copies = split
     steps = job.generate - 1
@@ -170,8 +170,10 @@ def _resident(
         # Stages pass activations on, over the outer network if they lie in several hosts.
         wire = machine.networks[-1 if t * p > machine.per_host else 0]
         pace, hop = wire.bandwidth.value * share, wire.hop.value
-        if t > 1 and prefill.layout.batch_axes != decode.layout.batch_axes:
-            handover = kv / net  # the cache is dealt out anew, once
+        if t > 1:
+            padded = padded_heads(d, t)
+            assert padded is not None, "its layouts have a price"
+            handover = relay_bytes(padded, prefill.layout, decode.layout, batch, job.prompt, form) / p / net
         passed = 2.0 * d.embed * job.prompt * batch / pieces / t / pace + hop if p > 1 else 0.0
         token = 2.0 * d.embed * batch / micro / t / pace + hop if p > 1 else 0.0
     else:
