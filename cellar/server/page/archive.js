@@ -1,6 +1,8 @@
 // Conversations as the server keeps them (/v1/conversations): what this page writes, other browsers find, and the other
 // way round. The browser's own copy has more (what an answer cost, its seed), so it stays the one that is worked with.
 
+import { said } from "./conversation.js";
+
 export class Archive {
   #api;
   #queue = Promise.resolve(); // one change after the other
@@ -91,10 +93,10 @@ export class Archive {
   async #bring(conversation) {
     if (!conversation.server) return;
     const path = `v1/conversations/${conversation.server}`;
-    const said = conversation.turns.filter((turn) => turn.text && (turn.role === "user" || turn.finish));
-    const first = said.findIndex((turn) => !turn.item || turn.kept !== turn.text);
-    const fresh = first < 0 ? [] : said.slice(first);
-    const there = new Set(said.filter((turn) => !fresh.includes(turn)).map((turn) => turn.item));
+    const turns = conversation.turns.filter((turn) => said(turn) && (turn.role === "user" || turn.finish));
+    const first = turns.findIndex((turn) => !turn.item || turn.kept !== said(turn));
+    const fresh = first < 0 ? [] : turns.slice(first);
+    const there = new Set(turns.filter((turn) => !fresh.includes(turn)).map((turn) => turn.item));
     const drop = (id) => this.#api.call("DELETE", `${path}/items/${id}`).then(() => true, (error) => error.status !== 404);
     let known = true;
     for (const id of conversation.items ?? []) if (!there.has(id)) known = (await drop(id)) && known;
@@ -103,9 +105,9 @@ export class Archive {
     for (let k = 0; k < fresh.length; k += 20) {
       const part = fresh.slice(k, k + 20);
       const made = await this.#api.call("POST", `${path}/items`, { items: part.map(itemOf) });
-      part.forEach((turn, j) => Object.assign(turn, { item: made.data[j].id, kept: turn.text }));
+      part.forEach((turn, j) => Object.assign(turn, { item: made.data[j].id, kept: said(turn) }));
     }
-    conversation.items = said.map((turn) => turn.item);
+    conversation.items = turns.map((turn) => turn.item);
   }
 
   rename(conversation) {
@@ -153,6 +155,7 @@ export function unkept(conversation) {
   conversation.lost = true;
 }
 
-function itemOf({ role, text }) {
-  return { type: "message", role, content: [{ type: role === "user" ? "input_text" : "output_text", text }] };
+function itemOf(turn) {
+  const { role } = turn;
+  return { type: "message", role, content: [{ type: role === "user" ? "input_text" : "output_text", text: said(turn) }] };
 }

@@ -1,5 +1,6 @@
 // Where the user writes. Enter sends, except on a touch keyboard, whose Enter is for lines.
-import { byId } from "./dom.js";
+import { button, byId, el, say } from "./dom.js";
+import { onFiles, readText } from "./files.js";
 
 const touch = matchMedia("(hover: none) and (pointer: coarse)");
 
@@ -11,15 +12,19 @@ export class Composer {
   #send = byId("send");
   #stop = byId("stop");
   #running = false;
+  #files = [];
 
-  /** `send(text)` and `stop()` are called. */
+  /** `send(text, files)` and `stop()` are called. */
   constructor(send, stop) {
     byId("composer").addEventListener("submit", (event) => {
       event.preventDefault();
       const text = this.#field.value.trim();
-      if (!text || this.#running) return;
+      if ((!text && !this.#files.length) || this.#running) return;
+      const files = this.#files;
+      this.#files = [];
+      this.#list();
       this.text = "";
-      send(text);
+      send(text, files);
     });
     this.#field.addEventListener("keydown", (event) => {
       if (!sends(event)) return;
@@ -28,6 +33,13 @@ export class Composer {
     });
     this.#field.addEventListener("input", () => this.#fit());
     this.#stop.addEventListener("click", stop);
+    const chosen = byId("attach-field");
+    byId("attach").addEventListener("click", () => chosen.click());
+    chosen.addEventListener("change", async () => {
+      await this.#add([...chosen.files]);
+      chosen.value = "";
+    });
+    onFiles((files) => this.#add(files));
   }
 
   get text() {
@@ -57,8 +69,33 @@ export class Composer {
     this.#field.focus();
   }
 
+  async #add(files) {
+    byId("files-wrong").textContent = "";
+    for (const file of files) {
+      try {
+        this.#files.push(await readText(file));
+      } catch (error) {
+        byId("files-wrong").textContent = error.message;
+      }
+    }
+    this.#list();
+    this.focus();
+  }
+
+  #list() {
+    const entry = (file) => el("li", {}, el("span", {}, file.name), button(`Leave out ${file.name}`, "close", () => {
+      this.#files = this.#files.filter((other) => other !== file);
+      this.#list();
+      this.focus();
+      say(`${file.name} is left out`);
+    }, { bare: true }));
+    byId("files").replaceChildren(...this.#files.map(entry));
+    byId("files").hidden = !this.#files.length;
+    this.#fit();
+  }
+
   #fit() {
-    this.#send.disabled = !this.#field.value.trim();
+    this.#send.disabled = !this.#field.value.trim() && !this.#files.length;
     if (CSS.supports("field-sizing", "content")) return;
     this.#field.style.height = "auto";
     this.#field.style.height = `${this.#field.scrollHeight}px`;

@@ -3,7 +3,7 @@ import { Api } from "./api.js";
 import { Composer } from "./composer.js";
 import { Archive, unkept } from "./archive.js";
 import { merged } from "./branches.js";
-import { begin, exported, matches, settled } from "./conversation.js";
+import { begin, exported, imported, matches, settled } from "./conversation.js";
 import { byId, el, say } from "./dom.js";
 import { Drawer } from "./drawer.js";
 import { Engine } from "./engine.js";
@@ -14,6 +14,7 @@ import { AnswerReader } from "./reader.js";
 import { read, write } from "./preference.js";
 import { Settings } from "./settings.js";
 import { Shelf } from "./shelf.js";
+import { Shortcuts } from "./shortcuts.js";
 import { Store } from "./store.js";
 import { Talk } from "./talk.js";
 import { Transcript, welcome } from "./transcript.js";
@@ -35,14 +36,14 @@ class Page {
   #resting = 0;
   #memory = new Map(); // name -> where the engine has it
   #looked = -LOOK_EVERY;
-  #settings = new Settings();
+  #settings = new Settings((values) => this.#set(values));
   #talks = new Map(); // id -> Talk, of every conversation
   #talk = null;
   #model = null;
   #shelfDrawer = new Drawer(byId("shelf"), byId("shelf-open"), byId("shelf-close"), "(min-width: 50rem)");
   #reader = new AnswerReader();
   #transcript = new Transcript({ goOn: () => this.#again("goOn"), retry: (k) => this.#again("retry", k), edit: (k, text) => this.#again("edit", k, text), leaf: (k, at) => this.#talk.leaf(k, at) });
-  #composer = new Composer((text) => this.#ask(text), () => this.#talk.stop());
+  #composer = new Composer((text, files) => this.#ask(text, files), () => this.#talk.stop());
   #shelf = new Shelf({ open: (id) => this.#open(id), rename: (id) => this.#rename(id), save: (id) => this.#export(id), remove: (id) => this.#remove(id) });
 
   async start() {
@@ -61,6 +62,9 @@ class Page {
     });
     byId("begin").addEventListener("click", () => this.#begin());
     byId("forget-all").addEventListener("click", () => this.#forgetAll());
+    new Shortcuts({ begin: () => this.#begin(), search: () => this.#find(), editLast: () => this.#transcript.editLast() });
+    byId("import").addEventListener("click", () => byId("import-field").click());
+    byId("import-field").addEventListener("change", () => this.#import());
     byId("search").addEventListener("input", () => this.#search());
     byId("forget-key").addEventListener("click", () => this.#keyring.forget());
     document.addEventListener("keydown", (event) => {
@@ -81,12 +85,24 @@ class Page {
   // -- conversations ---------------------------------------------------------------------------
 
   #hold(conversation) {
-    const talk = new Talk(conversation, this.#api, this.#store, this.#archive, () => ({ chat: this.#model?.chat ?? true, system: this.#settings.system, body: this.#settings.body }));
+    const talk = new Talk(conversation, this.#api, this.#store, this.#archive, () => this.#options(talk.conversation));
     talk.addEventListener("turns", () => this.#turns(talk));
     talk.addEventListener("text", () => this.#grew(talk));
     talk.addEventListener("end", () => this.#ended(talk));
     this.#talks.set(conversation.id, talk);
     return talk;
+  }
+
+  /** What the next answer of a conversation is asked with. */
+  #options(conversation) {
+    conversation.settings ??= this.#settings.values;
+    return { chat: this.#model?.chat ?? true, ...this.#settings.request(conversation.settings) };
+  }
+
+  /** The settings of the open conversation were changed. */
+  #set(values) {
+    this.#talk.conversation.settings = values;
+    if (this.#talk.turns.length && !this.#talk.running) this.#talk.save();
   }
 
   #begin() {
@@ -99,6 +115,7 @@ class Page {
     if (this.#talk.conversation.away) this.#fetch(this.#talk);
     history.replaceState(null, "", this.#talk.turns.length ? `#${id}` : location.pathname + location.search);
     this.#transcript.show(this.#talk);
+    this.#settings.show(this.#talk.conversation.settings);
     this.#draw();
     if (!focus) return;
     this.#shelfDrawer.over && this.#shelfDrawer.close();
@@ -155,6 +172,29 @@ class Page {
     link.click();
     URL.revokeObjectURL(address);
     say("Exported");
+  }
+
+  async #import() {
+    const field = byId("import-field");
+    for (const file of field.files) {
+      try {
+        const { conversation } = this.#hold(imported(await file.text()));
+        await this.#store.save(structuredClone(conversation)).catch(() => {});
+        this.#archive.keep(conversation).then(() => this.#store.save(structuredClone(conversation)).catch(() => {}));
+        this.#open(conversation.id);
+        say("Imported");
+      } catch (error) {
+        await told("This file is no conversation", `${file.name}: ${error.message}.`);
+      }
+    }
+    field.value = "";
+  }
+
+  /** Search, wherever the list is. */
+  #find() {
+    if (!this.#shelfDrawer.open) this.#shelfDrawer.toggle();
+    byId("search").focus();
+    byId("search").select();
   }
 
   /** Conversations that the server keeps and this browser does not have, or has in an older form. */
@@ -219,14 +259,17 @@ class Page {
     else if (stored) this.#talks.has(id) ? (this.#talks.get(id).conversation = stored) : this.#hold(stored);
     else this.#talks.delete(id);
     if (!this.#talks.has(this.#talk.conversation.id)) this.#talks.set(this.#talk.conversation.id, this.#talk);
-    if (this.#talk.conversation.id === id) this.#transcript.draw();
+    if (this.#talk.conversation.id === id) {
+      this.#transcript.draw();
+      this.#settings.show(this.#talk.conversation.settings);
+    }
     this.#draw();
   }
 
   // -- turns -----------------------------------------------------------------------------------
 
-  #ask(text) {
-    this.#talk.ask(text);
+  #ask(text, files) {
+    this.#talk.ask(text, files);
     this.#transcript.toEnd();
   }
 
@@ -336,6 +379,13 @@ function confirmed(title, text, yes) {
   byId("confirm-text").textContent = text;
   byId("confirm-yes").textContent = yes;
   return answered(byId("confirm"));
+}
+
+/** Say what went wrong. */
+function told(title, text) {
+  byId("told-title").textContent = title;
+  byId("told-text").textContent = text;
+  return answered(byId("told"));
 }
 
 /** Show a dialog; true if it was answered with yes. */

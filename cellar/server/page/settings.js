@@ -1,30 +1,35 @@
-// How the model answers, and how the page looks; kept in localStorage.
+// How the model answers in a conversation, and how the page looks. What was set last is kept in localStorage: a new
+// conversation begins with it.
 import { byId } from "./dom.js";
 import { read, write } from "./preference.js";
 
 const NAME = "cellar.settings";
 const THEME = "cellar.theme";
-const DEFAULTS = { system: "", temperature: 0.8, top_p: 0.95, max_tokens: null, seed: null };
+const SAMPLERS = { temperature: 0.8, top_p: 0.95, top_k: null, min_p: null, presence_penalty: null, frequency_penalty: null, repetition_penalty: null, min_tokens: null, max_tokens: null, seed: null };
+const DEFAULTS = { system: "", stop: "", ...SAMPLERS };
 const FIELDS = Object.keys(DEFAULTS);
 
 export class Settings {
   #form = byId("settings-form");
   #dialog = byId("settings");
-  #values = { ...DEFAULTS, ...stored() };
+  #values = { ...DEFAULTS, ...fitting(kept()) };
   #longest = 512;
+  #changed;
 
-  constructor() {
+  /** `changed(values)` is called with what was set. */
+  constructor(changed) {
+    this.#changed = changed;
     byId("settings-open").addEventListener("click", () => this.#dialog.showModal());
     byId("reset").addEventListener("click", () => {
       this.#values = { ...DEFAULTS };
       this.#keep();
-      this.#show();
+      this.#fill();
     });
     for (const name of FIELDS) this.#form.elements[name].addEventListener("input", () => this.#take(name));
     for (const radio of this.#form.elements.theme) radio.addEventListener("change", () => paint(radio.value));
     // A click on what lies behind closes it, as people expect; Escape does so by itself.
     this.#dialog.addEventListener("click", (event) => event.target === this.#dialog && this.#dialog.close());
-    this.#show();
+    this.#fill();
   }
 
   /** Suit the model: how long an answer may be by default, and whether a system prompt reaches it. */
@@ -34,20 +39,27 @@ export class Settings {
     max_tokens.max = max_model_len;
     max_tokens.placeholder = this.#longest;
     system.disabled = !reads_system;
-    byId("system-note").textContent = reads_system
-      ? "Stands before every conversation."
-      : "This model has no place for one.";
+    byId("system-note").textContent = reads_system ? "Stands before this conversation." : "This model has no place for one.";
   }
 
-  get system() {
-    return this.#form.elements.system.disabled ? "" : this.#values.system;
+  /** The values shown, as they can be stored. */
+  get values() {
+    return { ...this.#values };
   }
 
-  /** The fields of a request. */
-  get body() {
-    const { temperature, top_p, max_tokens, seed } = this.#values;
-    const body = { temperature, top_p, max_tokens: max_tokens ?? this.#longest };
-    return seed === null ? body : { ...body, seed };
+  /** Show the values of a conversation; null: it has none yet, and begins with what was set last. */
+  show(values) {
+    this.#values = { ...DEFAULTS, ...fitting(values ?? kept()) };
+    this.#fill();
+  }
+
+  /** What a conversation's values ask of the server: { system, body }. */
+  request(values) {
+    const { system, stop, max_tokens, ...samplers } = { ...DEFAULTS, ...fitting(values) };
+    const set = Object.entries(samplers).filter(([, value]) => value !== null);
+    const stops = stop.split("\n").filter(Boolean);
+    const body = { ...Object.fromEntries(set), max_tokens: max_tokens ?? this.#longest, ...(stops.length ? { stop: stops } : {}) };
+    return { system: this.#form.elements.system.disabled ? "" : system, body };
   }
 
   #take(name) {
@@ -58,7 +70,7 @@ export class Settings {
     this.#tell(name);
   }
 
-  #show() {
+  #fill() {
     for (const name of FIELDS) {
       this.#form.elements[name].value = this.#values[name] ?? "";
       this.#tell(name);
@@ -73,6 +85,7 @@ export class Settings {
 
   #keep() {
     write(NAME, JSON.stringify(this.#values));
+    this.#changed(this.values);
   }
 }
 
@@ -82,14 +95,16 @@ function paint(theme) {
   write(THEME, theme === "auto" ? null : theme);
 }
 
-/** What was kept, as far as it is of the right kind. */
-function stored() {
-  let values;
+function kept() {
   try {
-    values = JSON.parse(read(NAME)) ?? {};
+    return JSON.parse(read(NAME)) ?? {};
   } catch {
     return {};
   }
+}
+
+/** Of some values those that are of the right kind. */
+export function fitting(values) {
   const fits = ([name, value]) => name in DEFAULTS && (typeof value === (typeof DEFAULTS[name] === "string" ? "string" : "number") || value === DEFAULTS[name]);
-  return Object.fromEntries(Object.entries(values).filter(fits));
+  return Object.fromEntries(Object.entries(values ?? {}).filter(fits));
 }

@@ -42,10 +42,10 @@ export class Talk extends EventTarget {
   }
 
   /** Ask; the answer comes in events. */
-  async ask(text) {
+  async ask(text, files = []) {
     if (this.running) return;
-    this.conversation.title ||= titleOf(text);
-    this.turns.push({ role: "user", text }, { role: "assistant", text: "" });
+    this.conversation.title ||= titleOf(text || files[0].name);
+    this.turns.push({ role: "user", text, ...(files.length ? { files } : {}) }, { role: "assistant", text: "" });
     await this.#run();
   }
 
@@ -62,7 +62,8 @@ export class Talk extends EventTarget {
   /** Ask something else at turn `k`; the question that was there stays as a version, with all that followed. */
   async edit(k, text) {
     if (this.running || this.turns[k]?.role !== "user") return;
-    branch(this.turns, k, [{ role: "user", text }, { role: "assistant", text: "" }]);
+    const { files } = this.turns[k];
+    branch(this.turns, k, [{ role: "user", text, ...(files ? { files } : {}) }, { role: "assistant", text: "" }]);
     await this.#run();
   }
 

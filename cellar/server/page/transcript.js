@@ -124,7 +124,8 @@ export class Transcript {
       made.append(form);
       return made;
     }
-    made.append(el("p", {}, turn.text), " ");
+    for (const file of turn.files ?? []) made.append(el("details", { class: "file" }, el("summary", {}, file.name), el("pre", { tabindex: "0", role: "region", "aria-label": file.name }, file.text)));
+    if (turn.text) made.append(el("p", {}, turn.text), " ");
     if (!this.continues) made.append(el("div", { class: "tools" }, this.#editButton(k), ...this.#versions(turn, k, "message")));
     return made;
   }
@@ -135,6 +136,12 @@ export class Transcript {
       this.draw();
       this.#list.querySelector(".edit-field").focus();
     }, { id: `edit-${k}`, class: "tool turn-act" });
+  }
+
+  /** Edit the last question. */
+  editLast() {
+    const k = this.#talk.turns.findLastIndex((turn) => turn.role === "user");
+    if (k >= 0 && !this.#talk.running) byId(`edit-${k}`)?.click();
   }
 
   /** The editing of a turn is over. */
