@@ -94,7 +94,9 @@ export class Archive {
     if (!conversation.server) return;
     const path = `v1/conversations/${conversation.server}`;
     const turns = conversation.turns.filter((turn) => said(turn) && (turn.role === "user" || turn.finish));
-    const first = turns.findIndex((turn) => !turn.item || turn.kept !== said(turn));
+    // A turn that was leafed away while it was being stored has the id of an item that is gone.
+    const held = new Set(conversation.items);
+    const first = turns.findIndex((turn) => !held.has(turn.item) || turn.kept !== said(turn));
     const fresh = first < 0 ? [] : turns.slice(first);
     const there = new Set(turns.filter((turn) => !fresh.includes(turn)).map((turn) => turn.item));
     const drop = (id) => this.#api.call("DELETE", `${path}/items/${id}`).then(() => true, (error) => error.status !== 404);
