@@ -227,6 +227,8 @@ def build_app(
     `shared` is for one of several fronts.
     """
     server, limits = server or ServerConfig(), limits or LimitConfig()
+    if server.chat_template is not None:
+        model = model.with_template(server.chat_template)
     api = Api(host, model, server, limits, shared)
     service = Service(api.prepare, api.desk, api.metrics, model, server, limits)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cellar.core.errors import ConfigError
+from cellar.core.errors import CheckpointError, ConfigError
+from cellar.text.chat import ChatTemplate
 from cellar.text.reasoning.registry import OFF, STYLES
 from cellar.text.tools.registry import PARSERS
 
@@ -51,6 +52,7 @@ class ServerConfig:
     allowed_origins: str | None = _option(None, "Web origins that may call the API, separated by commas; * for any.")
     api_server_count: int = _option(1, "Front processes that share the port and one engine.")
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")
+    chat_template: str | None = _option(None, "File with a Jinja chat template instead of the model's own.")
     tool_call_parser: str | None = _option(
         None, f"How the model writes tool calls: {', '.join(PARSERS)}; default: as its chat template shows."
     )
@@ -78,6 +80,11 @@ class ServerConfig:
                 f"api_server_count is {self.api_server_count}, but fronts without a process of their own are one; "
                 "leave disable_frontend_multiprocessing out."
             )
+        if self.chat_template is not None:
+            try:
+                ChatTemplate.read(self.chat_template)
+            except CheckpointError as error:
+                raise ConfigError(f"{error} Give chat_template a file with a Jinja template.") from error
         if self.tool_call_parser is not None and self.tool_call_parser not in PARSERS:
             raise ConfigError(f"tool_call_parser is {self.tool_call_parser!r}; use one of {', '.join(PARSERS)}.")
         if self.reasoning_parser not in (None, OFF, *STYLES):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from cellar.core.errors import ConfigError
 from cellar.core.messages import SchedulerStats
 from cellar.engine.opened import Opened
 from cellar.engine.stream import AsyncLLM
@@ -53,6 +54,14 @@ class ServedModel:
             read_pooling(opened.checkpoint),
             {name: str(value) for name, value in vars(opened.config.cache).items() if name not in _PLACES},
         )
+
+    def with_template(self, file: str) -> ServedModel:
+        """The same with the chat template of a file. Raises CheckpointError, ConfigError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ConfigError(
+                "chat_template is given, but there is no tokenizer to read what it renders; leave it out."
+            )
+        return replace(self, templates=ChatTemplate.read(file, self.tokenizer.special_tokens))
 
 
 class EngineHost(Protocol):

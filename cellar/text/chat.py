@@ -69,6 +69,14 @@ class ChatTemplate:
             )
         return cls(source, special_tokens)
 
+    @classmethod
+    def read(cls, file: str | Path, special_tokens: Mapping[str, str] | None = None) -> ChatTemplate:
+        """One template out of a file of its own. Raises CheckpointError if it cannot be read or is none."""
+        try:
+            return cls(Path(file).read_text(encoding="utf-8"), special_tokens)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the chat template {str(file)!r} cannot be read ({error}).") from error
+
     def __bool__(self) -> bool:
         """True if the model has a template."""
         return bool(self._templates)
