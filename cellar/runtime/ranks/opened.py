@@ -57,7 +57,10 @@ def open_ranks(config: EngineConfig, directory: Path | None, make: MakeRank = Pr
         raw = registry.read_config(directory)
     dtype = registry.auto_dtype(raw, kind) if config.model.dtype == "auto" else config.model.dtype
     named = config.model
-    spec = registry.open_model(raw, dtype, config.cache.block_size, named.max_model_len, named.quantization).spec
+    cache = config.cache
+    spec = registry.open_model(
+        raw, dtype, cache.block_size, named.max_model_len, named.quantization, cache.kv_cache_dtype
+    ).spec
     _check_shares(spec, size)
     if named.load_format == "dummy" or directory is None:
         content = fingerprint.of_dummy(spec, named.seed, kind)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cellar import LLM, CompletionOutput, PoolingParams, SamplingParams
+from cellar.core.config import EngineConfig, ScheduleConfig
+from cellar.core.messages import FinishReason, Request
 from cellar.core.sampling import StructuredOutputsParams
+from cellar.engine.steps import step_engine
+from cellar.runtime.ranks.group import RankGroup
 from cellar.runtime.ranks.opened import open_ranks
 from cellar.runtime.ranks.rank import ThreadRank
+from cellar.runtime.steps.local import LocalRuntime, open_local
+from cellar.schedule.steps.scheduler import StepScheduler
+from tests.limits import SECONDS
 from tests.tiny_checkpoint import write_checkpoint
 
 ROUNDING = 1e-4
@@ -147,15 +157,81 @@ def test_what_requests_may_ask_is_as_on_one_device(tmp_path: Path) -> None:
             np.testing.assert_allclose(one, other, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_weights_are_shared_too(quantization: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "option", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "fp8"}], ids=str
+)
+def test_quantized_weights_and_kv_are_shared_too(option: dict[str, str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **EIGHT | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
     nbytes = token_nbytes(tmp_path)
     params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3, ignore_eos=True)
 
     def run(size: int) -> list[CompletionOutput]:
-        with opened(tmp_path, size, token_nbytes=nbytes, quantization=quantization) as llm:
+        with opened(tmp_path, size, token_nbytes=nbytes, **option) as llm:
             return [o.outputs[0] for o in llm.generate(["a b c", "once"], params, use_tqdm=False)]
 
     for a, b in zip(run(1), run(2), strict=True):
         check_same(a, b)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntime, RankGroup]]:
+    """One device, and four ranks, with the same model and 24 chunks: engines come and go over both."""
+    path = write_checkpoint(tmp_path_factory.mktemp("four"), **EIGHT | {"num_hidden_layers": 1})
+    nbytes = 24 * 16 * token_nbytes(path)
+
+    def config(size: int) -> EngineConfig:
+        return EngineConfig.of(
+            model=str(path),
+            device="cpu",
+            num_threads=1,
+            tensor_parallel_size=size,
+            kv_cache_memory_bytes=nbytes // size,
+            block_size=16,
+            max_num_seqs=5,
+            max_model_len=192,
+        )
+
+    alone = open_local(config(1), path).runtime
+    ranks = open_ranks(config(4), path, ThreadRank).runtime
+    yield alone, ranks
+    ranks.close()
+    alone.close()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_an_engine_over_four_ranks_is_one_over_one_device(
+    four: tuple[LocalRuntime, RankGroup], data: st.DataObject
+) -> None:
+    """Any requests, dropped and suspended ones among them, with few chunks or many: the same tokens."""
+    slots, rows = data.draw(st.integers(12, 24)), data.draw(st.integers(1, 5))
+    step_tokens = data.draw(st.sampled_from([16, 40, 256]))
+    lengths = data.draw(st.lists(st.integers(1, 90), min_size=1, max_size=6))
+    counts = data.draw(st.lists(st.integers(1, 12), min_size=6, max_size=6))
+    shared = data.draw(st.integers(0, 60))
+    dropped = data.draw(st.sets(st.integers(0, 5), max_size=2))
+    drawn = data.draw(st.booleans())
+    generator = np.random.default_rng(data.draw(st.integers(0, 9)))
+    prefix = generator.integers(3, 420, shared)
+    prompts = [np.concatenate([prefix[: k % 2 * shared], generator.integers(3, 420, n)]) for k, n in enumerate(lengths)]
+
+    def answers(runtime: LocalRuntime | RankGroup) -> dict[str, list[int]]:
+        config = ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=step_tokens, decode_reserve=0.0)
+        scheduler = StepScheduler(slots, rows, 16, 192, config)
+        engine = step_engine(scheduler, runtime)
+        for k, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=counts[k], temperature=0.7 * drawn, seed=k)
+            engine.add(Request(f"r{k}", prompt.astype(np.int32), params, frozenset(), counts[k]))
+        for k in dropped:
+            engine.abort(f"r{k}")
+        tokens: dict[str, list[int]] = {}
+        while engine.has_work():
+            for output in engine.turn(SECONDS):
+                assert all(reason is not FinishReason.ERROR for reason, _ in output.finished.values())
+                for id, token in zip(output.ids, output.tokens, strict=True):
+                    tokens.setdefault(id, []).append(token)
+        scheduler.check_integrity()
+        return tokens
+
+    alone, ranks = (answers(runtime) for runtime in four)
+    assert ranks == alone
