@@ -14,8 +14,12 @@ from cellar.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from cellar.core.specs import ModelSpec
+    from cellar.planner.cost import Dimensions
+    from cellar.planner.machines import Machine
+    from cellar.planner.offload import Job
     from cellar.planner.saved import SavedPlan
 
+MOST_CHIPS = 1024
 OBJECTIVES = ("throughput", "latency", "cost")
 
 
@@ -36,6 +40,10 @@ def plan(
         typer.Option(
             help="Weights (and KV): bf16, int8, int4, int4+kv4 or float32, several with commas; default: as it runs."
         ),
+    ] = None,
+    chips: Annotated[
+        str | None,
+        typer.Option(help="Numbers of devices with commas: latency against cost over all of them, no single plan."),
     ] = None,
     block_size: Annotated[int, typer.Option(help="Tokens per chunk of KV: 16, 32 or 64.")] = 32,
     diagonal: Annotated[bool, typer.Option("--diagonal", help="Consider the diagonal block schedule too.")] = False,
@@ -104,6 +112,13 @@ def plan(
             f"ask for --prompt {max(spec.max_position - generate, 1)} or less."
         )
     d = dimensions(spec)
+    if chips is not None:
+        said = {"objective": objective != "throughput", "max_latency": max_latency, "diagonal": diagonal}
+        said |= {"compare": compare, "output": output, "sources": sources}
+        if without := [name for name, given in said.items() if given]:
+            raise ConfigError(f"{without[0]} is of one plan, and chips compares many; leave one of them out.")
+        _swept(d, here, chips, job, chosen_formats, f"{model} on {machine}: {prompt} + {generate} tokens", plots, json)
+        return
     schedules: Any = ("zigzag", "diagonal") if diagonal else ("zigzag",)
 
     def search(found: Any) -> Any:
@@ -129,6 +144,35 @@ def plan(
     if plots is not None:
         for path in save_plots(answer, plots):
             typer.echo(str(path), err=json)
+
+
+def _swept(
+    d: Dimensions,
+    machine: Machine,
+    chips: str,
+    job: Job,
+    formats: tuple[Any, ...],
+    title: str,
+    plots: Path | None,
+    json: bool,
+) -> None:
+    """Latency against cost over numbers of devices."""
+    import json as jsonlib
+    from dataclasses import asdict
+
+    from cellar.planner.sweep import sweep
+    from cellar.reports.sweep import print_sweep, save_sweep
+
+    counts = [int(word) if word.isascii() and word.isdigit() else 0 for word in chips.split(",")]
+    if min(counts) < 1 or max(counts) > MOST_CHIPS:
+        raise ConfigError(f"chips {chips!r} must be numbers from 1 to {MOST_CHIPS:,} with commas, such as 8,16,64.")
+    points = sweep(d, machine, sorted(set(counts)), job, formats)
+    if json:
+        typer.echo(jsonlib.dumps({"chips": [asdict(point) for point in points]}))
+    else:
+        print_sweep(points, title)
+    if plots is not None:
+        typer.echo(str(save_sweep(points, plots)), err=json)
 
 
 def _held(spec: ModelSpec, sizes: Mapping[str, int | None], longest: int, model: str, machine: str) -> SavedPlan:
