@@ -12,8 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from cellar import LLM, SamplingParams
+from cellar.cli.main import build
 from cellar.core.errors import CapacityError, ConfigError, DeviceError
 from cellar.runtime.ranks.group import RankGroup
 from tests.limits import ROOT, SECONDS, until
@@ -134,3 +136,9 @@ def test_a_server_serves_again_after_a_rank_was_killed() -> None:
             under_way.exception(SECONDS)
         until(lambda: http.get("/health").status_code == 200)
         until(lambda: asked() == first)
+
+
+def test_cells_are_not_shared() -> None:
+    result = CliRunner().invoke(build(), ["serve", "--cells", "cells.py", "--tensor-parallel-size", "2"])
+    assert result.exit_code == 2
+    assert "tensor_parallel_size shares language models only" in " ".join(result.output.split())
