@@ -45,6 +45,10 @@ _SENTENCES = (
         "two branches of a oneOf may hold at once, and that cannot be ruled out; use anyOf, or give each branch a "
         "required property with a value of its own",
     ),
+    (
+        re.compile(r"^NoExtension"),
+        "no text satisfies it: it leads to itself alone, or its parts exclude each other; add a way to end",
+    ),
     (re.compile(r"Unimplemented keys: \[(.*?)\]"), r"it has no way to enforce \1 here; say it by other keywords"),
 )
 """Refusals of the compiler that name its own switches, or nothing to change."""

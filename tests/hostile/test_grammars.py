@@ -40,6 +40,15 @@ def unions(count: int) -> dict[str, Any]:
     return {"$defs": {**chain, f"d{count}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
+def product(count: int) -> dict[str, Any]:
+    """4^count ways to choose a branch of each union."""
+
+    def branch(name: str) -> dict[str, Any]:
+        return {"type": "object", "properties": {name: {"type": "integer"}}, "required": [name]}
+
+    return {"allOf": [{"anyOf": [branch(f"a{i}_{k}") for k in range(4)]} for i in range(count)]}
+
+
 def rules(count: int) -> str:
     return "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(count)) + f'r{count}: "x"\n'
 
@@ -52,6 +61,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "rules": {"grammar": rules(6000)},
     "optional letters": {"regex": "a?" * 100_000},
     "optional classes": {"regex": "[ab]?" * 20_000},
+    "patterns in one": {"json": {"allOf": [{"type": "string", "pattern": f"[ab]{{{k}}}c"} for k in range(50, 90)]}},
+    "a product of unions": {"json": product(14)},
     "groups in groups": {"regex": "(" * 20_000 + "a" + ")" * 20_000},
 }
 
@@ -65,7 +76,10 @@ def check() -> Iterator[GrammarCheck]:
 
 @pytest.mark.parametrize(
     "wanted",
-    [pytest.param(one, marks=[pytest.mark.long] * name.startswith("optional")) for name, one in HOSTILE.items()],
+    [
+        pytest.param(one, marks=[pytest.mark.long] * name.startswith(("optional", "patterns")))
+        for name, one in HOSTILE.items()
+    ],
     ids=HOSTILE,
 )
 def test_it_is_refused_and_the_next_one_is_tried(check: GrammarCheck, wanted: dict[str, Any]) -> None:
@@ -73,6 +87,15 @@ def test_it_is_refused_and_the_next_one_is_tried(check: GrammarCheck, wanted: di
         check.check(StructuredOutputsParams(**wanted))
     assert caught.value.parameter == "structured_outputs"
     check.check(StructuredOutputsParams(json=json.dumps(SMALL)))
+
+
+def test_what_leads_to_itself_alone(check: GrammarCheck) -> None:
+    """The compiler's answer was its inner state."""
+    mutual = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    for wanted in ({"json": {"$ref": "#"}}, {"json": mutual}, {"grammar": 'start: %json {"$ref": "#"}\n'}):
+        with pytest.raises(RequestError, match="no text satisfies it") as caught:
+            check.check(StructuredOutputsParams(**wanted))
+        assert len(str(caught.value)) < 200
 
 
 def test_honest_depth_passes(check: GrammarCheck) -> None:

@@ -27,6 +27,10 @@ HUGE = {
     "join": "{% set a = ['x' * 20000] * 20000 %}{{ a|join|length }}",
     "doubling": "{% set n = namespace(s='x') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
     "expandtabs": "{{ ('\t' * 10000).expandtabs(100000)|length }}",
+    "translate": "{{ ('x' * 30000).translate({120: 'y' * 30000})|length }}",
+    "a precision of format": "{{ '%.300000000f'|format(1.0)|length }}",
+    "a width of format_map": "{{ '{a:>300000000}'.format_map({'a': 'x'})|length }}",
+    "batch": "{{ ['a']|batch(300000000, 'x')|list|length }}",
     "indent": "{{ ('a\n' * 20000)|indent(20000)|length }}",
 }
 ENDLESS = {
