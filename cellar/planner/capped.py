@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from cellar.core.errors import CapacityError
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
@@ -25,6 +25,9 @@ KV_SHARE = 0.25
 
 RESERVE = 0.1
 """Of the chunks of KV, what the scheduler keeps free when it admits requests."""
+
+CPU_TOKENS = 16
+"""Passes of up to so many tokens leave rows in host memory to the CPU."""
 
 LIBRARIES = 3 * 2**28
 """Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
@@ -94,13 +97,15 @@ def capped_plan(
             continue
         if place == "host":
             kv = min(kv, (room.host or 0) - division.in_host) if room.host is not None else kv
-        speed = _speed(spec, limits, rates, division, place, kv)
+        count, seconds = predicted_pass(spec, limits, rates, division.away, place, kv)
+        speed = count / max(seconds.values())
         if speed > 0 and (best is None or speed > best[0]):
             best = speed, division, place, kv
     if best is None:
         place, kv = "device", _kv_nbytes(spec, room)
         best = 0.0, _divide(spec, room, limits, kv, place), place, kv
-    speed, division, place, kv = best
+    _, division, place, kv = best
+    count, seconds = predicted_pass(spec, limits, rates, division.away, place, kv)
     chunks = kv // spec.kv.chunk_nbytes()
     # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest.
     left = division.warm * rates.multiply / (rates.multiply + rates.link) if room.kind != "cpu" else 0.0
@@ -132,7 +137,12 @@ def capped_plan(
         limits=limits,
         cost=None,
         steps=(),
-        figures={"plan": said, "machine": machine},
+        figures={
+            "plan": said,
+            "machine": machine,
+            "rates": asdict(rates) if room.kind != "cpu" else {},
+            "decode_pass": {"sequences": count, "seconds": seconds} if room.kind != "cpu" else {},
+        },
     )
 
 
@@ -206,17 +216,26 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits) -> list[tuple[str, 
     # The scheduler keeps some chunks free for requests that run.
     wanted = math.ceil(limits.max_num_seqs * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes()
     shares = (0.125, KV_SHARE, 0.5)
-    return [*(("device", min(wanted, int(room.device * share))) for share in shares), ("host", wanted)]
+    left = max(0, room.device - _buffers(spec, limits, room.kind))
+    return [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
 
 
-def _speed(spec: ModelSpec, limits: Limits, rates: Rates, division: _Division, place: str, kv: int) -> float:
-    """Tokens/s of decodes at full length: the weights cross the link while the CPU attends."""
+def predicted_pass(
+    spec: ModelSpec, limits: Limits, rates: Rates, away: int, place: str, kv: int
+) -> tuple[int, dict[str, float]]:
+    """How many sequences of full length decode in a pass, and its seconds by channel, which work at once: `away` bytes
+    of weights cross the link while the CPU attends to KV in host memory. A pass of few tokens leaves rows to the CPU.
+    """
     held = kv * (1 - RESERVE) / spec.kv.chunk_nbytes()
     count = min(limits.max_num_seqs, int(held / -(-limits.max_model_len // spec.kv.chunk_size)))
     read = count * limits.max_model_len * spec.kv.chunk_nbytes() / spec.kv.chunk_size
     own = spec.nbytes() + (read if place == "device" else 0.0)
-    by_cpu = read / rates.attention if place == "host" else 0.0
-    return count / max(division.away / rates.link, by_cpu, own / rates.device)
+    attention = read / rates.attention if place == "host" else 0.0
+    rows = 0.0
+    if count <= CPU_TOKENS:
+        rows = away * rates.multiply / (rates.multiply + rates.link)
+    link = (away - rows) / rates.link
+    return count, {"link": link, "cpu": rows / rates.multiply + attention, "device": own / rates.device}
 
 
 def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:

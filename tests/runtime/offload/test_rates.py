@@ -1,0 +1,64 @@
+"""Rates that a plan is made with: measured, and used."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cellar.models.registry import open_model
+from cellar.planner.capped import Rates, Room, capped_plan, predicted_pass
+from cellar.planner.saved import Limits
+from cellar.runtime.offload.rates import measured_rates
+from tests.tiny_checkpoint import CONFIG
+
+BIG = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 64, "vocab_size": 500}
+SPEC = open_model(BIG, "float32", 16, 256).spec
+LIMITS = Limits(64, 64, 256)
+LIBRARIES = 800 * 2**20
+
+
+@pytest.mark.parametrize("config", [BIG, BIG | {"num_key_value_heads": 4}])
+def test_rates_are_measured_with_the_models_own_shapes(config: dict[str, object]) -> None:
+    found = measured_rates(open_model(config, "float32", 16, 256).spec, torch.device("cpu"), 2**24, 0.02)
+    for rate in (found.alone, found.link, found.multiply, found.attention):
+        assert rate > 1e6
+
+
+def test_kv_goes_where_more_tokens_a_second_come_from() -> None:
+    """A fast CPU has it, a slow one leaves it on the device; what is asked for beyond the device lies in the host."""
+    room = Room(LIBRARIES + 2**26, 2**30, 0, None, "gpu")
+    for attention, place in ((60e9, "host"), (1e6, "device")):
+        rates = Rates(1e9, 80e9, attention, 4e12)
+        plan = capped_plan(SPEC, room, LIMITS, model="m", machine="any", rates=rates)
+        (kv,) = plan.placement.kv
+        assert (kv.device, kv.compute) == (place, place)
+        said = plan.figures["decode_pass"]
+        assert 0 < said["sequences"] <= 64
+        away = sum(p.stop - p.start for p in plan.placement.weights if p.device == "host")
+        assert away > 0
+    asked = Room(LIBRARIES + 2**26, 2**30, 0, 2**27, "gpu")
+    (kv,) = capped_plan(SPEC, asked, LIMITS, model="m", machine="any").placement.kv
+    assert (kv.device, kv.units) == ("host", 2**27 // SPEC.kv.chunk_nbytes())
+
+
+def test_a_pass_of_few_tokens_uses_both_memories() -> None:
+    """The link and the CPU take equally long; the plan leaves as many rows to the CPU as that says."""
+    rates = Rates(50e9, 84e9, 60e9, 4e12)
+    one, many = Limits(1, 64, 256), Limits(64, 64, 256)
+    kv = 100 * 16 * SPEC.kv.chunk_nbytes()
+    _, few = predicted_pass(SPEC, one, rates, 10**10, "device", kv)
+    assert few["link"] == pytest.approx(few["cpu"])
+    assert few["link"] == pytest.approx(10**10 / 134e9)
+    _, moved = predicted_pass(SPEC, many, rates, 10**10, "device", kv)
+    assert moved["link"] == pytest.approx(10**10 / 50e9)
+    assert moved["cpu"] == 0
+    room = Room(LIBRARIES + 2**26, 2**30, 0, 2**22, "gpu")
+    plan = capped_plan(SPEC, room, LIMITS, model="m", machine="any", rates=rates)
+    tensors = dict(SPEC.named_tensors())
+    nbytes = {"device": 0, "host": 0}
+    for part in plan.placement.weights:
+        if part.device == "host":
+            nbytes[part.compute] += (
+                (part.stop - part.start) * tensors[part.tensor].nbytes // tensors[part.tensor].shape[0]
+            )
+    assert nbytes["host"] / sum(nbytes.values()) == pytest.approx(84 / 134, abs=0.03)
