@@ -26,6 +26,9 @@ KV_SHARE = 0.25
 RESERVE = 0.1
 """Of the chunks of KV, what the scheduler keeps free when it admits requests."""
 
+CUT = 2.5
+"""How much more than of whole matrices a step's activations take where matrices are cut."""
+
 CPU_TOKENS = 16
 """Passes of up to so many tokens leave rows in host memory to the CPU."""
 
@@ -210,13 +213,13 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits) -> list[tuple[str, 
     """Places for KV, and bytes. What is asked for lies on the device where there is room."""
     if room.kind == "cpu":
         return [("device", _kv_nbytes(spec, room))]
+    left = max(0, room.device - _buffers(spec, limits, room.kind))
     if room.kv is not None:
-        return [("device", room.kv)] if room.kv <= room.device / 2 else [("host", room.kv)]
+        return [("device", room.kv)] if room.kv <= left / 2 else [("host", room.kv)]
     needed = -(-limits.max_model_len // spec.kv.chunk_size)
     # The scheduler keeps some chunks free for requests that run.
     wanted = math.ceil(limits.max_num_seqs * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes()
     shares = (0.125, KV_SHARE, 0.5)
-    left = max(0, room.device - _buffers(spec, limits, room.kind))
     return [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
 
 
@@ -296,13 +299,13 @@ def _kv_nbytes(spec: ModelSpec, room: Room) -> int:
 
 
 def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
-    """A step's activations and logits. An accelerator's allocator keeps what it had, and the choice of tokens has a
-    handful of tensors as large as the logits.
+    """A step's activations and logits. On an accelerator the products of a cut matrix stand there twice, side by side
+    and put together; its allocator keeps what it had, and the choice of tokens has tensors as large as the logits.
     """
     d, elements = dimensions(spec), 2 if spec.dtype == "float32" else 1
     working = working_bytes(d, limits.max_num_batched_tokens) * elements
     logits = logits_bytes(d, limits.max_num_seqs)
-    return math.ceil(working + logits if kind == "cpu" else 1.25 * working + 6 * logits + LIBRARIES)
+    return math.ceil(working + logits if kind == "cpu" else CUT * working + 6 * logits + LIBRARIES)
 
 
 def _aligned(nbytes: int) -> int:

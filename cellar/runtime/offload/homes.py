@@ -86,6 +86,7 @@ class Homes:
             self.file.close()
         self._host.close()
         self._buffers.close()
+        self.resident.clear()
 
     def place(self, make: Make) -> None:
         """Make the tensors one by one and put their rows where they belong; of each no more is kept.

@@ -105,7 +105,10 @@ class StreamedLayers:
         """End the loader and let go of the file. Nobody computes any more."""
         if self._ring is not None:
             self._ring.close()
+            self._ring = None  # it knows how to fill slots, and so holds all of this
         self._mover.over()()
+        self._weights.clear()
+        self._slots.clear()
         self._homes.close()
 
     def _fill(self, slot: int, layer: int) -> Fence:

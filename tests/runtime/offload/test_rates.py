@@ -28,7 +28,7 @@ def test_kv_goes_where_more_tokens_a_second_come_from() -> None:
     """A fast CPU has it, a slow one leaves it on the device; what is asked for beyond the device lies in the host."""
     room = Room(LIBRARIES + 2**26, 2**30, 0, None, "gpu")
     for attention, place in ((60e9, "host"), (1e6, "device")):
-        rates = Rates(1e9, 80e9, attention, 4e12)
+        rates = Rates(50e9, 80e9, attention, 4e12)
         plan = capped_plan(SPEC, room, LIMITS, model="m", machine="any", rates=rates)
         (kv,) = plan.placement.kv
         assert (kv.device, kv.compute) == (place, place)
@@ -52,7 +52,7 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
     _, moved = predicted_pass(SPEC, many, rates, 10**10, "device", kv)
     assert moved["link"] == pytest.approx(10**10 / 50e9)
     assert moved["cpu"] == 0
-    room = Room(LIBRARIES + 2**26, 2**30, 0, 2**22, "gpu")
+    room = Room(LIBRARIES + 2**26, 2**30, 0, 2**25, "gpu")
     plan = capped_plan(SPEC, room, LIMITS, model="m", machine="any", rates=rates)
     tensors = dict(SPEC.named_tensors())
     nbytes = {"device": 0, "host": 0}
