@@ -69,6 +69,7 @@ class Wanted:
     """A model, its checkpoint, its rows' tokens, and what one device computes of them."""
 
     model: Model
+    folder: tempfile.TemporaryDirectory[str]
     directory: Path
     rows: list[Tensor]
     logits: list[Tensor]
@@ -77,7 +78,8 @@ class Wanted:
 @lru_cache(maxsize=32)
 def wanted(family: str) -> Wanted:
     model = open_model((FAMILIES | SPECIAL)[family], "float32")
-    directory = Path(tempfile.mkdtemp(prefix="cellar-layouts-"))
+    folder = tempfile.TemporaryDirectory(prefix="cellar-layouts-")  # until the process ends
+    directory = Path(folder.name)
     save_file(stored_tensors(model.spec), directory / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
     rows = [torch.randint(0, model.spec.vocab_size, (n + STEPS,), generator=generator) for n in PROMPTS]
@@ -86,7 +88,7 @@ def wanted(family: str) -> Wanted:
     whole = load(model.spec, directory)
     logits = [logits_of(model, whole, tokens, [len(tokens)]) for tokens in rows]
     assert all(one.std() > 0.1 for one in logits), "logits this flat would hide errors"
-    return Wanted(model, directory, rows, logits)
+    return Wanted(model, folder, directory, rows, logits)
 
 
 @lru_cache(maxsize=128)

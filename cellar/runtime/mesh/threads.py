@@ -20,7 +20,7 @@ from cellar.runtime.mesh.account import Account, Entry
 
 T = TypeVar("T")
 
-WAIT_SECONDS = 60.0
+WAIT_SECONDS = 120.0
 """How long a rank waits for the others."""
 
 
