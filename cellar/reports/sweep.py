@@ -51,6 +51,8 @@ def save_sweep(points: Sequence[Point], folder: Path) -> Path:
         share: Any = drawn.add_subplot(2, len(phases), len(phases) + column + 1, xlabel=unit, ylabel="MFU (%)")
         cost.set(xscale="log", yscale="log", title=_WORDS[phase])
         share.set(xscale="log")
+        for axes in (cost, share):
+            axes.tick_params(axis="x", which="minor", labelbottom=False)
         mine = [p for p in points if p.phase == phase]
         for chips, formats in sorted({(p.chips, p.formats) for p in mine}):
             line = frontier([p for p in mine if (p.chips, p.formats) == (chips, formats)], phase)

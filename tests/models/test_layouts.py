@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cellar.core.errors import ConfigError
 from cellar.core.layouts import Layout, Mesh
+from cellar.models.laid import Laid
 from cellar.models.loader import LoadedWeights, load
 from cellar.models.model import Model
 from cellar.models.quantization import quantized_on_loading
@@ -327,6 +328,23 @@ def test_the_bytes_are_the_planners(family: str, mesh: Mesh) -> None:
     for layout in distinct_layouts(mesh, wanted(family).model.spec.num_kv_heads):
         for length in (3, 1):
             check_bytes(family, layout, length)
+
+
+def test_a_move_that_is_left_out_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparisons above can fail: results without a sum, bytes with a collective that does the same for more."""
+    layout = Layout(Mesh(2, 1, 2), "", "")
+    with monkeypatch.context() as patch:
+        patch.setattr(Laid, "widened", lambda self, f: f.repeat(1, 2))
+        with pytest.raises(AssertionError):
+            check("llama", layout.mesh, layout, layout)
+
+    def summed_whole(self: Laid, x: Tensor) -> Tensor:
+        return self.kept(self.collectives.all_reduce(x, self.layout.rest, "y"))
+
+    monkeypatch.setattr(Laid, "all_reduce", summed_whole)
+    check("llama", layout.mesh, layout, layout)
+    with pytest.raises(AssertionError):
+        check_bytes("llama", layout, 1)
 
 
 def test_what_has_no_equal_shares_is_refused() -> None:
