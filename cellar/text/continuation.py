@@ -43,9 +43,7 @@ def answer_ids(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> IntArray 
     of a token across that border the part before it is tokenized again. None if the ids do not stand for the text
     (special tokens were left out of it): then nothing is kept.
     """
-    kept = list(ids)
-    if kept and kept[-1] in tokenizer.special_ids and not text.endswith(tokenizer.decode(kept[-1:], False) or "\0"):
-        kept.pop()
+    kept = _without_end(tokenizer, ids, text)
     whole, wanted = tokenizer.decode(kept, False).lstrip(), text.lstrip()
     if whole == wanted:
         return np.array(kept, np.int32)
@@ -56,6 +54,25 @@ def answer_ids(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> IntArray 
     rest = wanted[len(said) :] if kept else text
     kept += tokenizer.encode_inside(rest)
     return np.array(kept, np.int32) if tokenizer.decode(kept, False).lstrip() == wanted else None
+
+
+def thinking_ids(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> IntArray | None:
+    """The same of an answer that thought before it said `text`: int32 [n], the ids of both.
+
+    They stand for the next prompt only as long as the template shows the thought, as between a call and its answer;
+    `new_ids` sees whether it does. None if the ids do not end with the text (a stop string has cut it).
+    """
+    kept = _without_end(tokenizer, ids, text)
+    if not tokenizer.decode(kept, False).rstrip().endswith(text.strip()):
+        return None
+    return np.array(kept, np.int32)
+
+
+def _without_end(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    kept = list(ids)
+    if kept and kept[-1] in tokenizer.special_ids and not text.endswith(tokenizer.decode(kept[-1:], False) or "\0"):
+        kept.pop()
+    return kept
 
 
 def new_ids(

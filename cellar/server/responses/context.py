@@ -8,7 +8,7 @@ from cellar.conversations.records import History, Tokens
 from cellar.core.messages import RequestOutput
 from cellar.engine.prompts import Prompt
 from cellar.server.prepare import Known, PreparedChat
-from cellar.text.continuation import PromptText, answer_ids
+from cellar.text.continuation import PromptText, answer_ids, thinking_ids
 from cellar.text.tokenizer import Tokenizer
 
 
@@ -24,12 +24,12 @@ def known_of(history: History | None) -> Known | None:
 def tokens_of(
     history: History | None, chat: PreparedChat, output: RequestOutput, tokenizer: Tokenizer
 ) -> Tokens | None:
-    """What a turn adds to the context; None if its ids do not stand for its text, as where reasoning was left out."""
+    """What a turn adds to the context; None if its ids do not stand for its text."""
     prompt: Prompt = chat.prompt
     (made,) = output.outputs
-    if prompt.text is None or made.reasoning:
+    if prompt.text is None:
         return None
-    answer = answer_ids(tokenizer, made.token_ids, made.text)
+    answer = (thinking_ids if made.reasoning else answer_ids)(tokenizer, made.token_ids, made.text)
     if answer is None:
         return None
     base, begin = None, 0
