@@ -17,9 +17,9 @@ from cellar.kv.store import KVStore
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.steps import delivery
 from cellar.schedule.steps.batch import StepBatch
+from cellar.schedule.steps.holders import Holders
 from cellar.schedule.steps.request import RequestState
 from cellar.schedule.steps.rows import Rows
-from cellar.schedule.steps.scheduler import StepScheduler
 from tests.engine.test_engine import Collected, expected, make, request, run
 
 VICTIM = "victim"
@@ -69,7 +69,7 @@ def in_later_chunk(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeR
 
 
 def in_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:
-    failing(patch, StepScheduler, "_name", lambda scheduler, row: scheduler._rows.state(row).request.id == VICTIM)
+    failing(patch, Holders, "name", lambda holders, row: holders.rows.state(row).request.id == VICTIM)
 
 
 def in_half_of_a_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:

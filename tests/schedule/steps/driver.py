@@ -208,7 +208,7 @@ class World:
             recovery=AnyRecovery() if s.recovery == "any" else Recovery(s.recovery, {1: 1.0, s.max_model_len: 4.0}),  # type: ignore[arg-type]
         )
         if s.short is not None:
-            self.scheduler._pace = Pace(0.1, s.short, least=1)
+            self.scheduler._prompts.pace = Pace(0.1, s.short, least=1)
         reserve_checked(self.scheduler._store)
         self.runtime = FakeRuntime(
             Capacity(s.num_slots, s.num_rows, s.chunk_size, s.max_model_len),
@@ -329,7 +329,7 @@ class World:
         worker = self.runtime.workers[0]
         while worker.in_flight < self.setting.run_ahead:
             plan = self.plan()
-            self.loading |= {state.request.id for state in self.scheduler._loading}
+            self.loading |= {state.request.id for state in self.scheduler._holders.loading}
             for batch in self.scheduler.copies(self.now):
                 if isinstance(batch, CopyBatch):
                     self.loads += len(batch) if batch.target is Tier.DEVICE else 0
@@ -449,7 +449,7 @@ class World:
             expected = self.by_seed[opened.params.seed]
             assert opened.num_output <= len(expected.got)
             expected.opened = True
-            loading = {state.request.id for state in self.scheduler._loading}
+            loading = {state.request.id for state in self.scheduler._holders.loading}
             if expected.request.id in self.loading:
                 continue  # it has been admitted before
             for other in () if self.setting.owners else self.live.values():
@@ -465,7 +465,7 @@ class World:
         for owner, source, count in zip(owners, spans.source, spans.stop - spans.start, strict=True):
             taken[owner] += int(count) if source == Source.HOST and decoding - {owner} else 0
         beyond = sum(max(0, count - short) for count in taken.values())
-        room = self.scheduler._pace.room(int((spans.source == Source.DEVICE).sum()))
+        room = self.scheduler._prompts.pace.room(int((spans.source == Source.DEVICE).sum()))
         assert room is not None
         assert beyond <= room, "decodes wait for more of long prompts than they should"
 

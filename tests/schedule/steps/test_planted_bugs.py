@@ -23,6 +23,8 @@ from cellar.kv.states import State
 from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.schedule.steps import batch as batch_module
 from cellar.schedule.steps.batch import StepBatch
+from cellar.schedule.steps.holders import Holders
+from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.rows import Index, Rows
@@ -57,32 +59,32 @@ def shared_lookup_takes_no_reference(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def slots_are_released_before_plans_in_flight_commit(patch: pytest.MonkeyPatch) -> None:
-    retire = StepScheduler._retire
+    retire = Holders.retire
 
-    def early(scheduler: StepScheduler, state: RequestState) -> None:
-        rows, row = scheduler._rows, state.row
+    def early(holders: Holders, state: RequestState) -> None:
+        rows, row = holders.rows, state.row
         if rows.in_flight[row]:
-            scheduler._store._shelves.drop(rows.slots(row))
+            holders.store._shelves.drop(rows.slots(row))
             rows.num_chunks[row] = 0
-        retire(scheduler, state)
+        retire(holders, state)
 
-    patch.setattr(StepScheduler, "_retire", early)
+    patch.setattr(Holders, "retire", early)
 
 
 @bug()
 def row_is_reused_before_plans_in_flight_commit(patch: pytest.MonkeyPatch) -> None:
-    retire, free = StepScheduler._retire, Rows.free
+    retire, free = Holders.retire, Rows.free
 
-    def early(scheduler: StepScheduler, state: RequestState) -> None:
-        if scheduler._rows.in_flight[state.row]:
-            scheduler._rows._free.append(state.row)
-        retire(scheduler, state)
+    def early(holders: Holders, state: RequestState) -> None:
+        if holders.rows.in_flight[state.row]:
+            holders.rows._free.append(state.row)
+        retire(holders, state)
 
     def late(rows: Rows, row: int) -> None:
         free(rows, row)
         rows._free[:] = dict.fromkeys(rows._free)
 
-    patch.setattr(StepScheduler, "_retire", early)
+    patch.setattr(Holders, "retire", early)
     patch.setattr(Rows, "free", late)
 
 
@@ -90,13 +92,13 @@ def row_is_reused_before_plans_in_flight_commit(patch: pytest.MonkeyPatch) -> No
 def everything_is_given_back_at_once(patch: pytest.MonkeyPatch) -> None:
     """The rule of reuse is missing altogether, so that the bookkeeping agrees with itself."""
 
-    def retire(scheduler: StepScheduler, state: RequestState) -> None:
-        scheduler._rows.decodes[state.row] = False
-        scheduler._running -= 1
-        scheduler._prompts = [other for other in scheduler._prompts if other is not state]
-        scheduler._release(state.row)
+    def retire(holders: Holders, state: RequestState) -> None:
+        holders.rows.decodes[state.row] = False
+        holders.running -= 1
+        holders.prompts = [other for other in holders.prompts if other is not state]
+        holders.release(state.row)
 
-    patch.setattr(StepScheduler, "_retire", retire)
+    patch.setattr(Holders, "retire", retire)
 
 
 @bug()
@@ -147,16 +149,16 @@ def identity_comes_from_tokens_not_committed(patch: pytest.MonkeyPatch) -> None:
     def completed(rows: Rows, of: Index) -> Index:
         return of[rows.planned[of] >= rows.next_named[of]]
 
-    def name(scheduler: StepScheduler, row: int) -> None:
-        rows, size = scheduler._rows, scheduler._store.chunk_size
+    def name(holders: Holders, row: int) -> None:
+        rows, size = holders.rows, holders.store.chunk_size
         first, last = int(rows.next_named[row]) // size - 1, int(rows.planned[row]) // size
         state = rows.state(row)
         state.chain.grow(rows.tokens[row], last)
-        scheduler._store.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
+        holders.store.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
         rows.next_named[row] = (last + 1) * size
 
     patch.setattr(Rows, "completed", completed)
-    patch.setattr(StepScheduler, "_name", name)
+    patch.setattr(Holders, "name", name)
 
 
 @bug(pressure=False, caching=True, error_every=9)
@@ -167,7 +169,7 @@ def failed_steps_give_their_chunks_an_identity(patch: pytest.MonkeyPatch) -> Non
         rows = scheduler._rows
         rows.computed[row] = rows.planned[row]
         if len(rows.completed(np.array([row]))):
-            scheduler._name(row)
+            scheduler._holders.name(row)
         end(scheduler, row, *rest)  # type: ignore[arg-type]
 
     patch.setattr(StepScheduler, "_end", careless)
@@ -181,12 +183,13 @@ def whole_prompt_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 @bug(pressure=False, caching=True)
 def scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
-    def reserve(scheduler: StepScheduler, state: RequestState) -> object:
-        found = scheduler._store.find(state.chain, state.known)
-        keep_free = scheduler._keep_free if scheduler._running else 0
-        return scheduler._store.reserve(found, len(state.known), keep_free, now=scheduler._now)
+    def reserve(prompts: Prompts, state: RequestState) -> object:
+        holders = prompts._holders
+        found = holders.store.find(state.chain, state.known)
+        keep_free = prompts._keep_free if holders.running else 0
+        return holders.store.reserve(found, len(state.known), keep_free, now=holders.now)
 
-    patch.setattr(StepScheduler, "_reserve", reserve)
+    patch.setattr(Prompts, "_reserve", reserve)
 
 
 # -- suspension ----------------------------------------------------------------------------------------
@@ -194,13 +197,13 @@ def scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 @bug(pressure=True)
 def tokens_in_flight_at_a_suspension_are_lost(patch: pytest.MonkeyPatch) -> None:
-    suspend = StepScheduler._suspend
+    suspend = Holders.suspend
 
-    def forgetful(scheduler: StepScheduler, row: int) -> None:
-        scheduler._rows.accepts[row] = False
-        suspend(scheduler, row)
+    def forgetful(holders: Holders, row: int) -> None:
+        holders.rows.accepts[row] = False
+        suspend(holders, row)
 
-    patch.setattr(StepScheduler, "_suspend", forgetful)
+    patch.setattr(Holders, "suspend", forgetful)
 
 
 @bug(pressure=True)
@@ -245,14 +248,7 @@ def earliest_arrival_is_suspended(patch: pytest.MonkeyPatch) -> None:
 
 
 def newcomers_overtake_a_pending_suspension(patch: pytest.MonkeyPatch) -> None:
-    admit = StepScheduler._admit
-
-    def rash(scheduler: StepScheduler, batch: StepBatch) -> None:
-        pending, scheduler._suspending = scheduler._suspending, 0
-        admit(scheduler, batch)
-        scheduler._suspending = pending
-
-    patch.setattr(StepScheduler, "_admit", rash)
+    patch.setattr(Prompts, "_may_admit", lambda prompts: len(prompts._queue) > 0)
 
 
 @bug(pressure=True)
@@ -262,22 +258,23 @@ def waiting_rows_never_suspend_anyone(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def reserve_is_demanded_of_an_empty_batch(patch: pytest.MonkeyPatch) -> None:
-    def reserve(scheduler: StepScheduler, state: RequestState) -> object:
-        return scheduler._store.reserve(None, len(state.known), scheduler._keep_free, now=scheduler._now)
+    def reserve(prompts: Prompts, state: RequestState) -> object:
+        holders = prompts._holders
+        return holders.store.reserve(None, len(state.known), prompts._keep_free, now=holders.now)
 
-    patch.setattr(StepScheduler, "_reserve", reserve)
+    patch.setattr(Prompts, "_reserve", reserve)
 
 
 @bug(owners=3)
 def rows_that_were_given_up_still_count(patch: pytest.MonkeyPatch) -> None:
-    suspend = StepScheduler._suspend
+    suspend = Holders.suspend
 
-    def counted(scheduler: StepScheduler, row: int) -> None:
-        owner = scheduler._rows.state(row).owner
-        suspend(scheduler, row)
-        scheduler._shares[owner] += 1
+    def counted(holders: Holders, row: int) -> None:
+        owner = holders.rows.state(row).owner
+        suspend(holders, row)
+        holders.shares[owner] += 1
 
-    patch.setattr(StepScheduler, "_suspend", counted)
+    patch.setattr(Holders, "suspend", counted)
 
 
 @bug(owners=3)
@@ -318,7 +315,7 @@ def small_requests_overtake_large_ones(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def long_prompts_beside_decodes_take_the_whole_budget(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepScheduler, "_share", lambda scheduler, batch: None)
+    patch.setattr(Prompts, "_share", lambda prompts, batch: None)
 
 
 @bug()
@@ -450,14 +447,14 @@ def finish_forgets_to_take_tokens_back(patch: pytest.MonkeyPatch) -> None:
 
 @bug(pressure=True)
 def scores_are_delivered_twice_after_a_suspension(patch: pytest.MonkeyPatch) -> None:
-    release = StepScheduler._release
+    release = Holders.release
 
-    def again(scheduler: StepScheduler, row: int) -> None:
-        state = scheduler._rows.state(row)
-        release(scheduler, row)
+    def again(holders: Holders, row: int) -> None:
+        state = holders.rows.state(row)
+        release(holders, row)
         state.num_scored = 1
 
-    patch.setattr(StepScheduler, "_release", again)
+    patch.setattr(Holders, "release", again)
 
 
 # -- tiers ---------------------------------------------------------------------------------------------
@@ -470,14 +467,14 @@ def slot_that_a_copy_uses_is_given_away(patch: pytest.MonkeyPatch) -> None:
 
 @bug(tiers=True)
 def request_starts_before_its_chunks_have_come(patch: pytest.MonkeyPatch) -> None:
-    start = StepScheduler._start_loaded
+    plan = Prompts.plan_waiting
 
-    def early(scheduler: StepScheduler, batch: StepBatch) -> None:
-        for state in scheduler._loading:
+    def early(prompts: Prompts, batch: StepBatch) -> None:
+        for state in prompts._holders.loading:
             state.awaits.clear()
-        start(scheduler, batch)
+        plan(prompts, batch)
 
-    patch.setattr(StepScheduler, "_start_loaded", early)
+    patch.setattr(Prompts, "plan_waiting", early)
 
 
 @bug(tiers=True, max_copy_delay=5)
@@ -521,10 +518,7 @@ def aborted_load_gives_its_slots_back_at_once(patch: pytest.MonkeyPatch) -> None
 
 @bug(tiers=True, max_copy_delay=5)
 def aborted_load_keeps_its_references(patch: pytest.MonkeyPatch) -> None:
-    def keep(scheduler: StepScheduler, state: RequestState) -> None:
-        scheduler._loading.remove(state)
-
-    patch.setattr(StepScheduler, "_unload", keep)
+    patch.setattr(Holders, "unload", lambda holders, state: holders.loading.remove(state))
 
 
 @bug(tiers=True, max_copy_delay=5)
@@ -567,13 +561,13 @@ def tail_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
 @bug(tiers=True)
 def tail_is_said_to_be_longer_than_its_kv(patch: pytest.MonkeyPatch) -> None:
     """The last sampled token has no KV yet."""
-    release = StepScheduler._release
+    release = Holders.release
 
-    def whole(scheduler: StepScheduler, row: int) -> None:
-        scheduler._rows.computed[row] = max(scheduler._rows.computed[row], scheduler._rows.length[row])
-        release(scheduler, row)
+    def whole(holders: Holders, row: int) -> None:
+        holders.rows.computed[row] = max(holders.rows.computed[row], holders.rows.length[row])
+        release(holders, row)
 
-    patch.setattr(StepScheduler, "_release", whole)
+    patch.setattr(Holders, "release", whole)
 
 
 @bug(tiers=True)

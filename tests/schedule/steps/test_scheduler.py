@@ -44,7 +44,7 @@ class Bench:
         config = ScheduleConfig(max_num_seqs=rows, **{"max_num_batched_tokens": 64, **options})
         self.scheduler = StepScheduler(slots, rows, chunk, longest, config, caching, row_depth=row_depth)
         if short is not None:
-            self.scheduler._pace = Pace(0.1, short, least=1)
+            self.scheduler._prompts.pace = Pace(0.1, short, least=1)
         self.runtime = FakeRuntime(Capacity(slots, rows, chunk, longest), vocab_size=VOCAB, **fake)
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}

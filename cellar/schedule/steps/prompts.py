@@ -1,0 +1,199 @@
+"""Prompts: whose prompt tokens a batch takes, those of requests that run and then of those that wait.
+
+Who waits comes in the order of turns. Memory for a whole prompt is reserved when its request is admitted.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from cellar.kv.store import Reservation
+from cellar.schedule.steps.batch import StepBatch
+from cellar.schedule.steps.holders import Holders
+from cellar.schedule.steps.pace import Pace
+from cellar.schedule.steps.request import Phase, RequestState
+
+Fail = Callable[[RequestState, Exception, StepBatch], None]
+
+
+class Prompts:
+    """`pace` says what long prompts may take beside decodes. `keep_free` chunks stay free for running decodes while
+    anything runs, `row_depth` is how many plans in flight may name one row. A request that fails by itself is handed to
+    `fail`, and others may come.
+    """
+
+    def __init__(self, holders: Holders, pace: Pace, keep_free: int, row_depth: int, caching: bool, fail: Fail) -> None:
+        self._holders = holders
+        self._queue = holders.queue
+        self.pace = pace
+        self._keep_free = keep_free
+        self._row_depth = row_depth
+        self._caching = caching
+        self._fail = fail
+        self._crowded = False  # somebody could not be admitted to the batch being made
+        self._was_crowded = False  # nor to the last one
+        self._favoured: RequestState | None = None  # whom a suspension makes room for
+
+    def plan(self, batch: StepBatch) -> None:
+        """Spend what is left of the batch's budget."""
+        self._share(batch)
+        self._admit_short(batch)
+        self.plan_running(batch)
+        self.plan_waiting(batch)
+
+    def plan_short_of_memory(self, batch: StepBatch) -> None:
+        """As `plan`, but nobody new, unless all who ran had to give their memory back."""
+        self._share(batch)
+        self.plan_running(batch)
+        if not self._holders.running:
+            self.plan_waiting(batch)
+
+    def plan_running(self, batch: StepBatch) -> None:
+        """Chunks of prompts that were admitted in an earlier step."""
+        holders = self._holders
+        for state in holders.prompts:
+            if batch.room(state) > 0 and holders.rows.in_flight[state.row] < self._row_depth:
+                self._plan_prompt(batch, state)
+        if holders.prompts:
+            holders.prompts = [state for state in holders.prompts if state.todo]
+
+    def plan_waiting(self, batch: StepBatch) -> None:
+        """Requests whose chunks have come, then those from the queue, strictly in the order of turns, while budget,
+        rows and memory last.
+        """
+        for state in tuple(self._holders.loading):
+            if batch.room(state) > 0 and not state.awaits:
+                assert state.reservation is not None
+                self._holders.loading.remove(state)
+                self._start(batch, state, state.reservation)
+        while batch.budget > 0 and not self._crowded and self._may_admit():
+            favoured = self._favoured
+            following = favoured if favoured is not None and favoured in self._queue else self._queue.first()
+            if following is not None and not batch.room(following):
+                return  # the next step has room again
+            self._favoured = None
+            if following is None or not self._admit(batch, following):
+                return
+
+    def _share(self, batch: StepBatch) -> None:
+        """Rows that decode wait for the prompts beside them."""
+        room, shares = self.pace.room(batch.num_decodes), self._holders.shares
+        if room is not None and self._holders.rows.any_decoding():
+            batch.limit_long(room, next(iter(shares)) if len(shares) == 1 else None)
+
+    def _admit_short(self, batch: StepBatch) -> None:
+        """Requests with short prompts do not wait for longer ones that run or stand before them, of the same priority.
+
+        Half of the budget is kept for these. Nobody passes while memory or rows are short: who is passed might get
+        none.
+        """
+        first, busy = self._queue.first(), bool(self._holders.prompts)
+        if first is None or not busy or self._was_crowded or self._favoured or not self._may_admit():
+            return
+        kept, priority = batch.budget - batch.budget // 2, first.key[0]
+        for state in self._queue.in_line(lambda one: one.key[0] == priority and batch.cost(one) <= self.pace.short):
+            if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._admit(batch, state):
+                return
+
+    def _may_admit(self) -> bool:
+        """None while a suspension is pending: the suspended came before all who wait."""
+        return not self._holders.suspending and len(self._queue) > 0
+
+    def _admit(self, batch: StepBatch, state: RequestState) -> bool:
+        """Give a waiting request its memory, and a row if nothing is to be loaded; False if there is none."""
+        holders = self._holders
+        has_row = holders.rows.num_free > len(holders.loading)
+        try:
+            reservation = self._reserve(state) if has_row else None
+        except Exception as error:
+            self._fail(state, error, batch)
+            return True
+        if reservation is None:
+            self._crowded = True
+            return False
+        self._queue.remove(state)
+        state.conversation = reservation.conversation
+        if reservation.awaits:
+            holders.load(state, reservation)
+        else:
+            self._start(batch, state, reservation)
+        return True
+
+    def _reserve(self, state: RequestState) -> Reservation | None:
+        """Memory for all known tokens. 10 % stay free for running decodes, unless nothing runs (§3.4.3.5)."""
+        holders, request, found = self._holders, state.request, None
+        if self._caching and not state.needs_all:
+            found = holders.store.find(state.chain, state.known)
+        busy = holders.running or holders.loading
+        name = None if request.conversation is None else (request.salt, request.conversation)
+        return holders.store.reserve(
+            found,
+            len(state.known),
+            self._keep_free if busy else 0,
+            name=name,
+            now=holders.now,
+            before=[span for other in holders.prompts for span in other.todo],
+        )
+
+    def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:
+        """Give an admitted request its row, and plan as much of it as the budget allows."""
+        holders = self._holders
+        try:
+            holders.open(state, reservation)
+            batch.open(state)
+        except Exception as error:
+            if state.row < 0:  # it has its memory alone, as one that loads
+                state.phase, state.reservation = Phase.LOADING, reservation
+                holders.loading.append(state)
+            self._fail(state, error, batch)
+            return
+        state.reservation = None
+        self._plan_prompt(batch, state)
+        if state.todo:
+            insort(holders.prompts, state, key=lambda other: other.key)
+
+    def _plan_prompt(self, batch: StepBatch, state: RequestState) -> None:
+        try:
+            batch.prompt(state)
+        except Exception as error:
+            self._fail(state, error, batch)
+            return
+        if not state.todo:
+            self._holders.rows.decodes[state.row] = True
+
+    def make_way(self) -> None:
+        """If somebody was not admitted to the last batch: who waits for its first row is given that of a tenant, or
+        else of an owner, with twice its share or more: the latest it has.
+
+        One suspension at a time, and none while a row or memory is about to come back. No batch is being made.
+        """
+        self._was_crowded, self._crowded = self._crowded, False
+        holders = self._holders
+        if not self._was_crowded or holders.is_memory_coming:
+            return
+        if self._queue.tenants - holders.tenants.keys() and self._make_way(holders.tenants, lambda s: s.tenant):
+            return
+        self._make_way(holders.shares, lambda state: state.owner)
+
+    def _make_way(self, shares: Mapping[str, int], name: Callable[[RequestState], str]) -> bool:
+        """Somebody without a share, if somebody has twice its own; -> whether a row is suspended."""
+        largest, count = max(shares.items(), key=lambda share: share[1], default=("", 0))
+        if count < 2 or count * (len(shares) + 1) < 2 * self._holders.running:
+            return False
+        state = self._queue.first(shares, name)
+        if state is None:
+            return False
+        rows = self._holders.rows
+        running = rows.owned(Phase.RUNNING)
+        theirs = np.array([row for row in running.tolist() if name(rows.state(row)) == largest], np.intp)
+        victim = int(rows.in_order(theirs)[-1])
+        loser = rows.state(victim)
+        if loser.key[0] < state.key[0]:  # it has a better priority
+            return False
+        self._holders.suspend(victim)
+        loser.key = loser.key[0], self._queue.turn(loser.tenant)
+        self._favoured = state
+        return True
