@@ -78,13 +78,19 @@ def _job(launch: Launch, target: GPUTarget, backend: Any) -> CompileJob:
 
 
 def on_target(kwargs: Mapping[str, Any], target: GPUTarget) -> dict[str, Any]:
-    """Keywords of a launch that was noted on the meta device, as they are on the target (see `dependent_launch`)."""
-    if "PDL" not in kwargs:
+    """Keywords of a launch that was noted on the meta device, as they are on the target.
+
+    PDL: see `dependent_launch`. PTX: whether the kernel may have NVIDIA's instructions (sm_80 and later).
+    """
+    if "PDL" not in kwargs and "PTX" not in kwargs:
         return dict(kwargs)
-    dependent = target.backend == "cuda" and target.arch >= 90
+    is_cuda = target.backend == "cuda"
+    dependent = is_cuda and target.arch >= 90
     there: dict[str, Any] = {}
     for name, value in kwargs.items():  # in the order of the launch, which Triton's own cache tells apart
         there[name] = dependent if name == "PDL" else value
+        if name == "PTX":
+            there[name] = value and is_cuda and target.arch >= 80
         if name == "PDL" and dependent:
             there["launch_pdl"] = True
     return there

@@ -10,8 +10,11 @@ from torch.nn import functional
 
 from cellar.core.formats import Format
 from cellar.ops.registry import Case, Op, Variant
+from cellar.quant.choice import default_kernel
 from cellar.quant.cpu import quantized_linear_cpu, takes
 from cellar.quant.matrix import Quantized, dequantized, quantized
+from cellar.quant.packed import packed, packs
+from cellar.quant.triton import multiply_packed
 
 # Numbers that are dequantized at a time: they stay in a CPU's cache and bound the extra memory.
 _ELEMENTS = 1 << 18
@@ -38,6 +41,15 @@ def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | Non
     return out.to(x.dtype)
 
 
+def quantized_linear_kernel(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` for matrices that are put into the kernels' form at each call; weights keep it (`device.py`)."""
+    return multiply_packed(x, packed(matrix), bias, default_kernel(*matrix.shape, x.shape[0]))
+
+
+def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    return packs(matrix) and x.shape[0] > 0
+
+
 def _case(format: Format, t: int, n: int, k: int, bias: bool = False) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(n)
@@ -58,7 +70,7 @@ def _case(format: Format, t: int, n: int, k: int, bias: bool = False) -> Case:
 _OP = Op(
     "quantized_linear",
     quantized_linear_definition,
-    (Variant("cpu", quantized_linear_cpu, takes),),
+    (Variant("triton", quantized_linear_kernel, _is_packed), Variant("cpu", quantized_linear_cpu, takes)),
     (
         _case(Format("int4", 32), 1, 70, 96),
         _case(Format("int4", 64, zero_points=True), 1, 300, 576, bias=True),
@@ -71,6 +83,8 @@ _OP = Op(
         _case(Format("fp8", rows=0), 2, 9, 64),
         _case(Format("mxfp4", 32), 1, 37, 64),
         _case(Format("mxfp4", 32), 9, 34, 96, bias=True),
+        _case(Format("int4", 64, zero_points=True), 20, 66, 320),
+        _case(Format("int8", 64), 3, 40, 192),
     ),
 )
 

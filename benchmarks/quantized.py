@@ -1,0 +1,254 @@
+"""Products with quantized matrices on a GPU, every format with several kernels and sizes, beside the library's.
+
+    python -m benchmarks.quantized --formats int4,int8,fp8 --tokens 1,8,32,128,512,4096 --json quantized.json
+
+Each line is one format, shape and number of tokens: microseconds of the fastest, TB/s of the bytes that the format has,
+TFLOP/s, the share of the limit (bytes or FLOPs, whichever takes longer), the error against float64, and peers in the same
+run: the library's bfloat16 product, `torch._scaled_mm` (e4m3, activations quantized by token beforehand) and
+`torch._weight_int4pack_mm`. Matrices take turns so that no cache holds them, launches of a replay are one graph. What
+fails is reported as such and does not end the run; after `--seconds` the rest is left out. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cellar.core.formats import Format
+from cellar.quant.choice import Kernel, Rows, Tiles
+from cellar.quant.matrix import dequantized, quantized
+from cellar.quant.packed import Packed, packed, unpacked
+from cellar.quant.triton import multiply_packed
+from cellar.reports.limits import describe, limits_of
+from cellar.runtime.device import resolve_device
+from cellar.runtime.probes.context import synchronize
+from cellar.runtime.probes.rotation import Rotation
+
+FORMATS: Mapping[str, Format] = {
+    "int4": Format("int4", 64, zero_points=True),
+    "int8": Format("int8"),
+    "fp8": Format("fp8"),
+    "mxfp4": Format("mxfp4", 32),
+    "fp8/128": Format("fp8", 128, rows=128),
+    "int4/128": Format("int4", 128),
+    "int4/32": Format("int4", 32),
+}
+SHAPES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096"
+MEGABYTES = 1536
+ROUNDS = 5
+
+Call = Callable[[Packed], object]
+
+
+@dataclass(frozen=True)
+class Line:
+    """The fastest of one format, shape and number of tokens, and what else was tried (name: microseconds)."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    best: str
+    seconds: float
+    terabytes: float
+    teraflops: float
+    share: float
+    error: float
+    tried: dict[str, float]
+
+
+def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
+    """Kernels and sizes that are worth a try."""
+    blocks = -(-k // (256 if format.name in ("int4", "mxfp4") and format.group != 32 else 128))
+    found: list[Kernel] = []
+    if m == 1:
+        found += [Rows(r, b, a, w) for r, b, a, w in _ROWS if b <= blocks]
+    if m > 256:
+        return [None]
+    narrow = n < 12_000
+    for rows, stages, warps in _TILES[max(t for t in _TILES if t <= m)]:
+        for splits in (1, 2, 4) if narrow else (1, 2):
+            if 128 <= n * splits // rows <= 1024 and splits <= blocks // 2:
+                found.append(Tiles(rows, min(128, max(8, m)), stages, splits, warps))
+    found = found or [Tiles(32, max(8, m), 3, 1)]
+    if m >= 128:
+        found += [Tiles(128, 64, 3, 1, 8), Tiles(256, 64, 3, 1, 8), None]
+    return found
+
+
+_ROWS = ((8, 4, 1, 4), (8, 4, 2, 4), (16, 4, 1, 4), (4, 8, 1, 4), (8, 2, 4, 4))
+_TILES = {
+    1: ((32, 4, 4), (64, 4, 4), (64, 6, 4), (128, 4, 8)),
+    8: ((64, 4, 4), (128, 4, 8), (128, 3, 4)),
+    32: ((64, 4, 4), (128, 4, 8)),
+    128: ((64, 2, 4), (128, 2, 8)),
+}
+
+
+class Bench:
+    """One format of one shape, over matrices that take turns."""
+
+    def __init__(self, format: Format, n: int, k: int, device: torch.device, nbytes: int) -> None:
+        self._device = device
+        self._rotation: Rotation[Packed] = Rotation(
+            n, k, torch.bfloat16, device, nbytes=nbytes, change=lambda w: packed(quantized(w, format))
+        )
+        self._format, self._n, self._k = format, n, k
+        self._exact = dequantized(unpacked(self._rotation.weights[0])).double()
+        self._rotation.plain.clear()
+
+    def compile_all(self, tokens: Sequence[int]) -> None:
+        """All kernels, in threads."""
+
+        def compiled(m: int, kernel: Kernel) -> None:
+            with suppress(Exception), torch.inference_mode():
+                x = torch.zeros((m, self._k), dtype=torch.bfloat16, device=self._device)
+                multiply_packed(x, self._rotation.weights[0], None, kernel)
+
+        with ThreadPoolExecutor(16) as threads:
+            for m in tokens:
+                for kernel in kernels_for(m, self._n, self._k, self._format):
+                    threads.submit(compiled, m, kernel)
+        synchronize(self._device)
+
+    def line(self, name: str, m: int, bandwidth: float, flops: float) -> Line:
+        """Check and time every kernel."""
+        x = torch.randn((m, self._k), device=self._device, dtype=torch.bfloat16)
+        expected = x[:64].double() @ self._exact.T
+        tried: dict[str, float] = {}
+        best: tuple[float, str, float] = (float("inf"), "none", 0.0)
+        for kernel in kernels_for(m, self._n, self._k, self._format):
+            call = partial(_product, x, kernel)
+            label = "expanded" if kernel is None else str(kernel)
+            try:
+                got = call(self._rotation.weights[0])[:64].double()
+                error = float((got - expected).norm() / expected.norm())
+                if not error < 1e-2:
+                    tried[f"{label} WRONG {error:.1e}"] = 0.0
+                    continue
+                seconds = self._rotation.seconds([call], ROUNDS)[0]
+            except Exception as failure:
+                tried[f"{label} {type(failure).__name__}: {str(failure)[:80]}"] = 0.0
+                continue
+            tried[label] = round(1e6 * seconds, 2)
+            best = min(best, (seconds, label, error))
+        seconds, label, error = best
+        nbytes = self._rotation.weights[0].nbytes + 2 * m * (self._n + self._k)
+        operations = 2 * m * self._n * self._k
+        share = max(nbytes / bandwidth, operations / flops) / seconds
+        return Line(
+            name, self._n, self._k, m, label, seconds, nbytes / seconds / 1e12, operations / seconds / 1e12, share, error, tried
+        )  # fmt: skip
+
+
+def _product(x: Tensor, kernel: Kernel, weight: Packed) -> Tensor:
+    return multiply_packed(x, weight, None, kernel)
+
+
+def peers(n: int, k: int, tokens: Sequence[int], device: torch.device, nbytes: int) -> list[dict[str, object]]:
+    """Microseconds of the library's products; a string where one fails."""
+    rotation: Rotation[Tensor] = Rotation(n, k, torch.bfloat16, device, nbytes=nbytes // 3, change=lambda w: w)
+    eight: list[Tensor] = []
+    four: list[tuple[Tensor, Tensor]] = []
+    with suppress(Exception):
+        eight = [w.clamp(-1, 1).to(torch.float8_e4m3fn) for w in rotation.plain]
+    with suppress(Exception):
+        for _ in rotation.plain:
+            codes = torch.randint(0, 255, (n, k // 2), dtype=torch.uint8, device=device)
+            scales = torch.rand((k // 64, n, 2), device=device).bfloat16()
+            four.append((torch.ops.aten._convert_weight_to_int4pack(codes, 8), scales))
+    found: list[dict[str, object]] = []
+    for m in tokens:
+        x = torch.randn((m, k), device=device, dtype=torch.bfloat16)
+        x8, by_token = x.to(torch.float8_e4m3fn), torch.ones((m, 1), device=device)
+        by_row = torch.ones((1, n), device=device)
+
+        def scaled(w: Tensor) -> Tensor:
+            return torch._scaled_mm(x8, w.t(), by_token, by_row, out_dtype=torch.bfloat16)  # noqa: B023
+
+        def packed_4(w: tuple[Tensor, Tensor]) -> Tensor:
+            return torch.ops.aten._weight_int4pack_mm(x, w[0], 64, w[1])  # type: ignore[no-any-return]  # noqa: B023
+
+        line: dict[str, object] = {"n": n, "k": k, "m": m}
+        for name, replay in (
+            ("bfloat16", lambda: rotation.replay(lambda w: torch.nn.functional.linear(x, w))),  # noqa: B023
+            ("scaled_mm", lambda: rotation._replay(scaled, eight)),  # noqa: B023
+            ("int4pack_mm", lambda: rotation._replay(packed_4, four)),  # noqa: B023
+        ):
+            try:
+                line[name] = round(1e6 * rotation.by_turns([replay()], ROUNDS)[0], 2)
+            except Exception as failure:
+                line[name] = f"{type(failure).__name__}: {str(failure)[:60]}"
+        found.append(line)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--formats", default="int4,int8,fp8,mxfp4,fp8/128", help=", ".join(FORMATS))
+    parser.add_argument("--shapes", default=SHAPES, help="rows x columns, comma-separated")
+    parser.add_argument("--tokens", default="1,8,32,128,512,4096")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin nothing more after so long")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="rotate over so much, in bfloat16")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    started = time.perf_counter()
+    device = resolve_device(options.device)
+    limits = limits_of(str(device), "bfloat16", None)
+    tokens = [int(m) for m in options.tokens.split(",")]
+    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes.split(",")]
+    print(f"{describe(device)}: limits {limits.bandwidth / 1e12:.2f} TB/s, {limits.flops / 1e12:.0f} TFLOP/s")
+    lines: list[Line] = []
+    others: list[dict[str, object]] = []
+    with torch.inference_mode():
+        for n, k in shapes:
+            if not options.no_peers and time.perf_counter() - started < options.seconds:
+                others += peers(n, k, tokens, device, options.megabytes << 20)
+                for other in others[-len(tokens) :]:
+                    print(json.dumps(other), flush=True)
+            for name in options.formats.split(","):
+                if time.perf_counter() - started > options.seconds:
+                    print(f"no time left for {n} x {k} {name}", flush=True)
+                    continue
+                begin = time.perf_counter()
+                bench = Bench(FORMATS[name], n, k, device, options.megabytes << 20)
+                bench.compile_all(tokens)
+                compiled = time.perf_counter()
+                for m in tokens:
+                    lines.append(bench.line(name, m, limits.bandwidth, limits.flops))
+                    print(formatted(lines[-1]), flush=True)
+                print(f"  {compiled - begin:.1f} s to compile, {time.perf_counter() - compiled:.1f} to time", flush=True)
+                del bench
+                if options.json is not None:
+                    report = {"lines": [asdict(line) for line in lines], "peers": others}
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps([[x.format, x.n, x.k, x.m, x.best, round(1e6 * x.seconds, 2), round(x.share, 3)] for x in lines]))
+
+
+def formatted(line: Line) -> str:
+    """One row of the table, with the three fastest and what went wrong."""
+    ran = sorted((s, name) for name, s in line.tried.items() if s)
+    rest = "; ".join(f"{name} {s}" for s, name in ran[:4])
+    wrong = [name for name, s in line.tried.items() if not s]
+    return (
+        f"{line.format:>8} {line.n}x{line.k} m={line.m:<4} {1e6 * line.seconds:8.2f} us {line.terabytes:5.2f} TB/s "
+        f"{line.teraflops:6.1f} TF share {line.share:.2f} err {line.error:.1e} | {rest}"
+        + (f" | FAILED {len(wrong)}: {wrong[0]}" if wrong else "")
+    )
+
+
+if __name__ == "__main__":
+    main()
