@@ -23,17 +23,25 @@ SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
 SHORT, LONG = 2, 130
 
 
-def seconds_per_step(llm: LLM, batch: int, context: int, short: int = SHORT, long: int = LONG) -> float:
-    """Of `batch` sequences with `context` tokens of prompt each; greedy, end symbols ignored."""
+def seconds_per_step(
+    llm: LLM, batch: int, context: int, short: int = SHORT, long: int = LONG, *, same: bool = False
+) -> float:
+    """Of `batch` sequences with `context` tokens of prompt each; greedy, end symbols ignored.
+
+    `same`: all runs have the same prompts, of which a model with prefix caching computes the first only.
+    """
     rng = np.random.default_rng((batch, context))
+    kept = rng.integers(0, llm.spec.vocab_size, (batch, context)).tolist()
 
     def run(num_tokens: int) -> float:
-        prompts = rng.integers(0, llm.spec.vocab_size, (batch, context)).tolist()
+        prompts = kept if same else rng.integers(0, llm.spec.vocab_size, (batch, context)).tolist()
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         begin = time.perf_counter()
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - begin
 
+    if same:
+        run(short)
     best = {n: min(run(n) for _ in range(2)) for n in (short, long)}
     return (best[long] - best[short]) / (long - short)
 
@@ -57,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Milliseconds per decode step by batch and context.")
     parser.add_argument("--model", default="llama-3-8b")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--quantization", choices=("int4", "int8", "fp8"), help="of the weights, on loading")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int4")
     parser.add_argument("--max-model-len", type=int, default=8192)
@@ -64,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, each on a GPU of its own")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--same-prompts", action="store_true", help="compute the prompts of a shape once: faster")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: dict[str, float] = {}
@@ -73,15 +83,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         skip_tokenizer_init=True,
         dtype=options.dtype,
         kv_cache_dtype=options.kv_cache_dtype,
+        quantization=options.quantization,
         device=options.device,
         max_model_len=options.max_model_len,
         enforce_eager=options.eager,
         tensor_parallel_size=options.tensor_parallel_size,
-        enable_prefix_caching=False,
+        enable_prefix_caching=options.same_prompts,
     ) as llm:
         for shape in filter(None, options.shapes.split(",")):
             batch, context = map(int, shape.split("x"))
-            found[shape] = 1e3 * seconds_per_step(llm, batch, context)
+            found[shape] = 1e3 * seconds_per_step(llm, batch, context, same=options.same_prompts)
             print(f"decode {shape}: {found[shape]:.3f} ms", flush=True)
         for length in map(int, filter(None, options.prompts.split(","))):
             found[f"prompt {length}"] = 1e3 * prompt_seconds(llm, length)

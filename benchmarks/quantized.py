@@ -3,8 +3,8 @@
     python -m benchmarks.quantized --formats int4,int8,fp8 --tokens 1,8,32,128,512,4096 --json quantized.json
 
 Each line is one format, shape and number of tokens: microseconds of the fastest, TB/s of the bytes that the format has,
-TFLOP/s, the share of the limit (bytes or FLOPs, whichever takes longer), the error against float64, and peers in the same
-run: the library's bfloat16 product, `torch._scaled_mm` (e4m3, activations quantized by token beforehand) and
+TFLOP/s, the share of the limit (bytes or FLOPs, whichever takes longer), the error against float64, and peers in the
+same run: the library's bfloat16 product, `torch._scaled_mm` (e4m3, activations quantized by token beforehand) and
 `torch._weight_int4pack_mm`. Matrices take turns so that no cache holds them, launches of a replay are one graph. What
 fails is reported as such and does not end the run; after `--seconds` the rest is left out. The last line is JSON.
 """
@@ -14,8 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,13 +24,9 @@ import torch
 from torch import Tensor
 
 from cellar.core.formats import Format
-from cellar.quant.choice import Kernel, Rows, Tiles
-from cellar.quant.matrix import dequantized, quantized
-from cellar.quant.packed import Packed, packed, unpacked
-from cellar.quant.triton import multiply_packed
 from cellar.reports.limits import describe, limits_of
 from cellar.runtime.device import resolve_device
-from cellar.runtime.probes.context import synchronize
+from cellar.runtime.probes.quantized import ROUNDS, TOLERANCE, DeviceTimer, kernels_for, product
 from cellar.runtime.probes.rotation import Rotation
 
 FORMATS: Mapping[str, Format] = {
@@ -45,9 +40,6 @@ FORMATS: Mapping[str, Format] = {
 }
 SHAPES = "6144x4096,4096x4096,28672x4096,4096x14336,128256x4096"
 MEGABYTES = 1536
-ROUNDS = 5
-
-Call = Callable[[Packed], object]
 
 
 @dataclass(frozen=True)
@@ -67,92 +59,55 @@ class Line:
     tried: dict[str, float]
 
 
-def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
-    """Kernels and sizes that are worth a try."""
-    blocks = -(-k // (256 if format.name in ("int4", "mxfp4") and format.group != 32 else 128))
-    found: list[Kernel] = []
-    if m == 1:
-        found += [Rows(r, b, a, w) for r, b, a, w in _ROWS if b <= blocks]
-    if m > 256:
-        return [None]
-    narrow = n < 12_000
-    for rows, stages, warps in _TILES[max(t for t in _TILES if t <= m)]:
-        for splits in (1, 2, 4) if narrow else (1, 2):
-            if 128 <= n * splits // rows <= 1024 and splits <= blocks // 2:
-                found.append(Tiles(rows, min(128, max(8, m)), stages, splits, warps))
-    found = found or [Tiles(32, max(8, m), 3, 1)]
-    if m >= 128:
-        found += [Tiles(128, 64, 3, 1, 8), Tiles(256, 64, 3, 1, 8), None]
-    return found
-
-
-_ROWS = ((8, 4, 1, 4), (8, 4, 2, 4), (16, 4, 1, 4), (4, 8, 1, 4), (8, 2, 4, 4))
-_TILES = {
-    1: ((32, 4, 4), (64, 4, 4), (64, 6, 4), (128, 4, 8)),
-    8: ((64, 4, 4), (128, 4, 8), (128, 3, 4)),
-    32: ((64, 4, 4), (128, 4, 8)),
-    128: ((64, 2, 4), (128, 2, 8)),
-}
-
-
 class Bench:
     """One format of one shape, over matrices that take turns."""
 
     def __init__(self, format: Format, n: int, k: int, device: torch.device, nbytes: int) -> None:
-        self._device = device
-        self._rotation: Rotation[Packed] = Rotation(
-            n, k, torch.bfloat16, device, nbytes=nbytes, change=lambda w: packed(quantized(w, format))
-        )
+        self._timer = DeviceTimer(n, k, format, device, nbytes)
         self._format, self._n, self._k = format, n, k
-        self._exact = dequantized(unpacked(self._rotation.weights[0])).double()
-        self._rotation.plain.clear()
+        self._exact = self._timer.exact.double()
 
     def compile_all(self, tokens: Sequence[int]) -> None:
         """All kernels, in threads."""
-
-        def compiled(m: int, kernel: Kernel) -> None:
-            with suppress(Exception), torch.inference_mode():
-                x = torch.zeros((m, self._k), dtype=torch.bfloat16, device=self._device)
-                multiply_packed(x, self._rotation.weights[0], None, kernel)
-
-        with ThreadPoolExecutor(16) as threads:
-            for m in tokens:
-                for kernel in kernels_for(m, self._n, self._k, self._format):
-                    threads.submit(compiled, m, kernel)
-        synchronize(self._device)
+        self._timer.compile_all(tokens)
 
     def line(self, name: str, m: int, bandwidth: float, flops: float) -> Line:
         """Check and time every kernel."""
-        x = torch.randn((m, self._k), device=self._device, dtype=torch.bfloat16)
+        x = self._timer.tokens(m)
         expected = x[:64].double() @ self._exact.T
         tried: dict[str, float] = {}
         best: tuple[float, str, float] = (float("inf"), "none", 0.0)
+        weight = self._timer.rotation.weights[0]
         for kernel in kernels_for(m, self._n, self._k, self._format):
-            call = partial(_product, x, kernel)
+            call = partial(product, x, kernel)
             label = "expanded" if kernel is None else str(kernel)
             try:
-                got = call(self._rotation.weights[0])[:64].double()
-                error = float((got - expected).norm() / expected.norm())
-                if not error < 1e-2:
+                error = float((call(weight)[:64].double() - expected).norm() / expected.norm())
+                if not error < TOLERANCE:
                     tried[f"{label} WRONG {error:.1e}"] = 0.0
                     continue
-                seconds = self._rotation.seconds([call], ROUNDS)[0]
+                seconds = self._timer.rotation.seconds([call], ROUNDS)[0]
             except Exception as failure:
                 tried[f"{label} {type(failure).__name__}: {str(failure)[:80]}"] = 0.0
                 continue
             tried[label] = round(1e6 * seconds, 2)
             best = min(best, (seconds, label, error))
         seconds, label, error = best
-        nbytes = self._rotation.weights[0].nbytes + 2 * m * (self._n + self._k)
+        nbytes = weight.nbytes + 2 * m * (self._n + self._k)
         operations = 2 * m * self._n * self._k
-        share = max(nbytes / bandwidth, operations / flops) / seconds
         return Line(
-            name, self._n, self._k, m, label, seconds, nbytes / seconds / 1e12, operations / seconds / 1e12, share, error, tried
-        )  # fmt: skip
-
-
-def _product(x: Tensor, kernel: Kernel, weight: Packed) -> Tensor:
-    return multiply_packed(x, weight, None, kernel)
+            format=name,
+            n=self._n,
+            k=self._k,
+            m=m,
+            best=label,
+            seconds=seconds,
+            terabytes=nbytes / seconds / 1e12,
+            teraflops=operations / seconds / 1e12,
+            share=max(nbytes / bandwidth, operations / flops) / seconds,
+            error=error,
+            tried=tried,
+        )
 
 
 def peers(n: int, k: int, tokens: Sequence[int], device: torch.device, nbytes: int) -> list[dict[str, object]]:
@@ -177,13 +132,13 @@ def peers(n: int, k: int, tokens: Sequence[int], device: torch.device, nbytes: i
             return torch._scaled_mm(x8, w.t(), by_token, by_row, out_dtype=torch.bfloat16)  # noqa: B023
 
         def packed_4(w: tuple[Tensor, Tensor]) -> Tensor:
-            return torch.ops.aten._weight_int4pack_mm(x, w[0], 64, w[1])  # type: ignore[no-any-return]  # noqa: B023
+            return torch._weight_int4pack_mm(x, w[0], 64, w[1])  # noqa: B023
 
         line: dict[str, object] = {"n": n, "k": k, "m": m}
         for name, replay in (
             ("bfloat16", lambda: rotation.replay(lambda w: torch.nn.functional.linear(x, w))),  # noqa: B023
-            ("scaled_mm", lambda: rotation._replay(scaled, eight)),  # noqa: B023
-            ("int4pack_mm", lambda: rotation._replay(packed_4, four)),  # noqa: B023
+            ("scaled_mm", lambda: rotation.replay_over(scaled, eight)),
+            ("int4pack_mm", lambda: rotation.replay_over(packed_4, four)),
         ):
             try:
                 line[name] = round(1e6 * rotation.by_turns([replay()], ROUNDS)[0], 2)
@@ -230,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for m in tokens:
                     lines.append(bench.line(name, m, limits.bandwidth, limits.flops))
                     print(formatted(lines[-1]), flush=True)
-                print(f"  {compiled - begin:.1f} s to compile, {time.perf_counter() - compiled:.1f} to time", flush=True)
+                print(
+                    f"  {compiled - begin:.1f} s to compile, {time.perf_counter() - compiled:.1f} to time", flush=True
+                )
                 del bench
                 if options.json is not None:
                     report = {"lines": [asdict(line) for line in lines], "peers": others}

@@ -23,13 +23,14 @@ from cellar.models.random import fill_random, key_of
 from cellar.models.readers import PLAIN
 from cellar.ops.linear.definition import as_linear
 from cellar.ops.linear.weight import LinearWeight, Weight
-from cellar.quant.matrix import Quantized, quantized, stacked
+from cellar.quant.matrix import Quantized, empty_quantized, quantized, stacked
 from cellar.quant.weight import QuantizedWeight, StackedWeight
 
 Make = Callable[[TensorSpec], Weight]
 """A tensor, whole and in its format, by its spec."""
 
-Transform = Callable[[TensorSpec, Tensor], Weight]
+Transform = Callable[[TensorSpec, Weight], Weight]
+"""What the run makes of a tensor, or of a matrix that is quantized already."""
 
 # Tensors of old checkpoints that follow from config.json: frequencies of the rotary embedding, a format version.
 _HARMLESS = re.compile(r"(^|\.)rotary_(pos_)?emb\.inv_freq$|^(model\.)?decoder\.version$")
@@ -51,8 +52,8 @@ def load(
 ) -> LoadedWeights:
     """Read a checkpoint's weights in the dtype of `spec`.
 
-    `transform(tensor_spec, tensor)` is applied to each tensor as soon as it is there, e.g. to pack it, and the
-    original is freed before the next is read; quantized matrices stay what they are. A tied head is the very tensor of
+    `transform(tensor_spec, weight)` is applied to each tensor as soon as it is there, e.g. to pack it, and the
+    original is freed before the next is read; a quantized matrix is a weight already. A tied head is the very tensor of
     the embedding unless `transform` changes it. Raises CheckpointError if files or tensors are missing, damaged, of
     another shape, or too many.
     """
@@ -94,8 +95,7 @@ def assembled(spec: ModelSpec, make: Make, transform: Transform | None = None) -
     """Make all tensors: embedding, each layer, head; `transform` as in `load`."""
 
     def changed(tensor: TensorSpec, weight: Weight) -> Weight:
-        # What is quantized is in its form already.
-        return weight if transform is None or not isinstance(weight, Tensor) else transform(tensor, weight)
+        return weight if transform is None else transform(tensor, weight)
 
     def made(tensors: Iterable[TensorSpec]) -> dict[str, Weight]:
         return {tensor.name: changed(tensor, make(tensor)) for tensor in tensors}
@@ -108,6 +108,20 @@ def assembled(spec: ModelSpec, make: Make, transform: Transform | None = None) -
         tied = next(tensor for tensor in spec.head if tensor.name == "lm_head")
         head["lm_head"] = changed(tied, tables["embed"])
     return LoadedWeights(embedding, layers, head)
+
+
+def meta_reader(tensor: TensorSpec) -> Weight:
+    """A tensor without memory, in its formats: what a list of kernels needs of it."""
+    device = torch.device("meta")
+    if not tensor.formats:
+        return torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+    found: list[Quantized | Tensor] = []
+    for region in tensor.regions():
+        format = tensor.formats[region.part]
+        shape = (len(region.rows), tensor.shape[1])
+        plain = torch.empty(shape, dtype=getattr(torch, tensor.dtype), device=device)
+        found.append(empty_quantized(format, shape, device) if format.is_quantized else plain)
+    return _stack(found)
 
 
 def _quantized(tensor: TensorSpec, read: Callable[[TensorSpec], Tensor]) -> Weight:

@@ -1,59 +1,183 @@
-"""Which kernel multiplies by a quantized matrix at how many tokens: a lookup, as for plain ones (`ops/linear/choice.py`).
+"""Which kernel multiplies by a quantized matrix at how many tokens: a lookup, as for plain ones.
 
-The library's product of the expanded matrix is None.
+The table is measured by `runtime/probes/quantized.py`; its key has the format and the group. A matrix that no profile
+knows gets what was fastest for about its shape on an H200.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from typing import TypeAlias
 
 from cellar.core.errors import ConfigError
+from cellar.core.formats import Format
+from cellar.core.hardware import Table
+from cellar.ops.linear.choice import KEY, Shape
+from cellar.ops.room import Room
+from cellar.quant.packed import parts_of, span_of
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Sizes of the kernel for one token: rows per program, blocks of columns a turn, turns requested ahead, warps."""
-
-    rows: int
-    blocks: int
-    ahead: int
-    warps: int
+LEAST_ROWS = 32
+"""The fewest rows of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of tiles: rows, tokens (of fewer tokens the next power of two), stages in flight, splits along K, warps."""
+    """Sizes of tiles: rows, tokens (of fewer tokens the next power of two), stages in flight, splits along K, warps.
+
+    ahead: turns whose words are asked for before the kernel in front has ended. early: the next kernel may begin when
+    this one has begun, not when its sums are done.
+    """
 
     rows: int
     tokens: int
     stages: int
     splits: int
     warps: int = 4
+    ahead: int = 0
+    early: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self, {"rows": LEAST_ROWS, "tokens": 8, "warps": 1})
+        if self.stages < 1 or self.splits < 1 or self.ahead < 0:
+            raise ConfigError(
+                f"tiles cannot have {self.stages} stages, {self.splits} splits and {self.ahead} turns ahead; give 1, 1 "
+                "and 0 or more."
+            )
+
+    def shared(self, format: Format, tokens: int, room: Room) -> int:
+        """Bytes of shared memory for so many tokens of 16-bit floats: words and tokens of the turns in flight.
+
+        Words go on to registers, so the turn at hand needs no place; tokens where tensor cores do not read them there.
+        """
+        span, parts = span_of(format), parts_of(format)
+        wide = min(self.tokens, max(8, _power_of_2(tokens)))
+        kept = self.stages if room.keeps_all_stages and wide > 8 else max(1, self.stages - 1)
+        return max(1, self.stages - 1) * self.rows * span * 2 + kept * parts * wide * span * 2
+
+    def fitting(self, format: Format, tokens: int, room: Room) -> Tiles:
+        """The same, with fewer stages, tokens and rows until the device has room for them."""
+        tried: Tiles | None = self
+        while tried is not None:
+            if tried.shared(format, tokens, room) <= room.shared and tried.warps <= room.warps:
+                return tried
+            tried = tried.smaller()
+        return Tiles(LEAST_ROWS, 8, 1, self.splits)
 
     def smaller(self) -> Tiles | None:
         """The next sizes to try where a device refuses these; None: no smaller ones."""
         if self.stages > 2:
-            return Tiles(self.rows, self.tokens, self.stages - 1, self.splits, self.warps)
+            return replace(self, stages=self.stages - 1)
         if self.tokens > 32:
-            return Tiles(self.rows, self.tokens // 2, self.stages, self.splits, self.warps)
-        if self.rows > 32:
-            return Tiles(self.rows // 2, self.tokens, self.stages, self.splits, self.warps)
+            return replace(self, tokens=self.tokens // 2)
+        if self.rows > LEAST_ROWS:
+            return replace(self, rows=self.rows // 2, warps=max(4, self.warps // 2))
         return None
 
 
-Kernel: TypeAlias = Rows | Tiles | None
+# None is the library's product of the expanded matrix.
+Kernel: TypeAlias = Tiles | None
 
 
-# Tokens beyond which the matrix is written out for the library's product: to write it takes as long as 500 tokens do.
-_MOST_TILED = 512
+@dataclass(frozen=True, slots=True)
+class QuantizedChoice:
+    """Of one matrix: `kernels[i]` up to `tokens[i]` tokens (ascending), the library's product beyond the last."""
+
+    tokens: tuple[int, ...]
+    kernels: tuple[Kernel, ...]
+
+    def __post_init__(self) -> None:
+        ascending = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.tokens) != len(self.kernels) or not ascending:
+            raise ConfigError("a choice of kernels needs one kernel for each of ascending numbers of tokens.")
+
+    def at(self, m: int) -> Kernel:
+        """The kernel for `m` tokens."""
+        i = bisect_left(self.tokens, m)
+        return self.kernels[i] if i < len(self.kernels) else None
+
+    def fitting(self, format: Format, room: Room) -> QuantizedChoice:
+        """The same with tiles that a device has room for."""
+        pairs = zip(self.tokens, self.kernels, strict=True)
+        kernels = tuple(None if k is None else k.fitting(format, m, room) for m, k in pairs)
+        return QuantizedChoice(self.tokens, kernels)
 
 
-def default_kernel(n: int, k: int, m: int) -> Kernel:
-    """What was fastest on an H200 for matrices of about this shape, in all formats (docs/log/quantized-gpu.md)."""
-    if m == 1:
-        return Rows(8, 4, 1, 4)
-    if m <= 64:
-        splits = 1 if n > 12_000 else 4 if k > 8192 else 2
-        return Tiles(64, 64, 4, splits)
-    return Tiles(128, 64, 3, 1, 8) if m <= _MOST_TILED else None
+def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
+    """What was fastest on an H200 for matrices of about this shape (docs/log/quantized-gpu.md)."""
+    splits = 1 if n > 12_000 else 4
+    few = Tiles(64, 32, 4, splits)
+    return QuantizedChoice((32, 512), (few, Tiles(128, 64, 3, 1, 8)))
+
+
+# -- the table in the profile ------------------------------------------------------------------------
+
+# A row has the fastest kernel of one shape at m tokens with its sizes (0 where it has none), its seconds and those of
+# the expanded matrix with the library.
+TABLE = "linear.quantized"
+SIZES = ("rows", "tokens", "stages", "splits", "warps", "ahead", "early")
+COLUMNS = (*KEY, "m", "kernel", *SIZES, "seconds", "library_seconds")
+_TILES, _LIBRARY = "tiles", "library"
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTiming:
+    """The fastest kernel of one shape at `m` tokens."""
+
+    m: int
+    kernel: Kernel
+    seconds: float
+    library: float
+
+    def row(self, shape: Shape) -> tuple[float | int | str, ...]:
+        """As the table has it."""
+        sizes = (0,) * len(SIZES) if self.kernel is None else tuple(int(size) for size in astuple(self.kernel))
+        name = _LIBRARY if self.kernel is None else _TILES
+        return (*shape, self.m, name, *sizes, self.seconds, self.library)
+
+
+def quantized_choices(tables: Mapping[str, Table]) -> dict[Shape, QuantizedChoice]:
+    """From a profile's tables: shape -> what was fastest. Raises ConfigError for rows that make no sense."""
+    return {
+        shape: QuantizedChoice(tuple(t.m for t in timings), tuple(t.kernel for t in timings))
+        for shape, timings in quantized_timings(tables).items()
+    }
+
+
+def quantized_timings(tables: Mapping[str, Table]) -> dict[Shape, list[QuantizedTiming]]:
+    """Shape -> its rows by ascending m."""
+    table = tables.get(TABLE)
+    if table is None:
+        return {}
+    if table.columns != COLUMNS:
+        raise ConfigError(
+            f"the profile's table {TABLE!r} has other columns than {', '.join(COLUMNS)}; measure it again."
+        )
+    found: dict[Shape, list[QuantizedTiming]] = {}
+    for n, k, format, group, m, name, *sizes, seconds, library in table.rows:
+        if name not in (_TILES, _LIBRARY):
+            raise ConfigError(f"the profile names a kernel {name!r}, but only tiles and library are known.")
+        rows, tokens, stages, splits, warps, ahead, early = map(int, sizes)
+        kernel = Tiles(rows, tokens, stages, splits, warps, ahead, bool(early)) if name == _TILES else None
+        shape = Shape(int(n), int(k), str(format), int(group))
+        found.setdefault(shape, []).append(QuantizedTiming(int(m), kernel, float(seconds), float(library)))
+    return {shape: sorted(timings, key=lambda t: t.m) for shape, timings in found.items()}
+
+
+def tables_with(tables: Mapping[str, Table], measured: Mapping[Shape, Sequence[QuantizedTiming]]) -> dict[str, Table]:
+    """A profile's table of quantized matrices with shapes added; those measured before are replaced."""
+    every = {**quantized_timings(tables), **measured}
+    return {TABLE: Table(COLUMNS, tuple(t.row(shape) for shape in sorted(every) for t in every[shape]))}
+
+
+def _check(sizes: object, least: Mapping[str, int]) -> None:
+    for name, smallest in least.items():
+        value = getattr(sizes, name)
+        if value < smallest or value != _power_of_2(value):
+            kind = type(sizes).__name__
+            raise ConfigError(f"{name} of {kind} is {value}; it must be a power of two of at least {smallest}.")
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -86,6 +86,26 @@ class Quantized:
         return replace(self, codes=codes, scales=self.scales[:, part].contiguous(), zeros=zeros)
 
 
+def empty_quantized(format: Format, shape: tuple[int, int], device: torch.device) -> Quantized:
+    """A matrix of the types and shapes that `quantized` gives, and no numbers."""
+    out, columns = shape
+    row_groups = -(-out // format.rows) if format.rows else 1
+    grid = (row_groups, -(-columns // format.group) if format.group else 1)
+    codes, scales = _TYPES[format.name]
+    wide = columns // 2 if codes == torch.uint8 else columns
+    zeros = torch.empty(grid, dtype=torch.uint8, device=device) if format.name == "int4" else None
+    empty = torch.empty((out, wide), dtype=codes, device=device), torch.empty(grid, dtype=scales, device=device)
+    return Quantized(format, *empty, zeros)
+
+
+_TYPES = {
+    "int4": (torch.uint8, torch.float16),
+    "int8": (torch.int8, torch.float32),
+    "fp8": (torch.float8_e4m3fn, torch.float32),
+    "mxfp4": (torch.uint8, torch.uint8),
+}
+
+
 def by_groups(matrix: Quantized) -> tuple[Quantized, Tensor] | None:
     """Columns in the order of their groups, and which they were: int64 [in], so that W x = W' x[order].
 

@@ -1,12 +1,12 @@
 """Quantized matrices as the kernels for GPUs read them: words of 16 bits, tile by tile.
 
 Columns come in blocks, blocks in parts of `span` neighbours. A word holds one code of each part of its block, so that
-the bits of a word which become a number are always those of the same part, and what they meet of x are neighbours:
+the same bits of neighbouring words meet neighbouring columns:
 
     words[b, i, j] has the codes of W[i, b parts span + p span + j],    p = 0 .. parts - 1
 
-Rows of a block lie behind one another: the tile of a program is one piece of memory. Blocks that the columns do not fill
-are filled with codes that meet zeros.
+Rows of a block lie behind one another: the tile of a program is one piece of memory. Blocks that the columns do not
+fill are filled with codes that meet zeros.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Packed:
-    """words: int16 [blocks, out, span]. scales: [groups, row groups], floats, of mxfp4 uint8; one group of one row each
-    where a row or the matrix has one. zeros: uint8 or int8 like scales, None where int4 has SYMMETRIC_ZERO, others none.
+    """words: int16 [blocks, out, span]. scales: [groups, row groups], floats, of mxfp4 uint8; a scale of the matrix is
+    that of each row. zeros: uint8 or int8 like scales, None where int4 has SYMMETRIC_ZERO, and others have none.
     """
 
     format: Format
@@ -100,7 +100,7 @@ def packed(matrix: Quantized) -> Packed:
     blocks = -(-columns // (parts * span))
     words = torch.empty((blocks, out, span), dtype=torch.int16, device=matrix.codes.device)
     step = max(1, _AT_ONCE // columns)
-    for start in range(0, out, step):
+    for start in range(0, 0 if words.is_meta else out, step):
         codes = _codes(matrix.codes[start : start + step], format)
         codes = torch.nn.functional.pad(codes, (0, blocks * parts * span - columns))
         grouped = codes.view(-1, blocks, parts, span).int()
@@ -111,9 +111,15 @@ def packed(matrix: Quantized) -> Packed:
         words[:, start : start + step] = word.transpose(0, 1).to(torch.int16)
     zeros = None if _is_symmetric(matrix) else matrix.zeros
     groups = blocks * parts * span // format.group if format.group else 1
-    shared = [None if one is None else _across(one, matrix, groups) for one in (matrix.scales, zeros)]
-    assert shared[0] is not None
-    return Packed(format, matrix.shape, words, shared[0], shared[1])
+    # Of 8 bits there are few, so they may be as wide as the kernels compute.
+    scales = matrix.scales.float() if format.name in ("int8", "fp8") else matrix.scales
+    return Packed(
+        format,
+        matrix.shape,
+        words,
+        _across(scales, matrix, groups),
+        None if zeros is None else _across(zeros, matrix, groups),
+    )
 
 
 def unpacked(matrix: Packed) -> Quantized:
@@ -155,6 +161,8 @@ def _is_symmetric(matrix: Quantized) -> bool:
     """True where zero points need not be stored."""
     if matrix.zeros is None or matrix.format.zero_points:
         return matrix.zeros is None
+    if matrix.zeros.is_meta:
+        return True
     return bool((matrix.zeros == (SYMMETRIC_ZERO if matrix.format.name == "int4" else 0)).all())
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cellar.core.formats import Format
 from cellar.ops.registry import Case, Op, Variant
-from cellar.quant.choice import default_kernel
+from cellar.quant.choice import default_choice
 from cellar.quant.cpu import quantized_linear_cpu, takes
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.packed import packed, packs
@@ -42,8 +42,9 @@ def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | Non
 
 
 def quantized_linear_kernel(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
-    """`quantized_linear` for matrices that are put into the kernels' form at each call; weights keep it (`device.py`)."""
-    return multiply_packed(x, packed(matrix), bias, default_kernel(*matrix.shape, x.shape[0]))
+    """`quantized_linear`, the matrix put into the kernels' form at each call; weights keep it (`device.py`)."""
+    choice = default_choice(matrix.format, *matrix.shape)
+    return multiply_packed(x, packed(matrix), bias, choice.at(x.shape[0]))
 
 
 def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:

@@ -19,16 +19,57 @@ from torch import Tensor
 
 from cellar.ops.room import is_out_of_resources
 from cellar.ops.triton_support import dependent_launch, interpreted, kernel
-from cellar.quant.choice import Kernel, Rows, Tiles
-from cellar.quant.packed import SYMMETRIC_ZERO, Packed
+from cellar.quant.choice import Kernel, Tiles
+from cellar.quant.packed import Packed
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 
-# Up to so many tokens sums of a group are multiplied by its scale, beyond numbers are: rounded to the dtype of x, as the
-# library's product of the expanded matrix has them.
-_FEW = 16
+_RAISED = "{{ .reg .b32 t; shr.b32 t, $1, {0}; lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea; }}"
+_INT4 = (
+    "{{ .reg .b32 t, one; mov.b32 one, 0x3f803f80; shr.b32 t, $1, {0}; "
+    "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, one, $2; }}"
+)
+_INT8 = (
+    "{{ .reg .b32 t, a, b; .reg .f32 f, g; xor.b32 t, $1, 0x80808080; "
+    "prmt.b32 a, t, 0x4b000000, {0}; prmt.b32 b, t, 0x4b000000, {1}; mov.b32 f, a; mov.b32 g, b; "
+    "add.f32 f, f, 0fCB000080; add.f32 g, g, 0fCB000080; mov.b32 a, f; mov.b32 b, g; prmt.b32 $0, a, b, 0x7632; }}"
+)
+_SHORT_FLOAT = "{{ .reg .b32 s, t, by, z; mov.b32 by, {0}; mov.b32 z, 0x80008000; {1} fma.rn.bf16x2 $0, t, by, z; }}"
+_PAIRS = {
+    # 128 + code has the code as the last bits of its mantissa; as it is, or with $2 added.
+    "raised int4": tuple(_RAISED.format(4 * part) for part in range(4)),
+    "int4": tuple(_INT4.format(4 * part) for part in range(4)),
+    # The last byte of 2^23 + 128 + code is 128 + code; the code alone has 8 bits, the upper half of its float32.
+    "int8": (_INT8.format("0x7440", "0x7442"), _INT8.format("0x7441", "0x7443")),
+    # Exponents differ by a constant from those of bfloat16, subnormal numbers included: times 2^120, 2^126.
+    "fp8": (
+        _SHORT_FLOAT.format(
+            "0x7b807b80",
+            "shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 4; lop3.b32 t, t, 0x07f007f0, s, 0xea;",
+        ),
+        _SHORT_FLOAT.format(
+            "0x7b807b80", "and.b32 s, $1, 0x80008000; shr.u32 t, $1, 4; lop3.b32 t, t, 0x07f007f0, s, 0xea;"
+        ),
+    ),
+    "mxfp4": (
+        *(
+            _SHORT_FLOAT.format("0x7e807e80", f"shl.b32 t, $1, {shift}; and.b32 t, t, 0x81c081c0;")
+            for shift in (0, 3, 6)
+        ),
+        _SHORT_FLOAT.format(
+            "0x7e807e80",
+            "shl.b32 t, $1, 1; and.b32 t, t, 0x80008000; shr.u32 s, $1, 5; lop3.b32 t, s, 0x01000100, t, 0xea; "
+            "shr.u32 s, $1, 4; lop3.b32 t, s, 0x00c000c0, t, 0xea;",
+        ),
+    ),
+}
+"""PTX that makes of two words ($1) the bfloat16 numbers of a part ($0), where codes lie as `packed.py` says."""
+
+# Up to so many tokens sums of a group are multiplied by its scale, beyond that numbers are: rounded to the dtype of x,
+# as the library's product of the expanded matrix has them.
+_FEW = 32
 
 
 def multiply_packed(
@@ -38,29 +79,12 @@ def multiply_packed(
 
     arrivals: int32 zeros for `Tiles` that are split, which they leave zero; None or too few: they are made.
     """
-    if isinstance(kernel, Rows):
-        return _rows(x.contiguous(), None, None, 0.0, matrix, bias, kernel, gate=False)[0]
-    if isinstance(kernel, Tiles):
+    if kernel is not None:
         return _tiles_that_fit(x.contiguous(), matrix, bias, kernel, arrivals)
-    return torch.nn.functional.linear(x, expanded(matrix, x.dtype), bias)
-
-
-def norm_rows(
-    residual: Tensor,
-    delta: Tensor | None,
-    norm: Tensor,
-    eps: float,
-    matrix: Packed,
-    bias: Tensor | None,
-    sizes: Rows,
-    *,
-    gate: bool,
-) -> tuple[Tensor, Tensor]:
-    """One token through residual add, RMSNorm and a matrix (and SiLU gate): -> (product, residual + delta).
-
-    residual, delta: [1, k]; norm: [k]; with `gate` the gate's rows lie above the others'.
-    """
-    return _rows(residual, delta, norm, eps, matrix, bias, sizes, gate=gate)
+    whole = expanded(matrix, x.dtype)
+    if x.is_meta:  # only listed (runtime/steps/warmup.py); torch's own way there imports its compiler, for a second
+        return x.new_empty((x.shape[0], matrix.shape[0]))
+    return torch.nn.functional.linear(x, whole, bias)
 
 
 def expanded(matrix: Packed, dtype: torch.dtype) -> Tensor:
@@ -72,50 +96,6 @@ def expanded(matrix: Packed, dtype: torch.dtype) -> Tensor:
         matrix.words, matrix.scales, _zeros(matrix), out, n, k=k, ROWS=rows, **_constants(matrix, out), num_warps=4
     )
     return out
-
-
-def _rows(
-    x: Tensor,
-    delta: Tensor | None,
-    norm: Tensor | None,
-    eps: float,
-    matrix: Packed,
-    bias: Tensor | None,
-    sizes: Rows,
-    *,
-    gate: bool,
-) -> tuple[Tensor, Tensor]:
-    k = matrix.shape[1]
-    n = matrix.shape[0] // 2 if gate else matrix.shape[0]
-    out = torch.empty((1, n), dtype=x.dtype, device=x.device)
-    total = x if delta is None else x.new_empty(x.shape)
-    turns = -(-matrix.words.shape[0] // sizes.blocks)
-    _rows_kernel[(-(-n // sizes.rows),)](
-        x,
-        x if delta is None else delta,
-        x if norm is None else norm,
-        matrix.words,
-        matrix.scales,
-        _zeros(matrix),
-        x if bias is None else bias,
-        out,
-        total,
-        n,
-        eps,
-        k=k,
-        ROWS=sizes.rows,
-        BLOCKS=sizes.blocks,
-        AHEAD=min(sizes.ahead, turns),
-        WIDTH=_power_of_2(k),
-        NORM=norm is not None,
-        HAS_DELTA=delta is not None,
-        GATED=gate,
-        HAS_BIAS=bias is not None,
-        **_constants(matrix, x),
-        num_warps=sizes.warps,
-        **dependent_launch(x),
-    )
-    return out, total
 
 
 def _tiles_that_fit(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrivals: Tensor | None) -> Tensor:
@@ -160,8 +140,10 @@ def _tiles(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrival
         ACROSS=across,
         SPLITS=splits,
         STAGES=sizes.stages,
-        ONES=tokens <= _FEW,
-        SCALED=tokens > _FEW,
+        AHEAD=sizes.ahead,
+        EARLY=sizes.early,
+        FEW=tokens <= _FEW,
+        RAISED_ASM=_PAIRS["raised int4"],
         HAS_BIAS=bias is not None,
         **_constants(matrix, x),
         num_warps=sizes.warps,
@@ -184,11 +166,12 @@ def _constants(matrix: Packed, x: Tensor) -> dict[str, Any]:
         "SHARING": max(1, matrix.format.rows),
         "HAS_ZEROS": matrix.zeros is not None,
         "UPCAST": interpreted(x),
-        "PTX": x.dtype == torch.bfloat16 and has_ptx(x),
+        "PTX": x.dtype == torch.bfloat16 and _has_ptx(x),
+        "ASM": _PAIRS[matrix.format.name],
     }
 
 
-def has_ptx(x: Tensor) -> bool:
+def _has_ptx(x: Tensor) -> bool:
     """True where a kernel that is given `x` may have instructions of NVIDIA's (sm_80 and later)."""
     if x.is_meta:
         return True  # `on_target` corrects it
@@ -226,145 +209,27 @@ def _numbers(words, zero, part: tl.constexpr, FORMAT: tl.constexpr):  # type: ig
 
 
 @kernel
-def _pairs(words, zero, part: tl.constexpr, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bfloat16: the same, two at a time. zero: bfloat16, -(128 + zero point) of int4; others have none."""
-    if FORMAT == "int4":
-        # 128 + code has the code as the last bits of its mantissa.
-        if part == 0:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o; mov.b32 o, 0x3f803f80; lop3.b32 t, $1, 0x000f000f, 0x43004300, 0xea; "
-                "fma.rn.bf16x2 $0, t, o, $2; }",
-                "=r,r,r",
-                [words, zero],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        elif part == 1:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o; mov.b32 o, 0x3f803f80; shr.u32 t, $1, 4; "
-                "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, o, $2; }",
-                "=r,r,r",
-                [words, zero],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        elif part == 2:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o; mov.b32 o, 0x3f803f80; shr.u32 t, $1, 8; "
-                "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, o, $2; }",
-                "=r,r,r",
-                [words, zero],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o; mov.b32 o, 0x3f803f80; shr.u32 t, $1, 12; "
-                "lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea; fma.rn.bf16x2 $0, t, o, $2; }",
-                "=r,r,r",
-                [words, zero],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-    elif FORMAT == "int8":
-        # 2^23 + 128 + code is a float32 whose last byte is 128 + code; what is left of the code's own float32 has 8
-        # bits, so its upper half is a bfloat16.
-        if part == 0:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, a, b; .reg .f32 f, g; xor.b32 t, $1, 0x80808080; "
-                "prmt.b32 a, t, 0x4b000000, 0x7440; prmt.b32 b, t, 0x4b000000, 0x7442; "
-                "mov.b32 f, a; mov.b32 g, b; add.f32 f, f, 0fCB000080; add.f32 g, g, 0fCB000080; "
-                "mov.b32 a, f; mov.b32 b, g; prmt.b32 $0, a, b, 0x7632; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, a, b; .reg .f32 f, g; xor.b32 t, $1, 0x80808080; "
-                "prmt.b32 a, t, 0x4b000000, 0x7441; prmt.b32 b, t, 0x4b000000, 0x7443; "
-                "mov.b32 f, a; mov.b32 g, b; add.f32 f, f, 0fCB000080; add.f32 g, g, 0fCB000080; "
-                "mov.b32 a, f; mov.b32 b, g; prmt.b32 $0, a, b, 0x7632; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-    elif FORMAT == "fp8":
-        # Exponents of e4m3 and bfloat16 differ by a constant, subnormal numbers included: times 2^120.
-        if part == 0:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, s, o, z; mov.b32 o, 0x7b807b80; mov.b32 z, 0x80008000; "
-                "shl.b32 s, $1, 8; shl.b32 t, $1, 4; and.b32 s, s, 0x80008000; "
-                "lop3.b32 t, t, 0x07f007f0, s, 0xea; fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, s, o, z; mov.b32 o, 0x7b807b80; mov.b32 z, 0x80008000; "
-                "shr.u32 t, $1, 4; and.b32 s, $1, 0x80008000; "
-                "lop3.b32 t, t, 0x07f007f0, s, 0xea; fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
+def _pairs(words, less, part: tl.constexpr, ASM: tl.constexpr, HAS_LESS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bfloat16: the same by `_PAIRS`, two at a time. less: bfloat16, what is added to 128 + the code of int4."""
+    if HAS_LESS:
+        found = tl.inline_asm_elementwise(ASM[part], "=r,r,r", [words, less], dtype=tl.bfloat16, is_pure=True, pack=2)
     else:
-        if part == 0:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, z; mov.b32 o, 0x7e807e80; mov.b32 z, 0x80008000; "
-                "and.b32 t, $1, 0x81c081c0; fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        elif part == 1:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, z; mov.b32 o, 0x7e807e80; mov.b32 z, 0x80008000; "
-                "shl.b32 t, $1, 3; and.b32 t, t, 0x81c081c0; fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        elif part == 2:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, o, z; mov.b32 o, 0x7e807e80; mov.b32 z, 0x80008000; "
-                "shl.b32 t, $1, 6; and.b32 t, t, 0x81c081c0; fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
-        else:
-            found = tl.inline_asm_elementwise(
-                "{ .reg .b32 t, s, o, z; mov.b32 o, 0x7e807e80; mov.b32 z, 0x80008000; "
-                "shl.b32 t, $1, 1; and.b32 t, t, 0x80008000; shr.u32 s, $1, 5; "
-                "lop3.b32 t, s, 0x01000100, t, 0xea; shr.u32 s, $1, 4; lop3.b32 t, s, 0x00c000c0, t, 0xea; "
-                "fma.rn.bf16x2 $0, t, o, z; }",
-                "=r,r",
-                [words],
-                dtype=tl.bfloat16,
-                is_pure=True,
-                pack=2,
-            )
+        found = tl.inline_asm_elementwise(ASM[part], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return found
+
+
+@kernel
+def _ask(start, nbytes):  # type: ignore[no-untyped-def]
+    """Have so many bytes, a multiple of 16, brought into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [start.to(tl.int64), nbytes],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @kernel
@@ -388,164 +253,6 @@ def _zero_points(at, mask, FORMAT: tl.constexpr, HAS_ZEROS: tl.constexpr):  # ty
     else:
         found = tl.where(mask, 0.0, 0.0)
     return found
-
-
-@kernel
-def _rows_kernel(  # type: ignore[no-untyped-def]
-    x,  # [k]
-    delta,  # [k]
-    norm,  # [k]
-    words,  # [blocks, n, SPAN], [blocks, 2 n, SPAN] if GATED
-    scales,  # [groups, row groups]
-    zeros,  # like scales
-    bias,  # [n] or [2 n]
-    out,  # [n]
-    total,  # [k]: x + delta
-    n,
-    eps,
-    k: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    AHEAD: tl.constexpr,
-    WIDTH: tl.constexpr,
-    NORM: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    SPAN: tl.constexpr,
-    PARTS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SHARING: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PTX: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out[i] = sum_j W[i, j] h[j] + bias[i], h = x, or if NORM x + delta over its root mean square, times norm; if GATED
-    silu of that times the same of row n + i. The words of the first AHEAD turns are requested before the wait.
-    """
-    COLUMNS: tl.constexpr = PARTS * SPAN
-    ALL: tl.constexpr = (k + COLUMNS - 1) // COLUMNS
-    TURNS: tl.constexpr = (ALL + BLOCKS - 1) // BLOCKS
-    height = n
-    if GATED:
-        height = 2 * n
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = rows < n
-    blocks = tl.arange(0, BLOCKS)
-    inner = tl.arange(0, SPAN // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[None, None, None, :]
-    base = words + (blocks[:, None] * height + rows[None, :])[:, :, None, None] * SPAN + inner
-    ahead = ()
-    ahead_up = ()
-    for turn in tl.static_range(AHEAD):
-        mask = ((turn * BLOCKS + blocks < ALL)[:, None] & inside[None, :])[:, :, None, None]
-        there = base + (turn * BLOCKS * SPAN) * height
-        ahead = ahead + (tl.load(there, mask=mask, other=0, eviction_policy="evict_first"),)  # type: ignore[assignment]  # noqa: RUF005
-        if GATED:
-            up = tl.load(there + n * SPAN, mask=mask, other=0, eviction_policy="evict_first")
-            ahead_up = ahead_up + (up,)  # type: ignore[assignment]  # noqa: RUF005
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    rms = 1.0
-    if NORM:
-        columns = tl.arange(0, WIDTH)
-        h = tl.load(x + columns, mask=columns < k, other=0.0).to(tl.float32)
-        if HAS_DELTA:
-            h += tl.load(delta + columns, mask=columns < k, other=0.0).to(tl.float32)
-            h = h.to(total.dtype.element_ty).to(tl.float32)
-            if tl.program_id(0) == 0:
-                tl.store(total + columns, h.to(total.dtype.element_ty), mask=columns < k)
-        rms = 1.0 / tl.sqrt_rn(tl.sum(h * h, 0) / k + eps)
-    acc = tl.zeros([BLOCKS, ROWS, SPAN // 8], tl.float32)
-    acc_up = tl.zeros([BLOCKS, ROWS, SPAN // 8], tl.float32)
-    for turn in tl.static_range(AHEAD):
-        acc = _turn(
-            acc, ahead[turn], x, delta, norm, rms, scales, zeros, rows, inside, height, turn * BLOCKS,
-            k, BLOCKS, NORM, HAS_DELTA, FORMAT, SPAN, PARTS, GROUPS, SHARING, HAS_ZEROS, UPCAST, PTX,
-        )  # fmt: skip
-        if GATED:
-            acc_up = _turn(
-                acc_up, ahead_up[turn], x, delta, norm, rms, scales, zeros, rows + n, inside, height, turn * BLOCKS,
-                k, BLOCKS, NORM, HAS_DELTA, FORMAT, SPAN, PARTS, GROUPS, SHARING, HAS_ZEROS, UPCAST, PTX,
-            )  # fmt: skip
-    for turn in range(AHEAD, TURNS):
-        mask = ((turn * BLOCKS + blocks < ALL)[:, None] & inside[None, :])[:, :, None, None]
-        there = base + (turn * BLOCKS * SPAN) * height
-        here = tl.load(there, mask=mask, other=0, eviction_policy="evict_first")
-        acc = _turn(
-            acc, here, x, delta, norm, rms, scales, zeros, rows, inside, height, turn * BLOCKS,
-            k, BLOCKS, NORM, HAS_DELTA, FORMAT, SPAN, PARTS, GROUPS, SHARING, HAS_ZEROS, UPCAST, PTX,
-        )  # fmt: skip
-        if GATED:
-            up = tl.load(there + n * SPAN, mask=mask, other=0, eviction_policy="evict_first")
-            acc_up = _turn(
-                acc_up, up, x, delta, norm, rms, scales, zeros, rows + n, inside, height, turn * BLOCKS,
-                k, BLOCKS, NORM, HAS_DELTA, FORMAT, SPAN, PARTS, GROUPS, SHARING, HAS_ZEROS, UPCAST, PTX,
-            )  # fmt: skip
-    y = tl.sum(tl.sum(acc, 2), 0)
-    if GROUPS == 0:
-        y *= _scale(tl.load(scales + rows, mask=inside, other=0), FORMAT)
-    if HAS_BIAS:
-        y += tl.load(bias + rows, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        up = tl.sum(tl.sum(acc_up, 2), 0)
-        if GROUPS == 0:
-            up *= _scale(tl.load(scales + n + rows, mask=inside, other=0), FORMAT)
-        if HAS_BIAS:
-            up += tl.load(bias + n + rows, mask=inside, other=0.0).to(tl.float32)
-        y = y / (1.0 + tl.exp(-y)) * up
-    tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
-
-
-@kernel
-def _turn(  # type: ignore[no-untyped-def]
-    acc, here, x, delta, norm, rms, scales, zeros, rows, inside, height, first,
-    k: tl.constexpr, BLOCKS: tl.constexpr, NORM: tl.constexpr, HAS_DELTA: tl.constexpr, FORMAT: tl.constexpr,
-    SPAN: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr, SHARING: tl.constexpr, HAS_ZEROS: tl.constexpr,
-    UPCAST: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
-    """acc [BLOCKS, ROWS, SPAN / 8] and what the words `here` of blocks from `first` on add to it."""
-    inner = tl.arange(0, SPAN // 8)[None, None, :, None] * 8 + tl.arange(0, 8)[None, None, None, :]
-    blocks = first + tl.arange(0, BLOCKS)
-    for part in tl.static_range(PARTS):
-        columns = (blocks * (PARTS * SPAN) + part * SPAN)[:, None, None, None] + inner
-        # Every thread loads what its words meet: as a smaller tensor, x would have a layout of its own.
-        columns = columns + (rows * 0)[None, :, None, None]
-        xs = tl.load(x + columns, mask=columns < k, other=0.0)
-        if NORM:
-            h = xs.to(tl.float32)
-            if HAS_DELTA:
-                h += tl.load(delta + columns, mask=columns < k, other=0.0).to(tl.float32)
-                h = h.to(xs.dtype).to(tl.float32)
-            gain = tl.load(norm + columns, mask=columns < k, other=0.0)
-            if UPCAST:
-                xs = (h * rms).to(xs.dtype).to(tl.float32) * gain.to(tl.float32)
-                xs = xs.to(gain.dtype)
-            else:
-                xs = (h * rms).to(gain.dtype) * gain
-        mask = (blocks * (PARTS * SPAN) < k)[:, None] & inside[None, :]
-        if GROUPS > 0:
-            group = blocks * GROUPS + part * GROUPS // PARTS
-            at = (group[:, None] * ((height + SHARING - 1) // SHARING)) + (rows // SHARING)[None, :]
-        else:
-            at = tl.where(mask, rows[None, :], rows[None, :])
-        zero = _zero_points(zeros + at, mask, FORMAT, HAS_ZEROS)[:, :, None, None]
-        if PTX and FORMAT == "int4":
-            offset = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), here.shape)
-            number = _pairs(here, offset, part, FORMAT).to(tl.float32)
-        elif PTX and FORMAT == "mxfp4":
-            number = _pairs(here, zero, part, FORMAT).to(tl.float32)
-        elif PTX and FORMAT == "fp8":
-            number = _pairs(here, zero, part, FORMAT).to(tl.float32)
-        else:
-            number = _numbers(here, zero, part, FORMAT)
-        found = tl.sum(number * xs.to(tl.float32), 3)
-        if GROUPS > 0:
-            found *= _scale(tl.load(scales + at, mask=mask, other=0), FORMAT)[:, :, None]
-        acc += found
-    return acc
 
 
 @kernel
@@ -587,8 +294,10 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     ACROSS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    ONES: tl.constexpr,
-    SCALED: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
+    FEW: tl.constexpr,
+    RAISED_ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
     SPAN: tl.constexpr,
@@ -598,26 +307,37 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     HAS_ZEROS: tl.constexpr,
     UPCAST: tl.constexpr,
     PTX: tl.constexpr,
+    ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out = x W^T + bias in tiles [BN rows, MP tokens], a block of columns a turn."""
     COLUMNS: tl.constexpr = PARTS * SPAN
     ALL: tl.constexpr = (k + COLUMNS - 1) // COLUMNS
     TURNS: tl.constexpr = (ALL + SPLITS - 1) // SPLITS
-    EXACT: tl.constexpr = ALL * COLUMNS == k and TURNS * SPLITS == ALL
+    MIDDLE: tl.constexpr = 8.0 if FORMAT == "int4" else 0.0
+    EXACT: tl.constexpr = k == ALL * COLUMNS and TURNS * SPLITS == ALL
+    RAISED: tl.constexpr = PTX and FEW and FORMAT == "int4"
+    # What codes have too much, or zero points differ from, is made up for by sums of x.
+    BEYOND: tl.constexpr = FEW and (HAS_ZEROS or RAISED)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    rows = (tile // ACROSS) * BN + tl.arange(0, BN)
+    row = (tile // ACROSS) * BN
+    rows = row + tl.arange(0, BN)
     tokens = (tile % ACROSS) * MP + tl.arange(0, MP)
     inner = tl.arange(0, SPAN)
     first = split * TURNS
-    row_groups = (n + SHARING - 1) // SHARING
     if PDL:
+        # Weights depend on nothing that comes before.
+        for turn in tl.static_range(min(AHEAD, TURNS)):
+            if first + turn < ALL:
+                _ask(words + ((first + turn) * n + row) * SPAN, min(BN, n - row) * (SPAN * 2))
         tl.extra.cuda.gdc_wait()
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BN, MP], tl.float32)
     # Scales and zero points are asked for a turn ahead: they are too few to go through the pipeline of the words.
     next_scales, next_zeros = _shared(
-        scales, zeros, first, rows, n, 0 if SCALED else GROUPS, SHARING, HAS_ZEROS and ONES, ALL * GROUPS
+        scales, zeros, first, rows, n, GROUPS if FEW else 0, SHARING, HAS_ZEROS and FEW, ALL * GROUPS
     )
     for turn in tl.range(0, TURNS, num_stages=STAGES):
         block = first + turn
@@ -628,7 +348,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
         here = tl.load(at, mask=inside[:, None], other=0)
         these_scales, these_zeros = next_scales, next_zeros
         next_scales, next_zeros = _shared(
-            scales, zeros, block + 1, rows, n, 0 if SCALED else GROUPS, SHARING, HAS_ZEROS and ONES, ALL * GROUPS
+            scales, zeros, block + 1, rows, n, GROUPS if FEW else 0, SHARING, HAS_ZEROS and FEW, ALL * GROUPS
         )
         part_sum = tl.zeros([BN, MP], tl.float32)
         for part in tl.static_range(PARTS):
@@ -637,45 +357,50 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
             if not EXACT:
                 wanted = wanted & (columns < k)[:, None]
             xs = tl.load(x + tokens[None, :] * k + columns[:, None], mask=wanted, other=0.0)
-            zero = 8.0 if FORMAT == "int4" else 0.0
-            if HAS_ZEROS and not ONES:
+            if RAISED:
+                number = _pairs(here, here, part, RAISED_ASM, False)
+            elif HAS_ZEROS and not FEW:
                 where = rows // SHARING
                 if GROUPS > 0:
                     where += (block * GROUPS + part * GROUPS // PARTS) * ((n + SHARING - 1) // SHARING)
                 zero = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)[:, None]
-            if PTX and (FORMAT != "int8" or not HAS_ZEROS or ONES):
-                if HAS_ZEROS and not ONES:
-                    number = _pairs(here, tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), here.shape), part, FORMAT)
+                if PTX and FORMAT == "int4":
+                    less = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), here.shape)
+                    number = _pairs(here, less, part, ASM, True)
                 else:
-                    number = _pairs(here, tl.full(here.shape, -136.0, tl.bfloat16), part, FORMAT)
+                    number = _numbers(here, zero, part, FORMAT)
+            elif PTX:
+                number = _pairs(here, tl.full(here.shape, -136.0, tl.bfloat16), part, ASM, FORMAT == "int4")
             else:
-                number = _numbers(here, zero, part, FORMAT)
-            if SCALED and GROUPS > 0:
+                number = _numbers(here, MIDDLE, part, FORMAT)
+            if GROUPS > 0 and not FEW:
                 where = (block * GROUPS + part * GROUPS // PARTS) * ((n + SHARING - 1) // SHARING) + rows // SHARING
                 number = number.to(tl.float32) * _scale(tl.load(scales + where, mask=inside, other=0), FORMAT)[:, None]
             if UPCAST:
                 xs = xs.to(tl.float32)
             else:
                 number = number.to(xs.dtype)
-            if GROUPS == 0 or SCALED:
+            if GROUPS == 0 or not FEW:
                 acc = tl.dot(number, xs, acc, input_precision="ieee")
             elif (part * GROUPS) % PARTS == 0:
                 part_sum = tl.dot(number, xs, input_precision="ieee")
             else:
                 part_sum = tl.dot(number, xs, part_sum, input_precision="ieee")
-            if HAS_ZEROS and ONES:
-                # As many times the sum of x as the zero point differs, which a product with ones puts where sums lie.
-                ones = tl.full(here.shape, 1.0, xs.dtype)
-                group_x = tl.dot(ones, xs, input_precision="ieee")
-                beyond = (zero - these_zeros[part * GROUPS // PARTS].to(tl.float32))[:, None]
-                if GROUPS == 0:
-                    acc += beyond * group_x
+            if BEYOND:
+                # A product with ones puts sums of x where the others lie.
+                sums = tl.dot(tl.full(here.shape, 1.0, xs.dtype), xs, input_precision="ieee")
+                if HAS_ZEROS:
+                    zero = these_zeros[part * GROUPS // PARTS].to(tl.float32)
+                    sums *= ((-128.0 if RAISED else MIDDLE) - zero)[:, None]
                 else:
-                    part_sum += beyond * group_x
-            if GROUPS > 0 and not SCALED:
-                if ((part + 1) * GROUPS) % PARTS == 0:
-                    acc += part_sum * _scale(these_scales[part * GROUPS // PARTS], FORMAT)[:, None]
-    if PDL:
+                    sums *= -136.0
+                if GROUPS == 0:
+                    acc += sums
+                else:
+                    part_sum += sums
+            if GROUPS > 0 and FEW and ((part + 1) * GROUPS) % PARTS == 0:
+                acc += part_sum * _scale(these_scales[part * GROUPS // PARTS], FORMAT)[:, None]
+    if PDL and not EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     good = (rows < n)[:, None] & (tokens < m)[None, :]
     done = True
@@ -715,6 +440,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     HAS_ZEROS: tl.constexpr,
     UPCAST: tl.constexpr,
     PTX: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """out = W, a block of columns of some rows."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -64,6 +64,7 @@ class DecodeBench:
         enforce_eager: bool = False,
         machine_profile: str = "auto",
         num_threads: int | None = None,
+        quantization: str | None = None,
     ) -> None:
         if batch < 1 or context < 1 or num_steps < 1:
             raise ConfigError(f"batch {batch}, context {context} and {num_steps} steps must each be at least 1.")
@@ -72,6 +73,7 @@ class DecodeBench:
         options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "max_model_len": longest}
         options |= {"load_format": "dummy", "max_num_seqs": batch, "enforce_eager": enforce_eager}
         options |= {"machine_profile": machine_profile, "num_threads": num_threads, "skip_tokenizer_init": True}
+        options |= {"quantization": quantization}
         config = EngineConfig.of(**options)
         size = config.cache.block_size
         self._columns = -(-longest // size)
@@ -242,6 +244,7 @@ class StepOptions:
     eager: bool = False
     num_threads: int | None = None
     machine_profile: str = "auto"
+    quantization: str | None = None
     json: Path | None = None
     from_json: Path | None = None
     png: Path | None = None
@@ -276,6 +279,7 @@ def _measured(options: StepOptions) -> Breakdown | float:
         enforce_eager=options.eager,
         machine_profile=options.machine_profile,
         num_threads=options.num_threads,
+        quantization=options.quantization,
     ) as bench:
         if not options.breakdown:
             return bench.seconds()
@@ -297,6 +301,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--eager", action="store_true", help="no CUDA graphs")
     made.add_argument("--num-threads", type=int)
     made.add_argument("--machine-profile", default="auto", help="auto, none, a file, or the name of a shipped profile")
+    made.add_argument("--quantization", choices=("int4", "int8", "fp8"), help="of the weights, on loading")
     made.add_argument("--json", type=Path, help="file for the breakdown")
     made.add_argument("--from-json", type=Path, help="show and draw a breakdown that was written before")
     made.add_argument("--png", type=Path, help="file for the figure")

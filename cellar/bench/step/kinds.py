@@ -161,10 +161,10 @@ def _linear_kind(name: str) -> str:
 
 # Names of our kernels, of cuBLAS's, and of the CPU's operations.
 _PRODUCT = re.compile(
-    r"gemm|gemv|_flat_kernel|cutlass|nvjet|xmma|linear_dynamic_fp16|_linear_pointwise|aten::(linear|mm|addmm)$",
+    r"gemm|gemv|_flat_kernel|_rows_kernel|_tiles_kernel|cutlass|nvjet|xmma|linear_dynamic_fp16|_linear_pointwise|aten::(linear|mm|addmm)$",
     re.IGNORECASE,
 )
-_PRODUCT_PART = re.compile(r"split_?k.*reduce|reduce.*split_?k|cublas", re.IGNORECASE)
+_PRODUCT_PART = re.compile(r"split_?k.*reduce|reduce.*split_?k|cublas|_expand_kernel", re.IGNORECASE)
 _NAMES: Sequence[tuple[re.Pattern[str], str]] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
@@ -188,12 +188,13 @@ _FAMILIES: Mapping[str, str] = {
     "embedding": EMBEDDING,
     "sampling": SAMPLING,
     "linear": LINEAR,
+    "quant": LINEAR,
     "transfer": COPIES,
 }
 
 
 def _is_product(launch: Launch) -> bool:
-    if launch.source is not None and _family(launch.source) != "linear":
+    if launch.source is not None and _by_source(launch.source) != LINEAR:
         return False
     return bool(_PRODUCT.search(launch.name)) and not re.search(r"split_?k.*reduce|reduce.*split_?k", launch.name, re.I)
 

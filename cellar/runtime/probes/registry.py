@@ -13,7 +13,7 @@ import torch
 
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Profile
-from cellar.runtime.probes import cells, launch, linear, links, matmul, memory, scores
+from cellar.runtime.probes import cells, launch, linear, links, matmul, memory, quantized, scores
 from cellar.runtime.probes.context import Probe, ProbeContext
 
 # `memory` makes the devices that the others complete.
@@ -26,7 +26,11 @@ PROBES: Sequence[tuple[str, Probe]] = (
 )
 
 # These measure a model on the machine; they run if the context has one.
-MODEL_PROBES: Sequence[tuple[str, Probe]] = (("linear", linear.probe), ("scores", scores.probe))
+MODEL_PROBES: Sequence[tuple[str, Probe]] = (
+    ("linear", linear.probe),
+    ("quantized", quantized.probe),
+    ("scores", scores.probe),
+)
 
 
 def measure(

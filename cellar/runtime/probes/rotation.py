@@ -64,13 +64,14 @@ class Rotation(Generic[W]):
 
     def replay(self, call: Callable[[W], object]) -> Callable[[], None]:
         """All launches of one replay, on an accelerator as one graph."""
-        return self._replay(call, self.weights)
+        return self.replay_over(call, self.weights)
 
     def replay_plain(self, call: Callable[[Tensor], object]) -> Callable[[], None]:
         """The same over the plain matrices."""
-        return self._replay(call, self.plain)
+        return self.replay_over(call, self.plain)
 
-    def _replay(self, call: Callable[[V], object], chosen: Sequence[V]) -> Callable[[], None]:
+    def replay_over(self, call: Callable[[V], object], chosen: Sequence[V]) -> Callable[[], None]:
+        """The same over other forms of them."""
         def all_of_them() -> None:
             for number in range(self.launches):
                 call(chosen[number % len(chosen)])

@@ -22,14 +22,16 @@ import torch
 from torch import Tensor
 
 from cellar.core.hardware import Profile, Table
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import LoadedWeights, Transform, load
 from cellar.models.model import Comm, Hidden, Model, run_layer
 from cellar.models.quantization import is_linear
 from cellar.ops.attention.plan import PIECE
 from cellar.ops.attention.triton import UNIFIED_RANGE
 from cellar.ops.linear.device import prepare
+from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary
+from cellar.quant.device import on_device
 from cellar.runtime.probes.context import ProbeContext
 
 TABLE = "scores"
@@ -233,7 +235,13 @@ def prepared(device: torch.device) -> Transform | None:
     """What loading does to each tensor, so that its products run on the device."""
     if device.type == "cpu":
         return None
-    return lambda spec, tensor: prepare(tensor) if is_linear(spec) else tensor
+
+    def change(spec: TensorSpec, weight: Weight) -> Weight:
+        if not isinstance(weight, Tensor):
+            return on_device(weight)
+        return prepare(weight) if is_linear(spec) else weight
+
+    return change
 
 
 def _short(x: float) -> float:

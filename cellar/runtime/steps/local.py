@@ -29,10 +29,12 @@ from cellar.ops.linear.choice import LinearChoice, Shape
 from cellar.ops.linear.device import prepare
 from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import Weight
+from cellar.quant.device import ChoiceOf, on_device
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import device_free, human
 from cellar.runtime.offload.opened import Offloaded, OffloadReport, check_offloaded, open_offloaded
 from cellar.runtime.probes.linear import chooser_of
+from cellar.runtime.probes.quantized import quantized_chooser_of
 from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.probes.scores import wide_layers
 from cellar.runtime.protocol import Capacity
@@ -309,7 +311,7 @@ def _open(
         prepare_kernels(getattr(torch, dtype))
     else:
         profiles = profiles_of(config.device.machine_profile, device)
-        change = _preparing(chooser_of(profiles))
+        change = _preparing(chooser_of(profiles), quantized_chooser_of(profiles))
         if model_config.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
         if not config.device.enforce_eager:
@@ -428,17 +430,17 @@ def _threads(asked: int | None, offloaded: Offloaded | None) -> int | None:
     return torch.get_num_threads() if asked is None and offloaded is not None else asked
 
 
-def _pack_linear(spec: TensorSpec, tensor: torch.Tensor) -> Weight:
-    return pack(tensor) if is_linear(spec) else tensor
+def _pack_linear(spec: TensorSpec, weight: Weight) -> Weight:
+    return pack(weight) if is_linear(spec) and isinstance(weight, torch.Tensor) else weight
 
 
-def _preparing(choice_of: Callable[[Shape], LinearChoice | None]) -> loader.Transform:
+def _preparing(choice_of: Callable[[Shape], LinearChoice | None], quantized_choice_of: ChoiceOf) -> loader.Transform:
     """Each matrix gets its counters and its choice of kernels."""
 
-    def change(spec: TensorSpec, tensor: torch.Tensor) -> Weight:
-        if not is_linear(spec):
-            return tensor
-        return prepare(tensor, choice_of(Shape(*tensor.shape)))
+    def change(spec: TensorSpec, weight: Weight) -> Weight:
+        if not isinstance(weight, torch.Tensor):
+            return on_device(weight, quantized_choice_of)
+        return prepare(weight, choice_of(Shape(*weight.shape))) if is_linear(spec) else weight
 
     return change
 

@@ -138,8 +138,7 @@ def _forward(model: Model, prepare: loader.Transform, comm: Comm | None) -> Forw
     count = max(2, 1 + max(kinds.index(kind) for kind in kinds))
 
     def made(tensors: Any) -> dict[str, Any]:
-        dtype = getattr(torch, spec.dtype)
-        return {t.name: prepare(t, torch.empty(t.shape, dtype=dtype, device=META)) for t in tensors}
+        return {t.name: prepare(t, loader.meta_reader(t)) for t in tensors}
 
     head = made(empty["head"])
     if spec.tied_head:

@@ -1,0 +1,90 @@
+"""Quantized matrices on a GPU, with what their products look up: kernels by number of tokens, and counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.room import room_of
+from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, default_choice
+from cellar.quant.matrix import Quantized, dequantized, in_order
+from cellar.quant.packed import Packed, packed, packs, unpacked
+from cellar.quant.triton import multiply_packed
+from cellar.quant.weight import QuantizedWeight, StackedWeight
+
+ChoiceOf: TypeAlias = Callable[[Shape], QuantizedChoice | None]
+
+# Tiles of tokens for which split products have counters; with more of them there are enough programs without a split.
+_MOST_ACROSS = 4
+
+
+class PackedWeight(LinearWeight):
+    """A quantized matrix in the kernels' form. `order`: its columns as those of x, None where they lie so already.
+
+    Activations keep the run's dtype, as on the CPU.
+    """
+
+    __slots__ = ("arrivals", "choice", "matrix", "order")
+
+    def __init__(self, matrix: Packed, order: Tensor | None, choice: QuantizedChoice | None) -> None:
+        super().__init__(*matrix.shape)
+        choice = choice or default_choice(matrix.format, *matrix.shape)
+        self.matrix = matrix
+        self.order = order
+        self.choice = choice.fitting(matrix.format, room_of(matrix.words.device))
+        counters = -(-matrix.shape[0] // LEAST_ROWS) * _MOST_ACROSS
+        self.arrivals = torch.zeros(counters, dtype=torch.int32, device=matrix.words.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Words, scales, zero points and the order of columns."""
+        return self.matrix.nbytes + (0 if self.order is None else self.order.numel() * self.order.element_size())
+
+    def kernel(self, x: Tensor) -> Kernel:
+        """The kernel for these tokens; in float32 several are for the library."""
+        m = x.shape[0]
+        return None if x.dtype == torch.float32 and m > 1 else self.choice.at(m)
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By the kernel of the choice."""
+        if not x.shape[0]:
+            return x.new_empty((0, self.out_features))
+        if self.order is not None:
+            x = x[:, self.order]
+        return multiply_packed(x, self.matrix, bias, self.kernel(x), self.arrivals)
+
+    def dense(self) -> Tensor:
+        """float32 [out, in]."""
+        return dequantized(self._given())
+
+    def remade(self, matrix: Tensor) -> LinearWeight:
+        """Another matrix, quantized to the same format."""
+        return on_device(QuantizedWeight(self._given()).remade(matrix))
+
+    def slice(self, axis: int, part: range) -> LinearWeight:
+        """Rows or columns, with the codes and scales that they have. Raises ConfigError where that cuts a group."""
+        return on_device(QuantizedWeight(self._given()).slice(axis, part))
+
+    def _given(self) -> Quantized:
+        """The matrix with its columns where they were."""
+        matrix = unpacked(self.matrix)
+        return matrix if self.order is None else in_order(matrix, self.order)
+
+
+def on_device(weight: LinearWeight, choice_of: ChoiceOf = lambda shape: None) -> LinearWeight:
+    """A quantized weight in the form that a GPU multiplies, with its choice (None: what its shape suggests).
+
+    What has no such form stays as it is.
+    """
+    if isinstance(weight, StackedWeight):
+        return StackedWeight([on_device(part, choice_of) for part in weight.parts])
+    if not isinstance(weight, QuantizedWeight) or not packs(weight.matrix):
+        return weight
+    format = weight.matrix.format
+    shape = Shape(*weight.matrix.shape, format.name, format.group)
+    return PackedWeight(packed(weight.matrix), weight.order, choice_of(shape))

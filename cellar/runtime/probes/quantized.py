@@ -1,0 +1,248 @@
+"""Quantized matrices: the fastest kernel for each shape and format of a model at each number of tokens.
+
+    python -m cellar.runtime.probes.quantized --models llama-3-8b --base h200 --output h200.json
+
+adds those of some models to a profile; `cellar profile --model NAME` does it for a checkpoint that is quantized. Every
+kernel's result is compared with the dequantized matrix's first: one that differs, or that the device refuses, is out of
+the race.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cellar.core.formats import Format
+from cellar.core.hardware import Profile
+from cellar.core.specs import ModelSpec
+from cellar.models.quantization import is_linear
+from cellar.ops.linear.choice import Shape
+from cellar.quant.choice import (
+    Kernel,
+    QuantizedChoice,
+    QuantizedTiming,
+    Tiles,
+    quantized_choices,
+    tables_with,
+)
+from cellar.quant.matrix import dequantized, quantized
+from cellar.quant.packed import Packed, packed, parts_of, span_of, unpacked
+from cellar.quant.triton import multiply_packed
+from cellar.runtime.probes.context import ProbeContext, synchronize
+from cellar.runtime.probes.rotation import Rotation
+
+TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
+DTYPE = torch.bfloat16
+# In bfloat16: codes of a fourth of that do not fit a cache either.
+NBYTES = 1 << 30
+ROUNDS = 5
+# Error, as a part of the result's norm, that rounding to bfloat16 may make.
+TOLERANCE = 1e-2
+
+# (rows, stages, warps) from so many tokens on.
+TILES: Mapping[int, Sequence[tuple[int, int, int]]] = {
+    1: ((64, 4, 4), (128, 4, 8), (128, 3, 4), (128, 4, 4)),
+    32: ((64, 4, 4), (128, 4, 8), (128, 3, 8), (128, 4, 4)),
+    64: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8)),
+    128: ((64, 3, 4), (128, 3, 8), (128, 4, 8)),
+}
+# What is asked for ahead of the kernel in front, and whether the one behind may begin early.
+STARTS = ((8, False), (0, False), (8, True))
+
+
+def quantized_chooser_of(profiles: Sequence[Profile]) -> Callable[[Shape], QuantizedChoice | None]:
+    """What runs a shape: the first profile that has measured it decides; None where none has."""
+    found: dict[Shape, QuantizedChoice] = {}
+    for profile in reversed(profiles):
+        found |= quantized_choices(profile.tables)
+    return found.get
+
+
+def quantized_shapes_of(spec: ModelSpec) -> dict[Shape, Format]:
+    """The quantized matrices of a model; of parts in unequal formats each one."""
+    found: dict[Shape, Format] = {}
+    for tensor in spec.tensors():
+        if not is_linear(tensor) or not tensor.formats:
+            continue
+        if len(set(tensor.formats)) == 1:
+            matrices = [(tensor.shape[0], tensor.formats[0])]
+        else:
+            matrices = [(len(region.rows), tensor.formats[region.part]) for region in tensor.regions()]
+        for n, format in matrices:
+            if format.is_quantized:
+                found[Shape(n, tensor.shape[1], format.name, format.group)] = format
+    return found
+
+
+def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
+    """Kernels and sizes that are worth a try."""
+    if m > 512:
+        return [None]
+    blocks = -(-k // (parts_of(format) * span_of(format)))
+    found: list[Kernel] = []
+    for i, (rows, stages, warps) in enumerate(TILES[max(t for t in TILES if t <= m)]):
+        for splits in (1, 2, 4, 8) if n < 12_000 else (1, 2):
+            if 100 <= n * splits // rows * -(-m // 128) <= 1024 and splits <= blocks // 2:
+                starts = STARTS if i == 0 and m <= 32 else STARTS[:1]
+                tokens = min(128, max(8, m))
+                found += [Tiles(rows, tokens, stages, splits, warps, ahead, early) for ahead, early in starts]
+    found = found or [Tiles(32, max(8, min(m, 128)), 3, 1)]
+    if m >= 128:
+        found += [Tiles(128, 64, stages, splits, 8, 8) for stages in (3, 4) for splits in (1, 2)]
+        found += [Tiles(64, 64, 4, splits, 4, 8) for splits in (1, 2)]
+        found.append(None)
+    return found
+
+
+class QuantizedTimer(Protocol):
+    """Seconds of one matrix on a machine."""
+
+    def seconds(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
+        """`m` tokens by each kernel; None where it cannot run, or is wrong."""
+
+
+def probe(context: ProbeContext, profile: Profile) -> Profile:
+    """Adds the table `linear.quantized` with the quantized shapes of the context's model; on an accelerator only."""
+    if context.accelerator is None or context.spec is None:
+        return profile
+    return with_quantized_shapes(profile, quantized_shapes_of(context.spec), context.accelerator)
+
+
+def with_quantized_shapes(
+    profile: Profile,
+    shapes: Mapping[Shape, Format],
+    device: torch.device,
+    report: Callable[[str], None] = lambda line: None,
+    keep: Callable[[Profile], None] = lambda profile: None,
+) -> Profile:
+    """The profile with all these measured; `keep` gets it after each, so that a cut-off run has something."""
+    for shape, format in shapes.items():
+        started = time.perf_counter()
+        timer = DeviceTimer(shape.n, shape.k, format, device)
+        timer.compile_all(TOKENS)
+        timings = timings_with(shape, format, timer)
+        profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}))
+        keep(profile)
+        del timer
+        ratios = " ".join(f"{t.m}:{t.library / t.seconds:.2f}" for t in timings)
+        report(f"{shape}: over the expanded matrix {ratios}; {time.perf_counter() - started:.1f} s")
+    return profile
+
+
+def timings_with(
+    shape: Shape, format: Format, timer: QuantizedTimer, tokens: Sequence[int] = TOKENS
+) -> list[QuantizedTiming]:
+    """The fastest kernel of a shape at each number of tokens."""
+    found = []
+    for m in tokens:
+        kernels = [kernel for kernel in kernels_for(m, shape.n, shape.k, format) if kernel is not None]
+        *seconds, library = timer.seconds(m, [*kernels, None])
+        assert library is not None, "the library multiplies everything"
+        ways: list[tuple[float, Kernel]] = [(library, None)]
+        ways += [(s, kernel) for s, kernel in zip(seconds, kernels, strict=True) if s is not None]
+        best, kernel = min(ways, key=lambda way: way[0])
+        found.append(QuantizedTiming(m, kernel, best, library))
+    return found
+
+
+class DeviceTimer:
+    """A `QuantizedTimer` of an accelerator, over matrices that take turns."""
+
+    def __init__(self, n: int, k: int, format: Format, device: torch.device, nbytes: int = NBYTES) -> None:
+        self._device = device
+        self._shape, self._format = (n, k), format
+        self.rotation: Rotation[Packed] = Rotation(
+            n, k, DTYPE, device, nbytes=nbytes, change=lambda matrix: packed(quantized(matrix, format))
+        )
+        self.exact = dequantized(unpacked(self.rotation.weights[0]))
+        self.rotation.plain.clear()
+
+    def compile_all(self, tokens: Iterable[int]) -> None:
+        """All kernels for these numbers of tokens, in threads of their own, without a look at what comes out."""
+
+        def compiled(m: int, kernel: Kernel) -> None:
+            # What goes wrong here goes wrong again where it is timed.
+            with suppress(Exception), torch.inference_mode():
+                multiply_packed(self.tokens(m), self.rotation.weights[0], None, kernel)
+
+        with ThreadPoolExecutor(16) as threads:
+            for m in tokens:
+                for kernel in kernels_for(m, *self._shape, self._format):
+                    threads.submit(compiled, m, kernel)
+        synchronize(self._device)
+
+    def tokens(self, m: int) -> Tensor:
+        """Random ones."""
+        return torch.randn((m, self._shape[1]), device=self._device, dtype=DTYPE)
+
+    def seconds(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
+        """As `QuantizedTimer` says."""
+        x = self.tokens(m)
+        expected = x.float() @ self.exact.T
+        return [self._seconds(partial(product, x, kernel), expected) for kernel in kernels]
+
+    def _seconds(self, call: Callable[[Packed], Tensor], expected: Tensor) -> float | None:
+        from triton.runtime.errors import TritonError
+
+        try:
+            got = call(self.rotation.weights[0])
+        except TritonError:
+            # Too much shared memory, or too many registers, for this device.
+            return None
+        if not float((got - expected).norm()) <= TOLERANCE * float(expected.norm()):
+            return None
+        return self.rotation.seconds([call], ROUNDS)[0]
+
+
+def product(x: Tensor, kernel: Kernel, weight: Packed) -> Tensor:
+    """x W^T by one kernel."""
+    return multiply_packed(x, weight, None, kernel)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    from cellar.models.registry import open_model, shipped_config
+    from cellar.runtime.device import resolve_device
+    from cellar.runtime.probes.registry import shipped
+
+    parser = argparse.ArgumentParser(description="Add quantized matrices of models to a profile.")
+    parser.add_argument("--models", required=True, help="names of shipped configs, comma-separated")
+    parser.add_argument("--quantization", default="int4,int8,fp8", help="as models are quantized on loading")
+    parser.add_argument("--base", required=True, help="profile to add to: a file, or the name of a shipped one")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="auto")
+    options = parser.parse_args(arguments)
+    device = resolve_device(options.device)
+    if device.type == "cpu":
+        sys.exit("these kernels are for accelerators, and this machine has none; run it where one is.")
+    shapes: dict[Shape, Format] = {}
+    for name in options.models.split(","):
+        config = shipped_config(name)
+        if config is None:
+            sys.exit(f"no config {name!r} comes with the package; `cellar inspect` takes those that do.")
+        for quantization in options.quantization.split(","):
+            shapes |= quantized_shapes_of(open_model(config, "bfloat16", quantization=quantization).spec)
+    base = Path(options.base)
+    profile = Profile.load(base) if base.is_file() else shipped(options.base)
+    with torch.inference_mode(), torch.cuda.device(device):
+        with_quantized_shapes(
+            profile,
+            shapes,
+            device,
+            report=lambda line: print(line, flush=True),
+            keep=lambda found: found.save(options.output),
+        )
+
+
+if __name__ == "__main__":
+    main()
