@@ -132,7 +132,8 @@ def peers(n: int, k: int, tokens: Sequence[int], device: torch.device, nbytes: i
             return torch._scaled_mm(x8, w.t(), by_token, by_row, out_dtype=torch.bfloat16)  # noqa: B023
 
         def packed_4(w: tuple[Tensor, Tensor]) -> Tensor:
-            return torch._weight_int4pack_mm(x, w[0], 64, w[1])  # noqa: B023
+            out: Tensor = torch.ops.aten._weight_int4pack_mm(x, w[0], 64, w[1])  # noqa: B023
+            return out
 
         line: dict[str, object] = {"n": n, "k": k, "m": m}
         for name, replay in (

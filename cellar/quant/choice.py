@@ -24,27 +24,18 @@ LEAST_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes of tiles: rows, tokens (of fewer tokens the next power of two), stages in flight, splits along K, warps.
-
-    ahead: turns whose words are asked for before the kernel in front has ended. early: the next kernel may begin when
-    this one has begun, not when its sums are done.
-    """
+    """Sizes of tiles: rows, tokens (of fewer tokens the next power of two), stages in flight, splits along K, warps."""
 
     rows: int
     tokens: int
     stages: int
     splits: int
     warps: int = 4
-    ahead: int = 0
-    early: bool = False
 
     def __post_init__(self) -> None:
         _check(self, {"rows": LEAST_ROWS, "tokens": 8, "warps": 1})
-        if self.stages < 1 or self.splits < 1 or self.ahead < 0:
-            raise ConfigError(
-                f"tiles cannot have {self.stages} stages, {self.splits} splits and {self.ahead} turns ahead; give 1, 1 "
-                "and 0 or more."
-            )
+        if self.stages < 1 or self.splits < 1:
+            raise ConfigError(f"tiles cannot have {self.stages} stages and {self.splits} splits; give 1 or more.")
 
     def shared(self, format: Format, tokens: int, room: Room) -> int:
         """Bytes of shared memory for so many tokens of 16-bit floats: words and tokens of the turns in flight.
@@ -106,9 +97,13 @@ class QuantizedChoice:
 
 def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
     """What was fastest on an H200 for matrices of about this shape (docs/log/quantized-gpu.md)."""
-    splits = 1 if n > 12_000 else 4
-    few = Tiles(64, 32, 4, splits)
-    return QuantizedChoice((32, 512), (few, Tiles(128, 64, 3, 1, 8)))
+    narrow = n <= 12_000
+    if parts_of(format) == 4:
+        few, many, most = Tiles(64, 32, 4, 8 if narrow else 1), Tiles(128, 128, 3, 4 if narrow else 1, 8), 192
+    else:
+        splits = 1 if not narrow else 4 if k > 8192 else 2
+        few, many, most = Tiles(64, 32, 4, 4 if narrow else 1), Tiles(64, 128, 3, splits), 512
+    return QuantizedChoice((32, 64, most), (few, Tiles(64, 64, 4, 4 if narrow else 1), many))
 
 
 # -- the table in the profile ------------------------------------------------------------------------
@@ -116,7 +111,7 @@ def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
 # A row has the fastest kernel of one shape at m tokens with its sizes (0 where it has none), its seconds and those of
 # the expanded matrix with the library.
 TABLE = "linear.quantized"
-SIZES = ("rows", "tokens", "stages", "splits", "warps", "ahead", "early")
+SIZES = ("rows", "tokens", "stages", "splits", "warps")
 COLUMNS = (*KEY, "m", "kernel", *SIZES, "seconds", "library_seconds")
 _TILES, _LIBRARY = "tiles", "library"
 
@@ -132,7 +127,7 @@ class QuantizedTiming:
 
     def row(self, shape: Shape) -> tuple[float | int | str, ...]:
         """As the table has it."""
-        sizes = (0,) * len(SIZES) if self.kernel is None else tuple(int(size) for size in astuple(self.kernel))
+        sizes = (0,) * len(SIZES) if self.kernel is None else astuple(self.kernel)
         name = _LIBRARY if self.kernel is None else _TILES
         return (*shape, self.m, name, *sizes, self.seconds, self.library)
 
@@ -158,8 +153,8 @@ def quantized_timings(tables: Mapping[str, Table]) -> dict[Shape, list[Quantized
     for n, k, format, group, m, name, *sizes, seconds, library in table.rows:
         if name not in (_TILES, _LIBRARY):
             raise ConfigError(f"the profile names a kernel {name!r}, but only tiles and library are known.")
-        rows, tokens, stages, splits, warps, ahead, early = map(int, sizes)
-        kernel = Tiles(rows, tokens, stages, splits, warps, ahead, bool(early)) if name == _TILES else None
+        rows, tokens, stages, splits, warps = map(int, sizes)
+        kernel = Tiles(rows, tokens, stages, splits, warps) if name == _TILES else None
         shape = Shape(int(n), int(k), str(format), int(group))
         found.setdefault(shape, []).append(QuantizedTiming(int(m), kernel, float(seconds), float(library)))
     return {shape: sorted(timings, key=lambda t: t.m) for shape, timings in found.items()}

@@ -140,8 +140,6 @@ def _tiles(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrival
         ACROSS=across,
         SPLITS=splits,
         STAGES=sizes.stages,
-        AHEAD=sizes.ahead,
-        EARLY=sizes.early,
         FEW=tokens <= _FEW,
         RAISED_ASM=_PAIRS["raised int4"],
         HAS_BIAS=bias is not None,
@@ -219,20 +217,6 @@ def _pairs(words, less, part: tl.constexpr, ASM: tl.constexpr, HAS_LESS: tl.cons
 
 
 @kernel
-def _ask(start, nbytes):  # type: ignore[no-untyped-def]
-    """Have so many bytes, a multiple of 16, brought into the second-level cache."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [start.to(tl.int64), nbytes],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@kernel
 def _scale(stored, FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32; of mxfp4 exponents with a bias of 127."""
     if FORMAT == "mxfp4":
@@ -294,8 +278,6 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     ACROSS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EARLY: tl.constexpr,
     FEW: tl.constexpr,
     RAISED_ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -321,19 +303,12 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     BEYOND: tl.constexpr = FEW and (HAS_ZEROS or RAISED)
     tile = tl.program_id(0)
     split = tl.program_id(1)
-    row = (tile // ACROSS) * BN
-    rows = row + tl.arange(0, BN)
+    rows = (tile // ACROSS) * BN + tl.arange(0, BN)
     tokens = (tile % ACROSS) * MP + tl.arange(0, MP)
     inner = tl.arange(0, SPAN)
     first = split * TURNS
     if PDL:
-        # Weights depend on nothing that comes before.
-        for turn in tl.static_range(min(AHEAD, TURNS)):
-            if first + turn < ALL:
-                _ask(words + ((first + turn) * n + row) * SPAN, min(BN, n - row) * (SPAN * 2))
         tl.extra.cuda.gdc_wait()
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
     acc = tl.zeros([BN, MP], tl.float32)
     # Scales and zero points are asked for a turn ahead: they are too few to go through the pipeline of the words.
     next_scales, next_zeros = _shared(
@@ -400,7 +375,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
                     part_sum += sums
             if GROUPS > 0 and FEW and ((part + 1) * GROUPS) % PARTS == 0:
                 acc += part_sum * _scale(these_scales[part * GROUPS // PARTS], FORMAT)[:, None]
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     good = (rows < n)[:, None] & (tokens < m)[None, :]
     done = True

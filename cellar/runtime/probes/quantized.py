@@ -56,8 +56,6 @@ TILES: Mapping[int, Sequence[tuple[int, int, int]]] = {
     64: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8)),
     128: ((64, 3, 4), (128, 3, 8), (128, 4, 8)),
 }
-# What is asked for ahead of the kernel in front, and whether the one behind may begin early.
-STARTS = ((8, False), (0, False), (8, True))
 
 
 def quantized_chooser_of(profiles: Sequence[Profile]) -> Callable[[Shape], QuantizedChoice | None]:
@@ -90,17 +88,14 @@ def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
         return [None]
     blocks = -(-k // (parts_of(format) * span_of(format)))
     found: list[Kernel] = []
-    for i, (rows, stages, warps) in enumerate(TILES[max(t for t in TILES if t <= m)]):
+    tokens = min(128, max(8, m))
+    for rows, stages, warps in TILES[max(t for t in TILES if t <= m)]:
         for splits in (1, 2, 4, 8) if n < 12_000 else (1, 2):
             if 100 <= n * splits // rows * -(-m // 128) <= 1024 and splits <= blocks // 2:
-                starts = STARTS if i == 0 and m <= 32 else STARTS[:1]
-                tokens = min(128, max(8, m))
-                found += [Tiles(rows, tokens, stages, splits, warps, ahead, early) for ahead, early in starts]
-    found = found or [Tiles(32, max(8, min(m, 128)), 3, 1)]
+                found.append(Tiles(rows, tokens, stages, splits, warps))
+    found = found or [Tiles(32, tokens, 3, 1)]
     if m >= 128:
-        found += [Tiles(128, 64, stages, splits, 8, 8) for stages in (3, 4) for splits in (1, 2)]
-        found += [Tiles(64, 64, 4, splits, 4, 8) for splits in (1, 2)]
-        found.append(None)
+        found += [Tiles(128, 64, 3, 1, 8), Tiles(128, 64, 4, 1, 8), Tiles(64, 64, 4, 1), None]
     return found
 
 

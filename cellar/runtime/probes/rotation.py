@@ -72,6 +72,7 @@ class Rotation(Generic[W]):
 
     def replay_over(self, call: Callable[[V], object], chosen: Sequence[V]) -> Callable[[], None]:
         """The same over other forms of them."""
+
         def all_of_them() -> None:
             for number in range(self.launches):
                 call(chosen[number % len(chosen)])

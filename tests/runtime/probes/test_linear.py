@@ -207,7 +207,7 @@ def test_without_an_accelerator_or_a_model_nothing_is_measured(tmp_path: Path) -
     names: list[str] = []
     context = ProbeContext(None, tmp_path, 2**20, 32, 0.005, "llama-2-7b", spec_of("llama-2-7b"))
     assert registry.measure(context, names.append).model == "llama-2-7b"
-    assert names[-2:] == ["linear", "scores"]
+    assert names[-3:] == ["linear", "quantized", "scores"]
 
 
 def profile_with(machine: str, **kernels: Kernel) -> Profile:

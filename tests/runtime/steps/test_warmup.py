@@ -36,7 +36,9 @@ def model_of(name: str) -> Model:
 
 
 def listed(name: str, machine: Machine, num_rows: int = 64, most_tokens: int = 256) -> Kernels:
-    return kernels_of(model_of(name), _preparing(chooser_of([shipped("h200")]), lambda shape: None), machine, num_rows, most_tokens)
+    return kernels_of(
+        model_of(name), _preparing(chooser_of([shipped("h200")]), lambda shape: None), machine, num_rows, most_tokens
+    )
 
 
 def names(launches: tuple[Launch, ...]) -> Counter[str]:
