@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -136,11 +136,12 @@ def peers(n: int, k: int, tokens: Sequence[int], device: torch.device, nbytes: i
             return out
 
         line: dict[str, object] = {"n": n, "k": k, "m": m}
-        for name, replay in (
+        ways: tuple[tuple[str, Callable[[], Callable[[], None]]], ...] = (
             ("bfloat16", lambda: rotation.replay(lambda w: torch.nn.functional.linear(x, w))),  # noqa: B023
             ("scaled_mm", lambda: rotation.replay_over(scaled, eight)),
             ("int4pack_mm", lambda: rotation.replay_over(packed_4, four)),
-        ):
+        )
+        for name, replay in ways:
             try:
                 line[name] = round(1e6 * rotation.by_turns([replay()], ROUNDS)[0], 2)
             except Exception as failure:
