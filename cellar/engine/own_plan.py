@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
-from cellar.planner.capped import KV_SHARE, Rates, Room, capped_plan, fits
+from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
 from cellar.planner.saved import Limits, SavedPlan
 
 HOST_SHARE = 0.9
@@ -25,7 +24,6 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
     from cellar.models import registry
     from cellar.runtime.device import resolve_device
     from cellar.runtime.memory import host_available
-    from cellar.runtime.offload.rates import measured_rates
 
     sizes = config.offload.nbytes
     held = sizes["device"]
@@ -57,10 +55,4 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
             f"{name} is quantized and does not fit device_memory, but quantized weights are not offloaded yet; raise "
             "device_memory, or leave quantization out."
         )
-    rates = None
-    if kind == "gpu":
-        # In a thread of its own, which takes its OpenMP team with it (`open_local` says why).
-        with ThreadPoolExecutor(1, "cellar-rates") as thread:
-            found = thread.submit(measured_rates, spec, device).result()
-        rates = Rates(found.link, found.multiply, found.attention)
-    return config, capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates)
+    return config, capped_plan(spec, room, limits, model=name, machine=str(device))

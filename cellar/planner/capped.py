@@ -60,11 +60,12 @@ class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory.
 
-    Those of an H200 and its 16 cores; `cellar profile` measures others.
+    Those of an H200 and its 16 cores. `multiply` 0: no rows are left to the CPU, until that has been compared with the
+    resident engine on a GPU.
     """
 
     link: float = 50e9
-    multiply: float = 80e9
+    multiply: float = 0.0
     attention: float = 60e9
     device: float = 4e12
 
@@ -238,7 +239,11 @@ def predicted_pass(
     if count <= CPU_TOKENS:
         rows = away * rates.multiply / (rates.multiply + rates.link)
     link = (away - rows) / rates.link
-    return count, {"link": link, "cpu": rows / rates.multiply + attention, "device": own / rates.device}
+    return count, {
+        "link": link,
+        "cpu": (rows / rates.multiply if rows else 0.0) + attention,
+        "device": own / rates.device,
+    }
 
 
 def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:
