@@ -45,6 +45,7 @@ def plan(
         str | None,
         typer.Option(help="Numbers of devices with commas: latency against cost over all of them, no single plan."),
     ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="K and V as an engine keeps them: auto, fp8 or int4.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per chunk of KV: 16, 32 or 64.")] = 32,
     diagonal: Annotated[bool, typer.Option("--diagonal", help="Consider the diagonal block schedule too.")] = False,
     device_memory: Annotated[
@@ -69,6 +70,7 @@ def plan(
     """Search placement, partition and pipeline together; print the best plan, what binds it, and the frontier."""
     import json as jsonlib
 
+    from cellar.models.registry import with_kv_dtype
     from cellar.planner.cost import dimensions
     from cellar.planner.offload import Job
     from cellar.planner.saving import run_dtype, saved_plan
@@ -88,6 +90,7 @@ def plan(
         fast_bfloat16=fast_bfloat16(profile),
         chunk_size=CacheConfig(block_size=block_size).block_size,
     )
+    spec = with_kv_dtype(spec, CacheConfig(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype)
     sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
     if here.device.kind == "cpu" and sizes["device"] is not None:
         said: dict[str, Any] = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}
@@ -105,7 +108,7 @@ def plan(
             typer.echo(str(output))
         return
     here = here.limited(sizes)
-    job, chosen_formats = Job(prompt, generate), _formats(formats, spec.dtype)
+    job, chosen_formats = Job(prompt, generate), _formats(formats, spec)
     if prompt + generate > spec.max_position:
         raise ConfigError(
             f"{prompt} + {generate} tokens are more than the {spec.max_position} that {model} can attend to; "
@@ -193,7 +196,20 @@ def _named(model: str) -> str:
     return str(path.resolve()) if path.exists() else model
 
 
-def _formats(names: str | None, dtype: str) -> tuple[Any, ...]:
+def _formats(names: str | None, spec: ModelSpec) -> tuple[Any, ...]:
+    """Those of weights; K and V as the spec has them, if it has them in fewer bits."""
+    from dataclasses import replace
+
+    from cellar.planner.saved import kv_cache_dtype_of
+
+    found, kept, group = _named_formats(names, spec.dtype), kv_cache_dtype_of(spec), spec.kv.groups[0]
+    if kept == "auto":
+        return found
+    each = group.row_nbytes / group.head_dim
+    return tuple(replace(form, name=f"{form.name}, KV {kept}", kv_bytes=each) for form in found)
+
+
+def _named_formats(names: str | None, dtype: str) -> tuple[Any, ...]:
     from cellar.planner.partition import FORMATS, formats_of
 
     if names is None:

@@ -40,7 +40,7 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
     schedule = replace(
         config.schedule, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
     )
-    cache = replace(config.cache, block_size=plan.chunk_size)
+    cache = replace(config.cache, block_size=plan.chunk_size, kv_cache_dtype=plan.kv_cache_dtype)
     return replace(config, model=model, schedule=schedule, cache=cache), plan
 
 
@@ -50,6 +50,7 @@ def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file
     for part, name, planned in (
         ("model", "dtype", plan.dtype),
         ("cache", "block_size", plan.chunk_size),
+        ("cache", "kv_cache_dtype", plan.kv_cache_dtype),
         ("schedule", "max_num_seqs", limits.max_num_seqs),
         ("schedule", "max_num_batched_tokens", limits.max_num_batched_tokens),
     ):

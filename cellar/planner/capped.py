@@ -18,7 +18,7 @@ from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
 from cellar.planner.offload import logits_bytes, working_bytes
-from cellar.planner.saved import Limits, SavedPlan, geometry_of
+from cellar.planner.saved import Limits, SavedPlan, geometry_of, kv_cache_dtype_of
 
 KV_SHARE = 0.25
 """Of the device's memory, for KV, if nobody says how much: more sequences share a pass's weights, fewer rows stay."""
@@ -147,6 +147,7 @@ def capped_plan(
             "rates": asdict(rates) if room.kind != "cpu" else {},
             "decode_pass": {"sequences": count, "seconds": seconds} if room.kind != "cpu" else {},
         },
+        kv_cache_dtype=kv_cache_dtype_of(spec),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.errors import ConfigError
+from cellar.core.kv_formats import kv_format
 from cellar.core.messages import BlockSchedule, Partition, Placed, PlacedUnits, Placement
 from cellar.core.specs import ModelSpec
 from cellar.planner.work import StepCost
@@ -42,7 +43,7 @@ class SavedPlan:
     """A plan for one model on one kind of machine. `geometry` is that of `geometry_of` the model's spec.
 
     `device` is the kind of what computes, cpu or gpu. `limits`, `cost` and `steps` are there for resident plans, which
-    run; `figures` are what the planner promises for its job.
+    run; `figures` are what the planner promises for its job. `kv_cache_dtype`: in what the chunks of KV are counted.
     """
 
     model: str
@@ -56,10 +57,17 @@ class SavedPlan:
     cost: StepCost | None
     steps: tuple[StepShape, ...]
     figures: Mapping[str, Any]
+    kv_cache_dtype: str = "auto"
 
     def to_json(self) -> str:
         """The plan as a JSON document with its schema version."""
         return json.dumps({"schema": PLAN_SCHEMA, **asdict(self)}, indent=1)
+
+
+def kv_cache_dtype_of(spec: ModelSpec) -> str:
+    """The option that keeps K and V as the spec has them."""
+    dtype = spec.kv.groups[0].dtype
+    return "auto" if kv_format(dtype) == "plain" else dtype
 
 
 def geometry_of(spec: ModelSpec) -> str:

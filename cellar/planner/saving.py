@@ -11,7 +11,7 @@ from cellar.planner.partition import Formats
 from cellar.planner.placement import placement
 from cellar.planner.plans import Plan
 from cellar.planner.resident import resident_bytes
-from cellar.planner.saved import Limits, SavedPlan, StepShape, geometry_of
+from cellar.planner.saved import Limits, SavedPlan, StepShape, geometry_of, kv_cache_dtype_of
 from cellar.planner.steps import StepPrices
 from cellar.planner.work import StepCost, StepWork
 
@@ -42,6 +42,7 @@ def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> Save
         cost=cost,
         steps=steps,
         figures={**about, **plan.figures()},
+        kv_cache_dtype=kv_cache_dtype_of(spec),
     )
 
 

@@ -10,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cellar.core.config import CacheConfig
+from cellar.core.kv_formats import kv_cache_dtype as kv_format_name
 from cellar.core.specs import ModelSpec
+from cellar.models.registry import with_kv_dtype
 from cellar.reports.models import model_spec
 from cellar.runtime.memory import host_available, human
 
@@ -49,6 +51,7 @@ class Anatomy:
     tied_head: bool
     num_parameters: int
     weight_nbytes: int
+    kv_dtype: str
     kv_nbytes_per_token: int
     flops_per_token: int
     flops_per_token_full_context: int
@@ -64,13 +67,16 @@ class Anatomy:
         return json.dumps(asdict(self))
 
 
-def dissect(model: str | None, dtype: str = "auto", max_model_len: int | None = None) -> Anatomy:
+def dissect(
+    model: str | None, dtype: str = "auto", max_model_len: int | None = None, kv_cache_dtype: str = "auto"
+) -> Anatomy:
     """The anatomy of a directory, a hub name, a shipped config's name, or (None) the demo model.
 
     Raises CheckpointError if there is none, or of an unknown architecture; ConfigError for options out of range.
     """
     device, memory = _memory()
     spec = model_spec(model, "cpu" if device == "cpu" else "gpu", dtype, max_model_len)
+    spec = with_kv_dtype(spec, kv_format_name(kv_cache_dtype))
     return anatomy(model or "demo", spec, device, int(memory * CacheConfig().gpu_memory_utilization))
 
 
@@ -96,6 +102,7 @@ def anatomy(name: str, spec: ModelSpec, device: str, memory: int) -> Anatomy:
         tied_head=spec.tied_head,
         num_parameters=spec.num_parameters(),
         weight_nbytes=spec.nbytes(),
+        kv_dtype=spec.kv.groups[0].dtype,
         kv_nbytes_per_token=spec.kv.nbytes_per_token(),
         flops_per_token=spec.flops(1, 0, 1),
         flops_per_token_full_context=spec.flops(1, spec.max_position, 1),
@@ -135,7 +142,7 @@ def print_anatomy(a: Anatomy) -> None:
         "context": f"{a.context:,} tokens",
         "parameters": f"{a.num_parameters:,}",
         "weights": f"{human(a.weight_nbytes)} in {a.dtype}",
-        "KV cache per token": human(a.kv_nbytes_per_token),
+        "KV cache per token": f"{human(a.kv_nbytes_per_token)} in {a.kv_dtype}",
         "FLOPs per token": f"{a.flops_per_token:.3g}, {a.flops_per_token_full_context:.3g} at full context",
         f"fits here ({a.device})": _fit(a),
     }

@@ -178,6 +178,11 @@ def test_inspect_knows_the_shipped_configs() -> None:
     found = json.loads(cellar("inspect", "llama-3-8b", "--json", "--dtype", "bfloat16").output)
     assert found["num_parameters"] == 8_030_261_248
     assert found["kv_nbytes_per_token"] == 2 * 32 * 8 * 128 * 2
+    # With one byte, or two times two bfloat16, of scales for each head and token.
+    for name, row in (("fp8", 128 + 1), ("int4", 64 + 8)):
+        found = json.loads(cellar("inspect", "llama-3-8b", "--json", "--kv-cache-dtype", name).output)
+        assert (found["kv_dtype"], found["kv_nbytes_per_token"]) == (name, 2 * 32 * 8 * row)
+    assert "is not implemented; use auto" in cellar("inspect", "llama-3-8b", "--kv-cache-dtype", "nvfp4").output
 
 
 def test_bench_offline_ends_with_json(tiny: str, tmp_path: Path) -> None:
@@ -252,7 +257,7 @@ def test_options_are_the_fields() -> None:
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip
     assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
-    assert len(engine) + len(SAMPLING.names()) + 4 < 51
+    assert len(engine) + len(SAMPLING.names()) + 4 < 53
 
 
 def test_sampling_options_become_parameters() -> None:

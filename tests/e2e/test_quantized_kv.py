@@ -6,14 +6,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
-from cellar import LLM, SamplingParams
+from benchmarks import kv_accuracy
+from cellar import LLM, SamplingParams, demo
 from cellar.core.errors import ConfigError
 from cellar.core.messages import Tier
 from cellar.core.sampling import StructuredOutputsParams
 from tests.conformance.test_models import Case, saved_model
 from tests.e2e import test_restart
 from tests.e2e.test_tiers import CHUNK, FAMILIES, Tokens, opened, small_options, talk
+from tests.quant.test_accuracy import TEXT
 
 FORMATS = ("fp8", "int4")
 
@@ -99,6 +102,21 @@ def test_memory_holds_more_chunks(tmp_path: Path) -> None:
             assert llm.spec.kv.chunk_nbytes() * totals[form] <= int(str(options["kv_cache_memory_bytes"]))
     assert totals["auto"] == 40
     assert 2 * totals["auto"] < totals["fp8"] < totals["int4"] * 2
+
+
+@pytest.mark.long
+def test_what_it_costs_a_text() -> None:
+    """Bits per byte of the model that ships; three bits cost more than four may."""
+    tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
+    windows = [tokenizer.encode(TEXT, add_special_tokens=False).ids]
+    found = {}
+    for name in kv_accuracy.FORMATS:
+        with kv_accuracy.engine(None, name, "float32") as llm:
+            found[name] = kv_accuracy.bits_per_byte(llm, windows, tokenizer)
+    lost = {name: bits / found["auto"] - 1 for name, bits in found.items()}
+    assert 0 < abs(lost["fp8"]) < 0.003, lost
+    assert 0 < abs(lost["int4"]) < 0.03, lost
+    assert lost["int4"] < lost[kv_accuracy.THREE_BITS], lost
 
 
 def test_other_names_are_refused() -> None:

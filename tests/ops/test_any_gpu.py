@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from cellar.core.kv_formats import KVFormat, row_nbytes
 from cellar.ops.attention.plan import NARROW_TILE, AttentionBuffers, AttentionShape, AttentionWork, Captured
 from cellar.ops.attention.triton import attention_kernel, decode_attention_kernel, launch_settings, smaller_settings
 from cellar.ops.compile_jobs import CompileJob, jobs_of
@@ -83,19 +84,29 @@ ATTENTION = [
 
 
 def note_attention(
-    architecture: int | str, dtype: torch.dtype, dim: int, tile: int, many: bool, patch: pytest.MonkeyPatch
+    architecture: int | str,
+    dtype: torch.dtype,
+    dim: int,
+    tile: int,
+    many: bool,
+    patch: pytest.MonkeyPatch,
+    kv_format: KVFormat = "plain",
 ) -> list[Launch]:
     """A graph's launch of one class of tiles."""
     patch.setattr("cellar.ops.attention.triton.room_of", lambda device: room_on(architecture))
-    shape = AttentionShape(8, 2, dim, 32, None)
+    patch.setattr("cellar.ops.attention.triton.takes_ptx", lambda x: isinstance(architecture, int))
+    shape = AttentionShape(8, 2, dim, 32, None, kv_format)
     buffers = AttentionBuffers(64, 64, 64, shape, META, depth=1)
     count, none = 100 if many else 1, np.zeros(0, np.int32)
     captured = Captured(count) if tile == NARROW_TILE else Captured(0, count, tile)
     work = AttentionWork(shape, none, none, none, np.zeros(1, np.int32), META, 8, buffers=buffers, captured=captured)
     q, new, cache = empty(4, 8, dim, dtype=dtype), empty(4, 2, dim, dtype=dtype), empty(9, 2, 32, dim, dtype=dtype)
     table = empty(4, 4, dtype=torch.int32)
+    if kv_format != "plain":
+        element = torch.float8_e4m3fn if kv_format == "fp8" else torch.uint8
+        cache = empty(9, 2, 32, row_nbytes(kv_format, dim), dtype=element)
     with noted_launches() as notes:
-        if tile == NARROW_TILE:
+        if tile == NARROW_TILE and kv_format == "plain":
             angles = empty(4, dim, dtype=torch.float32)
             decode_attention_kernel(q, new, new, angles, cache, cache, table, work, 1.0)
         else:
@@ -146,6 +157,31 @@ def test_attention_compiles_and_fits(
     architecture: int | str, dtype: torch.dtype, dim: int, tile: int, many: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (job,) = jobs_of(note_attention(architecture, dtype, dim, tile, many, monkeypatch), target_of(architecture))
+    check(job, architecture)
+
+
+QUANTIZED_ATTENTION: list[tuple[torch.dtype, int, int, KVFormat]] = [
+    (torch.bfloat16, 128, NARROW_TILE, "fp8"),
+    (torch.bfloat16, 128, 128, "fp8"),
+    (torch.float16, 64, 64, "fp8"),
+    (torch.bfloat16, 80, NARROW_TILE, "int4"),
+    (torch.bfloat16, 128, 64, "int4"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "dim", "tile", "kv_format"), QUANTIZED_ATTENTION)
+@pytest.mark.parametrize("architecture", [80, 90, "gfx942"])
+def test_attention_over_quantized_kv_compiles_and_fits(
+    architecture: int | str,
+    dtype: torch.dtype,
+    dim: int,
+    tile: int,
+    kv_format: KVFormat,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = note_attention(architecture, dtype, dim, tile, False, monkeypatch, kv_format)
+    (job,) = jobs_of(notes, target_of(architecture))
     check(job, architecture)
 
 

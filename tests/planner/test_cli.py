@@ -66,6 +66,18 @@ def test_files_and_comparison(tmp_path: Path) -> None:
         assert "tokens per second" in result.output
 
 
+def test_quantized_kv_leaves_room_for_more_sequences(tmp_path: Path) -> None:
+    options = ("llama-2-7b", "--machine", "h200", "--prompt", "1024", "--generate", "128")
+    found, saved = {}, tmp_path / "plan.json"
+    for name in ("auto", "fp8", "int4"):
+        result = plan(*options, "--kv-cache-dtype", name, "--json", "--output", str(saved))
+        assert result.exit_code == 0, result.output
+        found[name] = json.loads(result.stdout)["tokens_per_second"]
+        assert read_plan(saved.read_text()).kv_cache_dtype == name
+    assert found["auto"] < found["fp8"] < found["int4"]
+    assert plan(*options, "--kv-cache-dtype", "fp8_e5m2").exit_code != 0
+
+
 def test_json() -> None:
     result = plan("llama-3-70b", "--machine", "4xH200", "--objective", "latency", "--json")
     assert result.exit_code == 0, result.output

@@ -164,7 +164,7 @@ def _launch(
         DIM=shape.head_dim,
         CHUNK=shape.chunk_size,
         KV=_KV[form],
-        BY_FOURS=settings["TURN"] * settings["BLOCK_DIM"] >= 128 * settings["num_warps"] and _takes_ptx(q),
+        BY_FOURS=settings["TURN"] * settings["BLOCK_DIM"] >= 128 * settings["num_warps"] and takes_ptx(q),
         WINDOW=shape.window or 0,
         WIDE=is_wide,
         NEW=decoded is not None,
@@ -179,7 +179,7 @@ def _launch(
     )
 
 
-def _takes_ptx(x: Tensor) -> bool:
+def takes_ptx(x: Tensor) -> bool:
     """NVIDIA's GPUs, and kernels that are only listed (for one of them, unless this torch is AMD's)."""
     return not interpreted(x) and torch.version.hip is None
 
@@ -733,12 +733,14 @@ def _scales(of, slot, slot_stride, n, stop, CHUNK: tl.constexpr, WIDTH: tl.const
     """What turns the codes of positions n [TURN] into numbers, as it lies in the cache: a byte, or 64 bits."""
     behind = of + slot.to(tl.int64) * slot_stride + CHUNK * WIDTH
     if KV == 2:
-        return tl.load(behind.to(tl.pointer_type(tl.uint64)) + n % CHUNK, mask=n < stop, other=0)
-    return tl.load(behind + n % CHUNK, mask=n < stop, other=0)
+        found = tl.load(behind.to(tl.pointer_type(tl.uint64)) + n % CHUNK, mask=n < stop, other=0)
+    else:
+        found = tl.load(behind + n % CHUNK, mask=n < stop, other=0)
+    return found
 
 
 @kernel
-def _factors(scales, of):  # type: ignore[no-untyped-def]
+def _factors(scales, of: tl.constexpr):  # type: ignore[no-untyped-def]
     """What products with codes of fp8 are to be multiplied by, but for 2^60 that queries or sums have already."""
     power = (scales.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
     return power * (256.0 if of == tl.float16 else 1152921504606846976.0)
@@ -761,15 +763,16 @@ def _numbers(  # type: ignore[no-untyped-def]
     """
     if KV == 1:
         wide: tl.constexpr = tl.float32 if queries.dtype == tl.float32 else tl.bfloat16
-        return _e4m3(keys, queries.dtype, BY_FOURS), _e4m3(values, wide, BY_FOURS)
-    upper = dims >= DIM // 2
-    inside = dims < DIM
-    keys = _int4(keys, upper[:, None], k_scales[None, :])
-    values = _int4(values, upper[None, :], v_scales[:, None])
-    # Of dimensions that there are not the codes are 0, which is the least number.
-    keys = tl.where(inside[:, None], keys, 0.0)
-    values = tl.where(inside[None, :], values, 0.0)
-    return keys.to(queries.dtype), values.to(queries.dtype)
+        key_numbers = _e4m3(keys, queries.dtype, BY_FOURS)
+        value_numbers = _e4m3(values, wide, BY_FOURS)
+    else:
+        upper = dims >= DIM // 2
+        inside = dims < DIM
+        # Of dimensions that there are not the codes are 0, which is the least number.
+        key_numbers = tl.where(inside[:, None], _int4(keys, upper[:, None], k_scales[None, :]), 0.0).to(queries.dtype)
+        value_numbers = tl.where(inside[None, :], _int4(values, upper[None, :], v_scales[:, None]), 0.0)
+        value_numbers = value_numbers.to(queries.dtype)
+    return key_numbers, value_numbers
 
 
 @kernel
@@ -787,29 +790,29 @@ def _e4m3(raw, to: tl.constexpr, BY_FOURS: tl.constexpr):  # type: ignore[no-unt
     """Codes with their bits where `to` has its own: numbers times 2^-8 (float16) or 2^-120. Integers alone."""
     if to == tl.float32:
         wide = raw.to(tl.uint32)
-        return (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
-    if BY_FOURS:
+        numbers = (((wide & 0x80) << 24) | ((wide & 0x7F) << 20)).to(tl.float32, bitcast=True)
+    elif BY_FOURS and to == tl.float16:
         # Two codes are spread to the upper bytes of two halves; their bits but the sign's move down.
-        if to == tl.float16:
-            return tl.inline_asm_elementwise(
-                """{
-                .reg .b32 a, b, c, d;
-                prmt.b32 a, $2, 0, 0x1404;
-                prmt.b32 b, $2, 0, 0x3424;
-                shr.u32 c, a, 1;
-                shr.u32 d, b, 1;
-                and.b32 c, c, 0x3f803f80;
-                and.b32 d, d, 0x3f803f80;
-                lop3.b32 $0, a, 0x80008000, c, 0xea;
-                lop3.b32 $1, b, 0x80008000, d, 0xea;
-                }""",
-                "=r,=r,r",
-                [raw],
-                dtype=tl.float16,
-                is_pure=True,
-                pack=4,
-            )
-        return tl.inline_asm_elementwise(
+        numbers = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 1;
+            shr.u32 d, b, 1;
+            and.b32 c, c, 0x3f803f80;
+            and.b32 d, d, 0x3f803f80;
+            lop3.b32 $0, a, 0x80008000, c, 0xea;
+            lop3.b32 $1, b, 0x80008000, d, 0xea;
+            }""",
+            "=r,=r,r",
+            [raw],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=4,
+        )
+    elif BY_FOURS:
+        numbers = tl.inline_asm_elementwise(
             """{
             .reg .b32 a, b, c, d;
             prmt.b32 a, $2, 0, 0x1404;
@@ -827,10 +830,13 @@ def _e4m3(raw, to: tl.constexpr, BY_FOURS: tl.constexpr):  # type: ignore[no-unt
             is_pure=True,
             pack=4,
         )
-    wide = raw.to(tl.uint16)
-    if to == tl.float16:
-        return (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return (((wide & 0x80) << 8) | ((wide & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
+    elif to == tl.float16:
+        half = raw.to(tl.uint16)
+        numbers = (((half & 0x80) << 8) | ((half & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    else:
+        half = raw.to(tl.uint16)
+        numbers = (((half & 0x80) << 8) | ((half & 0x7F) << 4)).to(tl.bfloat16, bitcast=True)
+    return numbers
 
 
 @kernel

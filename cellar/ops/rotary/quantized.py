@@ -162,25 +162,21 @@ def _quantized_kernel(  # type: ignore[no-untyped-def]
         tl.extra.cuda.gdc_launch_dependents()
     if what == 2:
         d = tl.arange(0, BLOCK_DIM)
-        head = tl.arange(0, BLOCK_Q_HEADS)
-        ok = (head < Q_HEADS)[:, None]
-        x = _turned(q + token * q_token_stride, head[:, None] * q_head_stride, 0, ok, d, half, row, DIM)
-        at = out + (token * Q_HEADS + head[:, None]) * DIM + d[None, :]
-        tl.store(at, x.to(out.dtype.element_ty), mask=ok & (d < DIM)[None, :])
+        q_head = tl.arange(0, BLOCK_Q_HEADS)
+        q_ok = (q_head < Q_HEADS)[:, None]
+        turned = _turned(q + token * q_token_stride, q_head[:, None] * q_head_stride, 0, q_ok, d, half, row, DIM)
+        out_at = out + (token * Q_HEADS + q_head[:, None]) * DIM + d[None, :]
+        tl.store(out_at, turned.to(out.dtype.element_ty), mask=q_ok & (d < DIM)[None, :])
     else:
         head = tl.arange(0, BLOCK_HEADS)
         is_head = head < KV_HEADS
         ok = is_head[:, None]
         slot, offset = place // CHUNK, place % CHUNK
-        at = k + token * k_token_stride
-        stride = head[:, None] * k_head_stride
-        to = k_cache + slot * k_slot_stride
-        if what == 1:
-            at = v + token * v_token_stride
-            stride = head[:, None] * v_head_stride
-            to = v_cache + slot * v_slot_stride
-            half = 0
-        to += head * cache_head_stride
+        is_k = what == 0
+        at = tl.where(is_k, k + token * k_token_stride, v + token * v_token_stride)
+        stride = head[:, None] * tl.where(is_k, k_head_stride, v_head_stride)
+        half = tl.where(is_k, half, 0)
+        to = tl.where(is_k, k_cache + slot * k_slot_stride, v_cache + slot * v_slot_stride) + head * cache_head_stride
         code = tl.arange(0, BLOCK_CODES)
         ok_code = ok & (code < CODES)[None, :]
         code_at = to[:, None] + offset * CODES + code[None, :]
