@@ -70,7 +70,6 @@ def plan(
     """Search placement, partition and pipeline together; print the best plan, what binds it, and the frontier."""
     import json as jsonlib
 
-    from cellar.models.registry import with_kv_dtype
     from cellar.planner.cost import dimensions
     from cellar.planner.offload import Job
     from cellar.planner.saving import run_dtype, saved_plan
@@ -89,8 +88,8 @@ def plan(
         here.device.kind,
         fast_bfloat16=fast_bfloat16(profile),
         chunk_size=CacheConfig(block_size=block_size).block_size,
+        kv_cache_dtype=kv_cache_dtype,
     )
-    spec = with_kv_dtype(spec, CacheConfig(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype)
     sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
     if here.device.kind == "cpu" and sizes["device"] is not None:
         said: dict[str, Any] = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}

@@ -10,9 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cellar.core.config import CacheConfig
-from cellar.core.kv_formats import kv_cache_dtype as kv_format_name
 from cellar.core.specs import ModelSpec
-from cellar.models.registry import with_kv_dtype
 from cellar.reports.models import model_spec
 from cellar.runtime.memory import host_available, human
 
@@ -75,8 +73,8 @@ def dissect(
     Raises CheckpointError if there is none, or of an unknown architecture; ConfigError for options out of range.
     """
     device, memory = _memory()
-    spec = model_spec(model, "cpu" if device == "cpu" else "gpu", dtype, max_model_len)
-    spec = with_kv_dtype(spec, kv_format_name(kv_cache_dtype))
+    kind = "cpu" if device == "cpu" else "gpu"
+    spec = model_spec(model, kind, dtype, max_model_len, kv_cache_dtype=kv_cache_dtype)
     return anatomy(model or "demo", spec, device, int(memory * CacheConfig().gpu_memory_utilization))
 
 

@@ -9,7 +9,7 @@ from cellar.core.config import CacheConfig
 from cellar.core.errors import CheckpointError
 from cellar.core.specs import ModelSpec
 from cellar.models.hub import resolve
-from cellar.models.registry import auto_dtype, open_model, read_config, shipped_config, shipped_names
+from cellar.models.registry import auto_dtype, open_model, read_config, shipped_config, shipped_names, with_kv_dtype
 from cellar.planner import models
 
 
@@ -21,22 +21,24 @@ def model_spec(
     *,
     fast_bfloat16: bool | None = None,
     chunk_size: int = CacheConfig().block_size,
+    kv_cache_dtype: str = "auto",
 ) -> ModelSpec:
     """The spec of a directory, a config.json, a hub name, a shipped config's name, one of `planner.models`, or (None or
     `demo`) the demo model.
 
     `device` is cpu or another kind, for dtype `auto`; `fast_bfloat16` says that the processor multiplies that in
-    hardware, if it is not this one. Raises CheckpointError if there is none, or of an unknown architecture; ConfigError
-    for options out of range.
+    hardware, if it is not this one. `kv_cache_dtype`: K and V as that option keeps them. Raises
+    CheckpointError if there is none, or of an unknown architecture; ConfigError for options out of range.
     """
+    kept = CacheConfig(kv_cache_dtype=kv_cache_dtype).kv_cache_dtype
     found = models.known_spec(name) if name is not None and dtype == "auto" and max_model_len is None else None
     if found is not None:
-        return found
+        return with_kv_dtype(found, kept)
     config = shipped_config(name) if name is not None else None
     if config is None:
         config = read_config(demo.path() if name in (None, "demo") else _place(str(name)))
     kind = auto_dtype(config, device, fast_bfloat16) if dtype == "auto" else dtype
-    return open_model(config, kind, chunk_size, max_model_len).spec
+    return open_model(config, kind, chunk_size, max_model_len, kv_cache_dtype=kept).spec
 
 
 def _place(name: str) -> Path:
