@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,8 +111,10 @@ CASES: dict[str, Callable[[], Attack]] = {
 
 @contextmanager
 def served(tree: Path, *options: str) -> Iterator[tuple[int, int]]:
-    """`cellar serve` with the demo model from a checkout; process and port."""
-    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "error", *options]
+    """`cellar serve` with the demo model; process and port. Its conversations have a folder of their own."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "error"]
+    command += ["--data-dir", folder.name, *options]
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tree, env=environment)
     try:
@@ -123,6 +126,7 @@ def served(tree: Path, *options: str) -> Iterator[tuple[int, int]]:
             process.wait(40)
         except subprocess.TimeoutExpired:
             process.kill()
+        folder.cleanup()
 
 
 def post(port: int, path: str, body: bytes, timeout: float) -> Iterator[bytes]:
