@@ -38,3 +38,9 @@ class Pace:
         if self._each is None:
             return self.short
         return max(self._least, int(self._limit / self._each) - num_decodes)
+
+    def is_long(self, num_tokens: int) -> bool:
+        """True if a step of so many is expected to last more than twice the limit: who comes now waits long enough for
+        it, and not for another one planned behind it.
+        """
+        return self._limit is not None and self._each is not None and num_tokens * self._each > 2 * self._limit

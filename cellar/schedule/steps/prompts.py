@@ -79,10 +79,14 @@ class Prompts:
                 return
 
     def _share(self, batch: StepBatch) -> None:
-        """Rows that decode wait for the prompts beside them."""
-        room, shares = self.pace.room(batch.num_decodes), self._holders.shares
-        if room is not None and self._holders.rows.any_decoding():
-            batch.limit_long(room, next(iter(shares)) if len(shares) == 1 else None)
+        """Rows that decode wait for the prompts beside them, and so do short prompts that come now."""
+        room = self.pace.room(batch.num_decodes)
+        if room is None:
+            return
+        short = self._queue.in_line(lambda one: batch.cost(one) <= self.pace.short) if not self._was_crowded else []
+        if short or self._holders.rows.any_decoding():
+            owners = {*self._holders.shares, *(state.owner for state in short)}
+            batch.limit_long(room, next(iter(owners)) if len(owners) == 1 else None)
 
     def _admit_short(self, batch: StepBatch) -> None:
         """Requests with short prompts do not wait for longer ones that run or stand before them, of the same priority.

@@ -246,6 +246,9 @@ class StepScheduler:
 
     def _plan(self, now: float) -> StepPlan | None:
         self._holders.now = now
+        newest = self._in_flight[-1] if self._in_flight else None
+        if newest is not None and len(newest.prompts) and self._prompts.pace.is_long(newest.cost):
+            return None
         budget = self._config.max_num_batched_tokens or self._rows.tokens.size
         batch = StepBatch(self._rows, budget, self._prompts.pace.short)
         if self._phases_apart:

@@ -287,17 +287,46 @@ def test_steps_are_measured_with_the_tokens_that_they_had() -> None:
     assert len(plan.tokens) == 9, "10 in 0.1 s, and one of them decodes"
 
 
+def test_no_long_step_is_planned_behind_another() -> None:
+    """Who comes during the first one would wait for both."""
+    bench = Bench(max_num_batched_tokens=20, run_ahead=2, short=3)
+    bench.add(request("a", range(60), 1))
+    bench.scheduler._prompts.pace.measured(10, 1.0)
+    assert bench.scheduler.plan(0, 0.0) is not None
+    assert bench.scheduler.plan(0, 0.0) is None
+    bench = Bench(max_num_batched_tokens=20, run_ahead=2, short=3)
+    bench.add(request("a", range(60), 1))
+    bench.scheduler._prompts.pace.measured(10, 0.05)
+    assert bench.scheduler.plan(0, 0.0) is not None
+    assert bench.scheduler.plan(0, 0.0) is not None, "both take 0.2 s"
+    assert not Pace(None).is_long(10**9)
+    assert not Pace(0.1).is_long(10**9), "nothing is known yet"
+
+
+def test_a_short_prompt_shares_no_step_with_all_of_a_long_one() -> None:
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(*(request(f"long-{k}", range(60), 1, owner="them") for k in range(2)))
+    bench.step()
+    bench.add(request("mine", range(2), 1, owner="me"))
+    plan, output = bench.step()
+    assert output.ids == ["mine"]
+    assert len(plan.tokens) == 2 + 3, "nobody decodes, and yet somebody waits"
+    plan, _ = bench.step()
+    assert len(plan.tokens) == 20
+    bench.run()
+
+
 def test_short_prompts_do_not_wait_for_long_ones() -> None:
     bench = Bench(max_num_batched_tokens=8, run_ahead=1, short=3)
     bench.add(request("long", range(40), 1), request("next", range(40), 1))
     bench.step()
     bench.add(request("short", range(3), 1), request("longer", range(5), 1))
     plan, output = bench.step()
-    assert spans(plan) == [(1, 0, 3, Source.HOST, Emit.LAST), (0, 8, 13, Source.HOST, Emit.NONE)]
+    assert spans(plan) == [(1, 0, 3, Source.HOST, Emit.LAST), (0, 8, 11, Source.HOST, Emit.NONE)]
     assert output.ids == ["short"]
     bench.add(*(request(f"short-{k}", range(3), 1) for k in range(3)))
     plan, output = bench.step()
-    assert [s[1:3] for s in spans(plan)] == [(0, 3), (13, 18)], "half of a step is kept for those they pass"
+    assert [s[1:3] for s in spans(plan)] == [(0, 3), (11, 14)], "half of a step is kept for those they pass"
     bench.run()
 
 
