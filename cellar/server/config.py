@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cellar.core.errors import CheckpointError, ConfigError
-from cellar.text.chat import ChatTemplate
 from cellar.text.reasoning.registry import OFF, STYLES
 from cellar.text.tools.registry import PARSERS
 
@@ -81,6 +80,10 @@ class ServerConfig:
                 "leave disable_frontend_multiprocessing out."
             )
         if self.chat_template is not None:
+            from cellar.text.chat import (
+                ChatTemplate,
+            )  # here, since it needs a tokenizer's packages, which help does not
+
             try:
                 ChatTemplate.read(self.chat_template)
             except CheckpointError as error:

@@ -117,6 +117,61 @@ def _group(x, ok):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _written(  # type: ignore[no-untyped-def]
+    at,  # [KV_HEADS, DIM] of one token's keys or values
+    head_stride,
+    half,
+    row,
+    to,  # its slot's bytes
+    cache_head_stride,
+    offset,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CODES: tl.constexpr,
+    KV: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_CODES: tl.constexpr,
+):
+    """Codes and scales of one token at `offset` of its slot."""
+    head = tl.arange(0, BLOCK_HEADS)
+    is_head = head < KV_HEADS
+    ok = is_head[:, None]
+    stride = head[:, None] * head_stride
+    to += head * cache_head_stride
+    code = tl.arange(0, BLOCK_CODES)
+    ok_code = ok & (code < CODES)[None, :]
+    code_at = to[:, None] + offset * CODES + code[None, :]
+    if KV == 1:
+        x = _turned(at, stride, 0, ok, code, half, row, DIM)
+        largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+        # 448 is 1.75 x 2^8: the exponent, less 8, one more beyond 1.75.
+        power = tl.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
+        power = tl.where(largest < 0x7F800000, power, 255)
+        inverse = (tl.maximum(254 - power, 0) << 23).to(tl.float32, bitcast=True)
+        y = x * inverse[:, None]
+        bits = y.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
+        # In 2^14 the last bit is 2^-9, the least code.
+        small = (tl.abs(y) + 16384.0).to(tl.uint32, bitcast=True) & 15
+        codes = tl.where(size < 0x3C800000, small, normal)
+        codes = tl.where(size < 0x7F800000, codes, 0x7F) | ((bits >> 24) & 0x80)
+        tl.store(code_at, codes.to(tl.uint8), mask=ok_code)
+        tl.store(to + CHUNK * CODES + offset, power.to(tl.uint8), mask=is_head)
+    else:
+        in_half = (code < CODES)[None, :]
+        x = _turned(at, stride, 0, ok & in_half, code, half, row, DIM)
+        y = _turned(at, stride, CODES, ok & in_half, code, half, row, DIM)
+        low, first = _group(x, in_half)
+        high, second = _group(y, in_half)
+        tl.store(code_at, (low | high << 4).to(tl.uint8), mask=ok_code)
+        scales = (to + CHUNK * CODES + offset * 8).to(tl.pointer_type(tl.uint32))
+        tl.store(scales, first, mask=is_head)
+        tl.store(scales + 1, second, mask=is_head)
+
+
+@kernel
 def _quantized_kernel(  # type: ignore[no-untyped-def]
     q,  # [t, Q_HEADS, DIM]
     k,  # [t, KV_HEADS, DIM]
@@ -154,9 +209,7 @@ def _quantized_kernel(  # type: ignore[no-untyped-def]
     what = tl.program_id(1)
     half = rotary_dim // 2
     place = tl.load(slot_mapping + token)
-    row = cos_sin
-    if rotary_dim > 0:
-        row += tl.load(positions + token) * rotary_dim
+    row = cos_sin + tl.load(positions + token, mask=rotary_dim > 0, other=0) * rotary_dim
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -167,43 +220,41 @@ def _quantized_kernel(  # type: ignore[no-untyped-def]
         turned = _turned(q + token * q_token_stride, q_head[:, None] * q_head_stride, 0, q_ok, d, half, row, DIM)
         out_at = out + (token * Q_HEADS + q_head[:, None]) * DIM + d[None, :]
         tl.store(out_at, turned.to(out.dtype.element_ty), mask=q_ok & (d < DIM)[None, :])
+    elif what == 0:
+        to = k_cache + place // CHUNK * k_slot_stride
+        at = k + token * k_token_stride
+        _written(
+            at,
+            k_head_stride,
+            half,
+            row,
+            to,
+            cache_head_stride,
+            place % CHUNK,
+            KV_HEADS,
+            DIM,
+            CHUNK,
+            CODES,
+            KV,
+            BLOCK_HEADS,
+            BLOCK_CODES,
+        )
     else:
-        head = tl.arange(0, BLOCK_HEADS)
-        is_head = head < KV_HEADS
-        ok = is_head[:, None]
-        slot, offset = place // CHUNK, place % CHUNK
-        is_k = what == 0
-        at = tl.where(is_k, k + token * k_token_stride, v + token * v_token_stride)
-        stride = head[:, None] * tl.where(is_k, k_head_stride, v_head_stride)
-        half = tl.where(is_k, half, 0)
-        to = tl.where(is_k, k_cache + slot * k_slot_stride, v_cache + slot * v_slot_stride) + head * cache_head_stride
-        code = tl.arange(0, BLOCK_CODES)
-        ok_code = ok & (code < CODES)[None, :]
-        code_at = to[:, None] + offset * CODES + code[None, :]
-        if KV == 1:
-            x = _turned(at, stride, 0, ok, code, half, row, DIM)
-            largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-            # 448 is 1.75 x 2^8: the exponent, less 8, one more beyond 1.75.
-            power = tl.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
-            power = tl.where(largest < 0x7F800000, power, 255)
-            inverse = (tl.maximum(254 - power, 0) << 23).to(tl.float32, bitcast=True)
-            y = x * inverse[:, None]
-            bits = y.to(tl.uint32, bitcast=True)
-            size = bits & 0x7FFFFFFF
-            normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960
-            # In 2^14 the last bit is 2^-9, the least code.
-            small = (tl.abs(y) + 16384.0).to(tl.uint32, bitcast=True) & 15
-            codes = tl.where(size < 0x3C800000, small, normal)
-            codes = tl.where(size < 0x7F800000, codes, 0x7F) | ((bits >> 24) & 0x80)
-            tl.store(code_at, codes.to(tl.uint8), mask=ok_code)
-            tl.store(to + CHUNK * CODES + offset, power.to(tl.uint8), mask=is_head)
-        else:
-            in_half = (code < CODES)[None, :]
-            x = _turned(at, stride, 0, ok & in_half, code, half, row, DIM)
-            y = _turned(at, stride, CODES, ok & in_half, code, half, row, DIM)
-            low, first = _group(x, in_half)
-            high, second = _group(y, in_half)
-            tl.store(code_at, (low | high << 4).to(tl.uint8), mask=ok_code)
-            scales = (to + CHUNK * CODES + offset * 8).to(tl.pointer_type(tl.uint32))
-            tl.store(scales, first, mask=is_head)
-            tl.store(scales + 1, second, mask=is_head)
+        to = v_cache + place // CHUNK * v_slot_stride
+        at = v + token * v_token_stride
+        _written(
+            at,
+            v_head_stride,
+            0,
+            row,
+            to,
+            cache_head_stride,
+            place % CHUNK,
+            KV_HEADS,
+            DIM,
+            CHUNK,
+            CODES,
+            KV,
+            BLOCK_HEADS,
+            BLOCK_CODES,
+        )
