@@ -23,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -33,6 +33,7 @@ from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
+from cellar.server.endpoint import Address, admit, listen
 from cellar.server.heap import one_heap, reserve_steps
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told, engine_id
 
@@ -56,12 +57,15 @@ SWITCH_SECONDS = 0.001
 
 
 class EngineProcess:
-    """Starts an engine; it listens at `address` from then on. Raises CellarError if it cannot be opened.
+    """Starts an engine; it listens at `address` from then on, which has its true port then. Raises CellarError if it
+    cannot be opened.
 
     At its end it may take `persist_seconds` to bring KV to tiers that outlive it.
     """
 
-    def __init__(self, opener: Opener, address: str, log_level: str = "warning", persist_seconds: float = 0.0) -> None:
+    def __init__(
+        self, opener: Opener, address: Address, log_level: str = "warning", persist_seconds: float = 0.0
+    ) -> None:
         self._patience = CLOSE_SECONDS + persist_seconds
         # Spawned, not forked: a fork would copy this process's threads in the middle of what they do.
         context = multiprocessing.get_context("spawn")
@@ -74,8 +78,11 @@ class EngineProcess:
         self._lock = threading.Lock()
         # The process ends with its pipe; at exit multiprocessing waits for it.
         atexit.register(self._pipe.close)
+        self.address = address
         try:
             first = self._pipe.recv()
+            if isinstance(first, Ready):
+                self.address = self._pipe.recv()
         except (EOFError, OSError):
             first = CellarError(f"{self.how_it_ended()}{OUT_OF_MEMORY if self.was_killed else ''}.")
         if not isinstance(first, Ready):
@@ -110,7 +117,7 @@ class EngineProcess:
 # -- in the engine's process -----------------------------------------------------------------------
 
 
-def run_engine(pipe: Connection, opener: Opener, address: str, log_level: str) -> None:
+def run_engine(pipe: Connection, opener: Opener, address: Address, log_level: str) -> None:
     """Open an engine and run it until the other end of the pipe is closed."""
     # The server decides when to end; a terminal's Ctrl-C reaches all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -133,10 +140,16 @@ def run_engine(pipe: Connection, opener: Opener, address: str, log_level: str) -
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
     ready = Ready(opened.config, opened.spec, opened.checkpoint, opened.front.reader.max_model_len, opened.generation)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(address)  # of an engine that was killed
-    switchboard = Switchboard(opened.front.engine, ready, address)
+    if isinstance(address, str):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)  # of an engine that was killed
+    try:
+        switchboard = Switchboard(opened.front.engine, ready, address)
+    except OSError as error:
+        pipe.send(CellarError(f"the engine cannot listen for fronts ({error})."))
+        return
     pipe.send(ready)
+    pipe.send(switchboard.address)
     switchboard.run(pipe)
 
 
@@ -186,10 +199,10 @@ class Line:
 class Switchboard:
     """Joins the fronts' connections with the engine; all but who listens and reads belongs to the engine's thread."""
 
-    def __init__(self, engine: StepClient, ready: Ready, address: str) -> None:
+    def __init__(self, engine: StepClient, ready: Ready, address: Address) -> None:
         self._engine = engine
         self._ready = ready
-        self._listener = Listener(address, "AF_UNIX", backlog=64)
+        self._listener, self.address = listen(address)
         self._lines: dict[int, Line] = {}
         self._owners: dict[str, tuple[Line, int]] = {}  # by the engine's id: whose, and its number there
         self._closing = threading.Event()
@@ -329,16 +342,22 @@ class Switchboard:
                 if self._closing.is_set():
                     return
                 continue
-            line = Line(number, connection)
+            threading.Thread(target=self._read, args=(number, connection), name="cellar-reader", daemon=True).start()
             number += 1
-            line.outbox.put(self._ready)
-            stats = line.told = self._engine.stats()
-            line.outbox.put(Step([], stats))
-            self._lines[line.number] = line
-            threading.Thread(target=self._read, args=(line,), name="cellar-reader", daemon=True).start()
 
-    def _read(self, line: Line) -> None:
-        """What one front wants, until it goes or sends what nobody can read."""
+    def _read(self, number: int, connection: Connection) -> None:
+        """What one front wants, until it goes or sends what nobody can read. A stranger gets and says nothing."""
+        try:
+            admit(connection, self.address)
+        except OSError as error:
+            logger.warning("somebody who wanted to be a front was turned away: %s", error)
+            connection.close()
+            return
+        line = Line(number, connection)
+        line.outbox.put(self._ready)
+        stats = line.told = self._engine.stats()
+        line.outbox.put(Step([], stats))
+        self._lines[line.number] = line
         try:
             while True:
                 self._engine.post(partial(self._serve, line, line.connection.recv()))

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from multiprocessing.connection import Client, Connection, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cellar.core.errors import CellarError
@@ -16,6 +16,7 @@ from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Req
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
+from cellar.server.endpoint import Address, connect
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told
 
 
@@ -40,8 +41,8 @@ class RemoteEngine:
     once it is gone, with `reason()`. `ended` is set by `close`.
     """
 
-    def __init__(self, address: str, reason: Callable[[], str] = lambda: "the engine process has ended") -> None:
-        self._pipe: Connection = Client(address, "AF_UNIX")
+    def __init__(self, address: Address, reason: Callable[[], str] = lambda: "the engine process has ended") -> None:
+        self._pipe: Connection = connect(address)
         self._reason = reason
         self._count = 0
         self._numbers: dict[str, int] = {}

@@ -19,6 +19,7 @@ from cellar.engine.front import Front
 from cellar.engine.opened import Opened, open_reader, open_text
 from cellar.engine.stream import AsyncLLM
 from cellar.server.directory import PrivateDirectory
+from cellar.server.endpoint import Address
 from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess, Opener
 from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
@@ -118,7 +119,7 @@ class Link:
 
     def __init__(
         self,
-        address: str,
+        address: Address,
         attach: Attach | None = None,
         reason: Callable[[], str] = lambda: "the engine process has ended",
         begin: Callable[[], None] = nothing,
