@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planner": {"core"},
     "conversations": {"core"},
     "schedule": {"core", "kv"},
+    "routing": {"core", "kv", "planner"},
     "ops": {"core"},
     "quant": {"core", "ops"},
     "models": {"core", "ops", "quant"},
@@ -26,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cells": {"core", "ops", "models"},
     "demo": set(),
     "engine": {"core", "text", "kv", "schedule", "planner", "models", "cells", "runtime", "demo"},
-    "simulate": {"core", "kv", "schedule", "planner", "runtime", "engine"},
+    "simulate": {"core", "kv", "schedule", "planner", "routing", "runtime", "engine"},
     "server": {"core", "text", "conversations", "engine"},
     "bench": {
         "core",
@@ -34,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "kv",
         "planner",
         "conversations",
+        "routing",
         "schedule",
         "ops",
         "quant",
@@ -49,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "text",
         "kv",
         "planner",
+        "routing",
         "schedule",
         "ops",
         "quant",
@@ -70,6 +73,7 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
     "kv": {"torch", "time"},
     "planner": {"torch", "time"},
     "schedule": {"torch", "time"},
+    "routing": {"torch", "time"},
     "conversations": {"torch"},
 }
 EDGE_ONLY = {"fastapi", "uvicorn", "pydantic", "typer", "matplotlib", "rich"}

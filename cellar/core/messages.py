@@ -355,6 +355,24 @@ class StepOutput:
         return cls(finished={id: (FinishReason.ERROR, reason) for id, reason in reasons.items()})
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlook:
+    """What a router wants to know of an engine: how long a prompt would wait there, and what need not be computed.
+
+    `pending` are the positions [start, stop) of prompts that are yet to be computed, int32 [n, 2]; `requests` wait or
+    run in all, with `context_tokens`. The device's tokens of K and V are free, cached (nobody uses them), or used.
+    `keys` are the first 64 bits of the identities of the chunks that can be read in each tier.
+    """
+
+    pending: IntArray
+    requests: int
+    context_tokens: int
+    free_tokens: int
+    cached_tokens: int
+    total_tokens: int
+    keys: Mapping[Tier, NDArray[np.uint64]]
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """Slots of a tier: free + cached + referenced == total, those that only copies use being cached; and what moved.

@@ -21,6 +21,7 @@ class Directory:
     end [chunk]          context length at its end, in tokens
     audience [chunk]     whose it is; see `conversations.py`
     grown [chunk]        True once another chunk has followed it
+    key [chunk]          the first 64 bits of its identity
     """
 
     def __init__(self, capacity: int, num_tiers: int) -> None:
@@ -28,6 +29,7 @@ class Directory:
         self.end = np.zeros(capacity, np.int32)
         self.audience = np.full(capacity, -1, np.int32)
         self.grown = np.zeros(capacity, np.bool_)
+        self.key = np.zeros(capacity, np.uint64)
         self._identity: list[bytes | None] = [None] * capacity
         self._parent: list[bytes] = [b""] * capacity
         self._number: dict[bytes, int] = {}
@@ -69,6 +71,7 @@ class Directory:
         self._identity[chunk] = identity
         self._parent[chunk] = parent
         self._number[identity] = chunk
+        self.key[chunk] = int.from_bytes(identity[:8], "little")
         self.end[chunk] = end
         self.audience[chunk] = audience
         self.grown[chunk] = False

@@ -376,6 +376,14 @@ class KVStore:
 
     # -- counts -----------------------------------------------------------------------------------
 
+    def keys(self) -> dict[Tier, NDArray[np.uint64]]:
+        """The first 64 bits of the identities of the chunks that can be read in each tier."""
+        shelves, found = self._shelves, {}
+        for number, tier in enumerate(shelves.tiers):
+            chunks = np.flatnonzero(shelves.directory.slot[number] >= 0).astype(np.int32)
+            found[tier] = shelves.directory.key[chunks[shelves.resident(number, chunks)]]
+        return found
+
     def stats(self) -> TierStats:
         """Of the device's tier; O(1)."""
         return self._stats(0)

@@ -171,3 +171,10 @@ def kv_room(prices: StepPrices, utilization: float, max_num_seqs: int, max_num_b
         )
     # A layout that repeats K and V on several chips has room for fewer of them.
     return int((allowed - weights - buffers) / kv_bytes_per_chip(d, prices.layout, 1, 1, prices.formats))
+
+
+def chunk_costs(prices: StepPrices, chunk_size: int, max_context: int) -> dict[int, float]:
+    """Seconds that a chunk adds to a large step, at contexts that are powers of two (Pensieve §3.4.3.1, `Cost`)."""
+    cost = prices.cost
+    contexts = [2**k for k in range(max_context.bit_length() + 1)]
+    return {c: chunk_size * (cost.token_flops + cost.attended * c) for c in contexts}

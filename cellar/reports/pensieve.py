@@ -26,10 +26,10 @@ from cellar.models.registry import open_model, shipped_config
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import GB, Machine, a100
 from cellar.planner.partition import BF16
-from cellar.planner.steps import StepPrices
+from cellar.planner.steps import StepPrices, chunk_costs
 from cellar.runtime.protocol import Capacity
 from cellar.simulate.link import LinkModel
-from cellar.simulate.simulator import Simulation, chunk_costs
+from cellar.simulate.simulator import Simulation
 
 CHUNK = 32
 KV_BYTES, HOST_BYTES = 40 * GB, 220 * GB

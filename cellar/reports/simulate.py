@@ -21,10 +21,11 @@ from cellar.bench.workloads import Load, Turn, Vocabulary, gamma_arrivals, with_
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
 from cellar.kv.policy import named_policy
+from cellar.planner.steps import chunk_costs
 from cellar.reports.load import FloatArray, LoadReport, RequestTiming, Section, plot_cdfs, plot_sweep
 from cellar.reports.simulate_check import Measured, beside, compared_lines, phases, read_measured
 from cellar.reports.simulate_setup import Setup, open_setup
-from cellar.simulate.simulator import SimulatedRun, Simulation, chunk_costs
+from cellar.simulate.simulator import SimulatedRun, Simulation
 
 Say = Callable[[str], None]
 

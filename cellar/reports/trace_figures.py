@@ -13,10 +13,10 @@ from cellar.bench.workloads import HASH_BLOCK, Trace, read_trace, spread_bins
 from cellar.core.errors import ConfigError
 from cellar.core.messages import IntArray
 from cellar.kv.policy import PolicyName, named_policy
+from cellar.planner.steps import chunk_costs
 from cellar.reports.pensieve import MODELS
 from cellar.reports.pensieve_figures import plotting
 from cellar.simulate.replay import Replayed, optimum, replay
-from cellar.simulate.simulator import chunk_costs
 
 Say = Callable[[str], None]
 

@@ -171,13 +171,6 @@ def _tiers(spec: ModelSpec, prices: StepPrices, cache: CacheConfig) -> dict[Tier
     return {Tier.HOST: int(asked / (spec.kv.nbytes_per_token() * cache.block_size))}
 
 
-def chunk_costs(prices: StepPrices, chunk_size: int, max_context: int) -> dict[int, float]:
-    """Seconds that a chunk adds to a large step, at contexts that are powers of two (Pensieve §3.4.3.1, `Cost`)."""
-    cost = prices.cost
-    contexts = [2**k for k in range(max_context.bit_length() + 1)]
-    return {c: chunk_size * (cost.token_flops + cost.attended * c) for c in contexts}
-
-
 class Simulation(Generic[TurnT]):
     """One load on one engine; `run` it once.
 

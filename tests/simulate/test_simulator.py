@@ -22,12 +22,12 @@ from cellar.kv.policy import named_policy
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine, h200
 from cellar.planner.models import decoder_spec
-from cellar.planner.steps import StepPrices
+from cellar.planner.steps import StepPrices, chunk_costs
 from cellar.planner.work import step_work
 from cellar.runtime.protocol import Capacity
 from cellar.simulate.link import LinkModel
 from cellar.simulate.runtime import generated
-from cellar.simulate.simulator import SimulatedRun, Simulation, capacity_of, chunk_costs
+from cellar.simulate.simulator import SimulatedRun, Simulation, capacity_of
 
 CHUNK = 16
 

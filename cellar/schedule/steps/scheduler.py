@@ -28,6 +28,7 @@ from cellar.core.messages import (
     KeptChunk,
     MemoryAnswer,
     MemoryQuestion,
+    Outlook,
     Request,
     SchedulerStats,
     StepOutput,
@@ -44,6 +45,7 @@ from cellar.schedule.steps.delivery import Ending, deliver
 from cellar.schedule.steps.failures import Failures
 from cellar.schedule.steps.holders import Holders
 from cellar.schedule.steps.limits import limit_of
+from cellar.schedule.steps.outlook import outlook
 from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.queue import WaitingQueue
@@ -241,6 +243,10 @@ class StepScheduler:
         holders = self._holders
         waiting = len(self._queue) + len(holders.loading) + holders.num_parked
         return self._tally.stats(self._store, holders.running, waiting)
+
+    def outlook(self) -> Outlook:
+        """What routers are told; O(requests and chunks)."""
+        return outlook(self._requests.values(), self._store)
 
     # -- planning (§3.4.2) ------------------------------------------------------------------------
 
