@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +17,8 @@ from hypothesis import strategies as st
 
 from cellar.server import bodies
 from cellar.server.bodies import LARGE, count_values
+from cellar.server.requests import CompletionRequest
+from tests.limits import SECONDS, until
 from tests.server.served import serve
 
 JSON = st.recursive(
@@ -68,7 +72,7 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: p
     with serve(limits={"max_body_values": 50_000}) as served, served.http() as http:
         text = {"prompt": [1], "max_tokens": 1, "metadata": {"text": ",[{" * LARGE}}
         assert http.post("/v1/completions", json=text).status_code == 200, "what stands in a text is no value"
-        unread = SimpleNamespace(loads=lambda data: pytest.fail("it was parsed"), JSONDecodeError=ValueError)
+        unread = SimpleNamespace(loads=lambda data, **how: pytest.fail("it was parsed"), JSONDecodeError=ValueError)
         monkeypatch.setattr(bodies, "json", unread)
         answer = http.post("/v1/completions", json={"prompt": [[5]] * 40_000, "max_tokens": 1})
         assert answer.status_code == 400
@@ -78,9 +82,9 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: p
 def test_large_bodies_are_parsed_in_one_thread_while_the_collector_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
-    def noted(data: bytes) -> Any:
+    def noted(data: bytes, **how: Any) -> Any:
         seen.append((threading.current_thread().name, gc.isenabled()))
-        return json.loads(data)
+        return json.loads(data, **how)
 
     with serve() as served, served.http() as http:
         monkeypatch.setattr(bodies, "json", SimpleNamespace(loads=noted, JSONDecodeError=json.JSONDecodeError))
@@ -89,3 +93,30 @@ def test_large_bodies_are_parsed_in_one_thread_while_the_collector_rests(monkeyp
             assert http.post("/v1/completions", json=body).status_code == 200
     assert seen == [("bodies_0", False)] * 3
     assert gc.isenabled()
+
+
+def test_other_threads_have_their_turns_while_numbers_are_read() -> None:
+    """A whole list of numbers is read in one call of C: its end would come before another thread's first look."""
+    switching = sys.getswitchinterval()
+    data = json.dumps({"prompt": "a", "metadata": {"a": [1, 2.5] * 200_000}}).encode()
+    looks, done = [0], threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            looks[0] += 1
+            time.sleep(0)
+
+    other = threading.Thread(target=look)
+    sys.setswitchinterval(1e-4)
+    try:
+        other.start()
+        until(lambda: looks[0])
+        before = looks[0]
+        json.loads(data)
+        unhooked, before = looks[0] - before, looks[0]
+        bodies._read(data, CompletionRequest, 2**20)
+        assert looks[0] - before > 10 * (unhooked + 1)
+    finally:
+        sys.setswitchinterval(switching)
+        done.set()
+        other.join(SECONDS)

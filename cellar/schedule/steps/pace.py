@@ -25,6 +25,11 @@ class Pace:
         self._limit = seconds
         self._each: float | None = None  # seconds of one token of a step
 
+    @property
+    def is_limited(self) -> bool:
+        """True if somebody waits for single tokens."""
+        return self._limit is not None and not math.isinf(self._limit)
+
     def measured(self, num_tokens: int, seconds: float) -> None:
         """A step with prompts took so long for so many tokens, by their cost. Times of 0 are no measurement."""
         if num_tokens >= self._least and seconds > 0:
@@ -33,7 +38,7 @@ class Pace:
 
     def room(self, num_decodes: int) -> int | None:
         """Tokens of long prompts in a step beside so many decodes; None: as many as it has."""
-        if self._limit is None or math.isinf(self._limit):
+        if self._limit is None or not self.is_limited:
             return None
         if self._each is None:
             return self.short

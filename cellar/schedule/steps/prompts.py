@@ -170,8 +170,10 @@ class Prompts:
 
     def make_way(self) -> None:
         """If somebody was not admitted to the last batch: who waits for its first row is given that of a tenant, or
-        else of an owner, with twice its share or more: the latest it has.
+        else of an owner, that has many: the latest it has.
 
+        Many are twice its share or more; and where somebody waits for single tokens, more rows than there are owners,
+        too: four that have 64 each may hold them for minutes. Where there are more owners than that, turns will do.
         One suspension at a time, and none while a row or memory is about to come back. No batch is being made.
         """
         self._was_crowded, self._crowded = self._crowded, False
@@ -183,9 +185,11 @@ class Prompts:
         self._make_way(holders.shares, lambda state: state.owner)
 
     def _make_way(self, shares: Mapping[str, int], name: Callable[[RequestState], str]) -> bool:
-        """Somebody without a share, if somebody has twice its own; -> whether a row is suspended."""
+        """Somebody without a share, if somebody has many; -> whether a row is suspended."""
         largest, count = max(shares.items(), key=lambda share: share[1], default=("", 0))
-        if count < 2 or count * (len(shares) + 1) < 2 * self._holders.running:
+        sharing = len(shares) + 1  # with who waits
+        many = count * sharing >= 2 * self._holders.running or (self.pace.is_limited and count > sharing)
+        if count < 2 or not many:
             return False
         state = self._queue.first(shares, name)
         if state is None:

@@ -498,6 +498,36 @@ def test_one_tenant_makes_way_for_the_first_of_another() -> None:
     assert list(bench.reasons).index("second") < list(bench.reasons).index("m5"), "its turn came before the rest"
 
 
+@pytest.mark.parametrize(("waits_for_tokens", "served"), [(True, True), (False, False)])
+def test_several_owners_of_many_make_way_for_the_first_of_another(waits_for_tokens: bool, served: bool) -> None:
+    """Each has its share, half of the rows; both hold theirs for as long as all their tokens take."""
+    bench = Bench(slots=128, rows=12, run_ahead=1, max_mixed_seconds=0.1 if waits_for_tokens else None)
+    many = [request(f"{owner}{k}", [k + 1] * 4, 24, owner=owner) for k in range(9) for owner in "xy"]
+    bench.add(*many)
+    bench.step()
+    bench.add(request("first", [50] * 4, 8, owner="modest"), request("second", [51] * 4, 8, owner="modest"))
+    names = []
+    for _ in range(4):
+        _, output = bench.step()
+        names += [name for name in output.ids if name == "first"]
+    assert bool(names) is served
+    assert bench.scheduler.stats().preemptions == int(served), "the second has no claim on another row"
+    bench.run()
+    for r in many:
+        assert bench.tokens[r.id] == by_hand(r, 64)[0]
+
+
+def test_few_rows_each_are_no_reason_to_make_way() -> None:
+    """Three owners with two rows each: whoever comes has its turn when one of them ends."""
+    bench = Bench(rows=6, run_ahead=1, max_mixed_seconds=0.1)
+    bench.add(*(request(f"{owner}{k}", [k + 1] * 4, 24, owner=owner) for k in range(3) for owner in "xyz"))
+    bench.step()
+    bench.add(request("first", [50] * 4, 8, owner="modest"))
+    for _ in range(6):
+        bench.step()
+    assert bench.scheduler.stats().preemptions == 0
+
+
 def test_nobody_makes_way_for_requests_of_their_own() -> None:
     bench = Bench(rows=4, run_ahead=1)
     bench.add(*(request(f"r{k}", [k + 1] * 4, 24) for k in range(4)))
