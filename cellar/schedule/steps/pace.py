@@ -1,7 +1,8 @@
 """Pace: how much of a step long prompts may take while others decode, so that it does not last much longer for them.
 
 Whoever decodes waits for the step that computes somebody's prompt. Short prompts go as they come: a step full of them
-costs less than the same prompts one after another. The long ones share what fits into the time, as steps were lately.
+costs less than the same prompts one after another. The long ones share what fits into the time, as steps were lately:
+a few times what the decodes take by themselves, so that prompts keep most of the machine and an answer stays a stream.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import math
 NEWEST = 0.5
 """Weight of the newest step in the pace."""
 
+STRETCH = 3.0
+"""Long prompts beside decodes may take so many times what these take alone: 3/4 of the machine, while others decode."""
+
 
 class Pace:
-    """`seconds` of a step with long prompts in which others decode; None: no limit.
+    """`seconds` that long prompts may take of a step in which others decode, at most; None: no limit.
 
     Of an owner's prompts those are long that make more than `short` tokens in one step. They get at least `least`
     tokens, however slow steps are: fewer cost nearly as much, and steps of fewer tell nothing.
@@ -24,6 +28,13 @@ class Pace:
         self._least = least
         self._limit = seconds
         self._each: float | None = None  # seconds of one token of a step
+        self._alone: tuple[int, float] | None = None  # decodes of a step without prompts, and its seconds
+
+    def decoded(self, num_decodes: int, seconds: float) -> None:
+        """A step without prompts took so long for so many decodes. Times of 0 are no measurement."""
+        if seconds > 0:
+            before = seconds if self._alone is None else self._at(num_decodes)
+            self._alone = num_decodes, (1 - NEWEST) * before + NEWEST * seconds
 
     @property
     def is_limited(self) -> bool:
@@ -42,10 +53,19 @@ class Pace:
             return None
         if self._each is None:
             return self.short
-        return max(self._least, int(self._limit / self._each) - num_decodes)
+        limit = self._limit if self._alone is None else min(self._limit, STRETCH * self._at(num_decodes))
+        return max(self._least, int(limit / self._each) - num_decodes)
 
     def is_long(self, num_tokens: int) -> bool:
-        """True if a step of so many is expected to last more than twice the limit: who comes now waits long enough for
-        it, and not for another one planned behind it.
+        """True if a step of so many may last more than twice the limit: who comes now waits long enough for it, and
+        not for another one planned behind it. Before the first measurement each may, unless there is no limit.
         """
-        return self._limit is not None and self._each is not None and num_tokens * self._each > 2 * self._limit
+        if self._limit is None or math.isinf(self._limit):
+            return False
+        return num_tokens > self.short if self._each is None else num_tokens * self._each > 2 * self._limit
+
+    def _at(self, num_decodes: int) -> float:
+        """Seconds that so many decodes take alone, at most: more of them than were measured cost no more each."""
+        assert self._alone is not None
+        count, seconds = self._alone
+        return seconds * max(1.0, num_decodes / count)

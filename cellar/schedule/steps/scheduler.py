@@ -311,6 +311,8 @@ class StepScheduler:
             self._store.measured(record.prompts, result.seconds)
             if len(record.prompts):
                 self._prompts.pace.measured(record.cost, result.seconds)
+            elif record.num_decodes:
+                self._prompts.pace.decoded(record.num_decodes, result.seconds)
             self._take_in(record, result, output)
         else:
             # Who has been dropped meanwhile has no KV of this step either, though later ones may have computed.

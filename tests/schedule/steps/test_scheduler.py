@@ -275,6 +275,35 @@ def test_the_share_of_long_prompts_is_what_fits_into_the_time() -> None:
     assert Pace(float("inf")).room(0) is None
 
 
+def test_long_prompts_take_three_times_what_the_decodes_take() -> None:
+    pace = Pace(0.1, short=256, least=64)
+    pace.measured(1000, 0.1)
+    pace.decoded(1, 0.0)
+    assert pace.room(0) == 1000, "nothing is known of decodes"
+    pace.decoded(2, 0.01001)
+    assert pace.room(1) == 300 - 1
+    assert pace.room(3) == 450 - 3, "more decodes take no more time each"
+    assert pace.room(100) == 1000 - 100, "0.1 s are the limit still"
+    pace.decoded(1, 0.0202)
+    assert pace.room(1) == 453 - 1, "half of it is the newest step"
+    for _ in range(20):
+        pace.decoded(1, 0.001)
+    assert pace.room(1) == 64
+
+
+def test_steps_without_prompts_are_measured_as_decodes() -> None:
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    bench.add(request("a", range(3), 40))
+    for seconds in (0.0, 0.01):
+        bench.plan()
+        (result,) = bench.runtime.poll(0)
+        assert isinstance(result, StepResult)
+        bench.scheduler.commit(replace(result, seconds=seconds), 0.0)
+    bench.add(request("b", range(60), 1))
+    bench.scheduler._prompts.pace.measured(1000, 0.999)
+    assert bench.scheduler._prompts.pace.room(1) == 30 - 1, "beside one of 10 ms"
+
+
 def test_steps_are_measured_with_the_tokens_that_they_had() -> None:
     bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
     bench.add(request("a", range(4), 40), request("b", range(60), 1))
@@ -300,7 +329,9 @@ def test_no_long_step_is_planned_behind_another() -> None:
     assert bench.scheduler.plan(0, 0.0) is not None
     assert bench.scheduler.plan(0, 0.0) is not None, "both take 0.2 s"
     assert not Pace(None).is_long(10**9)
-    assert not Pace(0.1).is_long(10**9), "nothing is known yet"
+    assert not Pace(float("inf")).is_long(10**9)
+    assert Pace(0.1, short=256).is_long(257), "nothing is known yet"
+    assert not Pace(0.1, short=256).is_long(256)
 
 
 def test_a_short_prompt_shares_no_step_with_all_of_a_long_one() -> None:
