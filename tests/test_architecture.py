@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"core", "text", "kv", "schedule", "planner", "models", "cells", "runtime", "demo"},
     "simulate": {"core", "kv", "schedule", "planner", "routing", "runtime", "engine"},
     "server": {"core", "text", "conversations", "engine"},
+    "deploy": {"core", "engine", "server"},
     "bench": {
         "core",
         "text",
@@ -77,7 +78,7 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
     "conversations": {"torch"},
 }
 EDGE_ONLY = {"fastapi", "uvicorn", "pydantic", "typer", "matplotlib", "rich"}
-EDGE = {"server", "bench", "reports", "cli"}
+EDGE = {"server", "bench", "reports", "cli", "deploy"}
 DATABASES = {"sqlalchemy", "alembic", "psycopg"}
 
 
@@ -120,6 +121,8 @@ def breaches(part: str, imported: str) -> str | None:
         return f"{part} must not import {top}"
     if top in DATABASES and part != "conversations":
         return f"{top} is for conversations only"
+    if top == "ray" and part != "deploy":
+        return "ray is for deploy only"
     if top in EDGE_ONLY and part not in EDGE:
         return f"{top} is for {', '.join(sorted(EDGE))} only"
     return None
@@ -140,6 +143,8 @@ def test_the_gate_can_close() -> None:
     assert breaches("kv", "torch.nn")
     assert breaches("engine", "typer")
     assert breaches("server", "sqlalchemy")
+    assert breaches("server", "ray.serve")
+    assert breaches("cli", "cellar.deploy.ray")
     assert breaches("server", "cellar.schedule.steps.scheduler")
     assert not breaches("server", "cellar.engine.llm")
 

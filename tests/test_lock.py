@@ -1,4 +1,4 @@
-"""deploy/requirements.lock: exact versions with hashes of all that the container installs beside torch."""
+"""Locks of deploy/: exact versions with hashes of all that a container installs beside torch."""
 
 from __future__ import annotations
 
@@ -6,33 +6,43 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
 ROOT = Path(__file__).parents[1]
-LOCK = (ROOT / "deploy" / "requirements.lock").read_text()
+LOCKS = {"requirements.lock": ("server",), "requirements-ray.lock": ("server", "postgres", "redis", "ray")}
+
+every_lock = pytest.mark.parametrize("file", LOCKS)
 
 
-def locked() -> dict[str, Version]:
-    found = re.findall(r"^([a-z0-9.-]+)==(\S+) \\$", LOCK, flags=re.MULTILINE)
+def text(file: str) -> str:
+    return (ROOT / "deploy" / file).read_text()
+
+
+def locked(file: str) -> dict[str, Version]:
+    found = re.findall(r"^([a-z0-9.-]+)==(\S+) \\$", text(file), flags=re.MULTILINE)
     return {name: Version(version) for name, version in found}
 
 
-def test_every_dependency_of_the_server_is_locked_within_its_bounds() -> None:
+@every_lock
+def test_every_dependency_of_the_server_is_locked_within_its_bounds(file: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["server"]]
-    versions = locked()
+    asked = [*project["dependencies"]]
+    asked += [line for extra in LOCKS[file] for line in project["optional-dependencies"][extra]]
+    versions = locked(file)
     for requirement in map(Requirement, asked):
-        if requirement.name == "torch" or (requirement.marker and not requirement.marker.evaluate()):
+        if requirement.name in ("torch", "cellar-llm") or (requirement.marker and not requirement.marker.evaluate()):
             continue
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         assert name in versions, f"{name} is not in the lock; run scripts/lock"
         assert requirement.specifier.contains(versions[name]), f"{name} {versions[name]}; run scripts/lock"
 
 
-def test_every_package_has_hashes_and_none_is_a_build_of_torch() -> None:
-    entries = re.split(r"(?m)^(?=[a-z0-9])", LOCK)[1:]
-    assert len(entries) == len(locked()) > 30
+@every_lock
+def test_every_package_has_hashes_and_none_is_a_build_of_torch(file: str) -> None:
+    entries = re.split(r"(?m)^(?=[a-z0-9])", text(file))[1:]
+    assert len(entries) == len(locked(file)) > 30
     for entry in entries:
         assert re.search(r"--hash=sha256:[0-9a-f]{64}$", entry, flags=re.MULTILINE), entry
         assert not re.match(r"(torch|triton|nvidia-)", entry)
@@ -40,5 +50,7 @@ def test_every_package_has_hashes_and_none_is_a_build_of_torch() -> None:
 
 def test_the_container_installs_what_is_locked() -> None:
     steps = (ROOT / "deploy" / "Dockerfile").read_text()
-    assert "--require-hashes --requirement requirements.lock" in steps
+    assert "ARG LOCK=requirements.lock" in steps
+    assert '--require-hashes --requirement "${LOCK}"' in steps
     assert "pip install --no-cache-dir --no-deps --no-build-isolation ." in steps
+    assert all(f"deploy/{file}" in steps for file in LOCKS)

@@ -113,18 +113,19 @@ class EngineKeeper:
 class Link:
     """An `EngineHost` that keeps a front connected with the engine at `address`, whenever there is one.
 
-    The constructor waits for the engine. `reason` says why a connection was lost; `begin` is done first by the
+    Where the engine listens elsewhere each time, `address` is a function that says where now, and raises OSError if
+    nowhere. The constructor waits for the engine. `reason` says why a connection was lost; `begin` is done first by the
     thread of each front.
     """
 
     def __init__(
         self,
-        address: Address,
+        address: Address | Callable[[], Address],
         attach: Attach | None = None,
         reason: Callable[[], str] = lambda: "the engine process has ended",
         begin: Callable[[], None] = nothing,
     ) -> None:
-        self._address = address
+        self._address: Callable[[], Address] = address if callable(address) else lambda: address
         self._attach = attach or FrontMaker()
         self._reason = reason
         self._begin = begin
@@ -166,7 +167,7 @@ class Link:
         pause, longest = KNOCK_SECONDS
         while not self._closing.is_set():
             try:
-                remote = RemoteEngine(self._address, self._reason)
+                remote = RemoteEngine(self._address(), self._reason)
             except (CellarError, OSError):
                 self._closing.wait(pause)
                 pause = min(2 * pause, longest)

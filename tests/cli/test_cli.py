@@ -241,7 +241,7 @@ def test_help_shows_whole_names_on_eighty_columns() -> None:
 def test_starting_is_light() -> None:
     code = (
         "import sys\nfrom cellar.cli.main import build\nbuild()\n"
-        "print([m for m in ('torch', 'tokenizers', 'rich', 'jinja2') if m in sys.modules])"
+        "print([m for m in ('torch', 'tokenizers', 'rich', 'jinja2', 'ray') if m in sys.modules])"
     )
     assert run_python(code).strip() == "[]"
 

@@ -1,0 +1,76 @@
+"""Cellar on a real Ray cluster: the same answers as `cellar serve`, and an engine that is killed comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from cellar import LLM, SamplingParams
+from tests.deploy.cluster import Cluster, cluster
+from tests.limits import until
+
+pytestmark = pytest.mark.long
+
+ARGS = {"kv_cache_memory_bytes": 64 << 20, "num_threads": 1, "served_model_name": "demo", "log_level": "warning"}
+PROMPT = "The house stood by the river, and"
+ASK: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Cluster]:
+    with cluster() as made:
+        made.deploy(ARGS)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    """What an engine in this process says."""
+    with LLM(kv_cache_memory_bytes=64 << 20, num_threads=1) as llm:
+        (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))
+        return output.outputs[0].text
+
+
+def text(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def test_the_same_api_and_the_same_tokens(served: Cluster, expected: str) -> None:
+    with served.http() as http:
+        assert text(http.post("/v1/completions", json=ASK)) == expected
+        with http.stream("POST", "/v1/completions", json={**ASK, "stream": True}) as answer:
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+        assert events[-1] == "[DONE]"
+        parts = [json.loads(event)["choices"][0]["text"] for event in events[:-1]]
+        assert "".join(parts) == expected
+        assert len(parts) > 3  # as they came, not at the end
+        assert http.get("/v1/models").json()["data"][0]["id"] == "demo"
+        assert http.get("/health").status_code == 200
+        assert "<!doctype html>" in http.get("/").text.lower()
+        wrong = http.post("/v1/completions", json={**ASK, "max_tokens": -1})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "max_tokens")
+
+
+def test_a_name_that_is_not_the_servers_is_refused(served: Cluster) -> None:
+    """Without keys and allowed_hosts only localhost is answered, wherever Ray listens."""
+    with served.http() as http:
+        answer = http.get("/v1/models", headers={"host": "rebound.example"})
+        assert answer.json()["error"]["code"] == "host_not_allowed"
+
+
+@pytest.mark.parametrize("victim", ["process", "actor"])
+def test_a_killed_engine_comes_back(served: Cluster, expected: str, victim: str) -> None:
+    (before,) = served.engines()
+    os.kill(before if victim == "process" else served.actors("Engine")[0].pid, signal.SIGKILL)
+    until(lambda: before not in served.engines())
+    with served.http() as http:
+        until(lambda: http.post("/v1/completions", json=ASK).status_code == 200)
+        assert text(http.post("/v1/completions", json=ASK)) == expected
+    until(lambda: len(served.engines()) == 1)
