@@ -1,5 +1,7 @@
 """Products with quantized matrices on the CPU beside bfloat16 and torch's own, ms and GB/s by number of tokens.
 
+`int8 both`: activations are rounded to int8, too.
+
     python -m benchmarks.quantized_cpu --threads 1
 
 Eight matrices in turn, more than a cache holds; the best of fifteen rounds.
@@ -21,13 +23,14 @@ from cellar.core.formats import Format
 from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.matrix import quantized
-from cellar.quant.weight import QuantizedWeight
+from cellar.quant.weight import QuantizedWeight, on_cpu
 
 FORMATS = {
     "int8": Format("int8"),
     "int4": Format("int4", 64, zero_points=True),
     "fp8": Format("fp8"),
     "mxfp4": Format("mxfp4", 32),
+    "int8 both": Format("int8", activations="int8"),
 }
 ROUNDS = 15
 
@@ -58,8 +61,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     shape = (options.rows, options.columns)
     plain = [torch.randn(shape).bfloat16() / options.columns**0.5 for _ in range(options.matrices)]
-    kept = {name: [QuantizedWeight(quantized(w, f)) for w in plain] for name, f in FORMATS.items()}
-    eights = [(w.matrix.codes, w.matrix.scales[:, 0].bfloat16()) for w in kept["int8"]]
+    kept = {name: [on_cpu(QuantizedWeight(quantized(w, f))) for w in plain] for name, f in FORMATS.items()}
+    rows = [quantized(w, FORMATS["int8"]) for w in plain]
+    eights = [(matrix.codes, matrix.scales[:, 0].bfloat16()) for matrix in rows]
     fours = [torch_int4(*shape) for _ in plain]
     weights: dict[str, Sequence[LinearWeight]] = {"bfloat16": [pack(w) for w in plain], **kept}
     for tokens in (1, 4, 16, 128):

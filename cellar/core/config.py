@@ -30,8 +30,8 @@ class ModelConfig:
     tokenizer: str | None = _option(None, "Directory of the tokenizer; default: the model's.")
     dtype: str = _option("auto", "auto, float32, bfloat16 or float16.")
     max_model_len: int | None = _option(None, "Longest prompt plus output, in tokens; default: the model's.")
-    quantization: Literal["int4", "int8", "fp8"] | None = _option(
-        None, "Quantize a plain checkpoint's matrices while loading: int4 (groups of 64), int8 or fp8."
+    quantization: Literal["int4", "int8", "fp8", "w8a8"] | None = _option(
+        None, "Quantize a plain checkpoint while loading: int4 (groups of 64), int8, fp8; w8a8: activations, too (CPU)."
     )
     load_format: Literal["auto", "dummy"] = _option("auto", "auto reads weights; dummy makes random ones.")
     skip_tokenizer_init: bool = _option(False, "Token ids in and out only.")

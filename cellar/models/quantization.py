@@ -15,8 +15,9 @@ _ON_LOADING = {
     "int4": (Format("int4", 64, zero_points=True), Format("int4", 32, zero_points=True)),
     "int8": (Format("int8"),),
     "fp8": (Format("fp8"),),
+    "w8a8": (Format("int8", activations="int8"),),
 }
-_HEAD = {"int4": Format("int8"), "int8": Format("int8"), "fp8": Format("fp8")}
+_HEAD = {"int4": Format("int8"), "int8": Format("int8"), "fp8": Format("fp8"), "w8a8": Format("int8")}
 
 
 def is_linear(tensor: TensorSpec) -> bool:

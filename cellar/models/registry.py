@@ -58,7 +58,7 @@ def open_model(
 ) -> Model:
     """The model that a config.json defines, to run in `dtype` with at most `max_model_len` tokens (default: its own).
 
-    `quantization`: int4, int8 or fp8, to which a plain checkpoint's matrices are quantized when they are loaded.
+    `quantization`: int4, int8, fp8 or w8a8, to which a plain checkpoint's matrices are quantized when they are loaded.
     `kv_cache_dtype`: fp8 or int4, in which K and V are kept; auto: in `dtype`.
     Raises CheckpointError for what is not supported, ConfigError for a `max_model_len` that the model does not allow,
     or a checkpoint that is quantized already.

@@ -6,7 +6,8 @@
     compressed-tensors  4 and 8 bits, e4m3; targets and exceptions by name and regular expression
     mxfp4               e2m1 with a power of two for every 32
 
-Activations stay in the run's dtype, whatever a config says of them, and so does the KV cache.
+Activations stay in the run's dtype, whatever a config says of them, but for those of int8 that are rounded token by
+token as they come, which a CPU multiplies in 8 bits. The KV cache is an option.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Scheme:
     """What a quantization_config says.
 
     A target or exception is a module's name, `re:` and a regular expression that matches from the name's beginning, or
-    `Linear`, which all modules are. `within`: exceptions are parts of names, as those of transformers are.
+    `Linear`, which all modules are. Of several targets that match a name precedes an expression, and that `Linear`;
+    expressions precede each other by the alphabet, as in compressed-tensors. `within`: exceptions are parts of names,
+    as those of transformers are.
     """
 
     method: str
@@ -55,7 +58,8 @@ class Scheme:
         for pattern in self.ignored:
             if _matches(pattern, module) or (self.within and pattern in module):
                 return None
-        return next((rule.format for rule in self.rules if any(_matches(t, module) for t in rule.targets)), None)
+        found = [(_vagueness(t), t, rule.format) for rule in self.rules for t in rule.targets if _matches(t, module)]
+        return min(found, key=lambda one: one[:2])[2] if found else None
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme:
@@ -90,7 +94,7 @@ class _Fields:
         value = self.get(name, default)
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[allowed.index(value)], bool):
             raise self.refusal(name, f"it must be {' or '.join(repr(a) for a in allowed)}")
-        return value
+        return allowed[allowed.index(value)]  # of the type that is meant: JSON may say 8.0
 
     def group(self, name: str = "group_size", default: Any = None) -> int:
         """Columns that share a scale; 0 for all (-1 in the config)."""
@@ -213,7 +217,20 @@ def _compressed(group: _Fields, stored: Any) -> Format:
     if zeros and name == "fp8":
         raise weights.refusal("symmetric", "floats have no zero points; it must be true")
     layout = "packed" if stored == "pack-quantized" else "scaled"
-    return Format(name, size, rows, zeros, layout)
+    dynamic = _rounds_tokens(group) and name == "int8" and not size and not zeros
+    return Format(name, size, rows, zeros, layout, "int8" if dynamic else "")
+
+
+def _rounds_tokens(group: _Fields) -> bool:
+    """True if activations are to be int8 without zero points, each token by its own range as it comes."""
+    if group.get("input_activations") is None:
+        return False
+    inputs = group.inner("input_activations")
+    by_token, dynamic = inputs.get("strategy") == "token", inputs.one_of("dynamic", False, False, True, "local")
+    if by_token and not dynamic:
+        raise inputs.refusal("dynamic", "strategy 'token' knows its scales when tokens come only; it must be true")
+    kind = inputs.get("type", "int"), inputs.get("num_bits", 8), inputs.get("symmetric", True)
+    return by_token and dynamic is True and kind == ("int", 8, True)
 
 
 def _matches(pattern: str, module: str) -> bool:
@@ -225,6 +242,10 @@ def _matches(pattern: str, module: str) -> bool:
                 f"{pattern!r} in the quantization config is no regular expression ({error}); get config.json again."
             ) from error
     return pattern in ("Linear", module)
+
+
+def _vagueness(target: str) -> int:
+    return 2 if target == "Linear" else 1 if target.startswith("re:") else 0
 
 
 _READERS = {

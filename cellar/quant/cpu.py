@@ -11,6 +11,7 @@ from torch.nn import functional
 from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
 from cellar.ops.cpu.launch import kernel
 from cellar.ops.linear.onednn import onednn_packs
+from cellar.quant.activations import token_codes
 from cellar.quant.matrix import Quantized
 
 # Numbers that a thread takes per turn.
@@ -36,19 +37,30 @@ def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
 def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     """`quantized_linear` for matrices that are taken; summed in float32, rounded once.
 
-    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format.
+    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format. Where
+    the format rounds activations, their codes are multiplied: whole numbers, exact up to 2^24.
     """
     tokens, rows = x.shape[0], matrix.shape[0]
     if not tokens or not rows:
         return x.new_empty((tokens, rows))
-    if x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
+    if matrix.format.activations:
+        codes, scales = token_codes(x)
+        out = _summed(codes.float(), matrix).mul_(scales)
+    elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
-    out = torch.empty((tokens, rows), dtype=torch.float32)
-    wide = _in_order(x.float(), matrix).contiguous()
-    _launch("product", (wide.data_ptr(),), matrix, out, (tokens,))
+    else:
+        out = _summed(x.float(), matrix)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
+
+
+def _summed(x: Tensor, matrix: Quantized) -> Tensor:
+    """float32 [t, out] by the kernel that reads codes in their bits."""
+    out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
+    wide = _in_order(x, matrix).contiguous()
+    _launch("product", (wide.data_ptr(),), matrix, out, (x.shape[0],))
+    return out
 
 
 def _expanded(x: Tensor, matrix: Quantized, bias: Tensor | None) -> Tensor:

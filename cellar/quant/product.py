@@ -10,8 +10,10 @@ from torch.nn import functional
 
 from cellar.core.formats import Format
 from cellar.ops.registry import Case, Op, Variant
+from cellar.quant.activations import rounded
 from cellar.quant.choice import default_choice
 from cellar.quant.cpu import quantized_linear_cpu, takes
+from cellar.quant.int8 import Int8Weight, int8_multiplies
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.packed import packed, packs
 from cellar.quant.triton import multiply_packed
@@ -26,9 +28,12 @@ def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -
 
 
 def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
-    """The dequantized matrix's product in float32, rounded once: some rows are dequantized at a time."""
+    """The dequantized matrix's product in float32, rounded once: some rows are dequantized at a time.
+
+    Where the format rounds activations, x is rounded first.
+    """
     out_features, columns = matrix.shape
-    wide = x.float()
+    wide = rounded(x) if matrix.format.activations else x.float()
     out = wide.new_empty((x.shape[0], out_features))
     step = max(1, _ELEMENTS // max(1, columns))
     if matrix.format.rows > 1:
@@ -44,11 +49,22 @@ def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | Non
 def quantized_linear_kernel(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     """`quantized_linear`, the matrix put into the kernels' form at each call; weights keep it (`device.py`)."""
     choice = default_choice(matrix.format, *matrix.shape)
+    if matrix.format.activations:
+        x = rounded(x).to(x.dtype)
     return multiply_packed(x, packed(matrix), bias, choice.at(x.shape[0]))
 
 
 def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
     return packs(matrix) and x.shape[0] > 0
+
+
+def quantized_linear_int8(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` in whole numbers, the matrix packed at each call; weights keep it (`int8.py`)."""
+    return Int8Weight(matrix).multiply(x, bias)
+
+
+def _is_int8(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    return matrix.format.activations == "int8" and int8_multiplies()
 
 
 def _case(format: Format, t: int, n: int, k: int, bias: bool = False) -> Case:
@@ -71,7 +87,11 @@ def _case(format: Format, t: int, n: int, k: int, bias: bool = False) -> Case:
 _OP = Op(
     "quantized_linear",
     quantized_linear_definition,
-    (Variant("triton", quantized_linear_kernel, _is_packed), Variant("cpu", quantized_linear_cpu, takes)),
+    (
+        Variant("triton", quantized_linear_kernel, _is_packed),
+        Variant("cpu", quantized_linear_cpu, takes),
+        Variant("cpu", quantized_linear_int8, _is_int8),
+    ),
     (
         _case(Format("int4", 32), 1, 70, 96),
         _case(Format("int4", 64, zero_points=True), 1, 300, 576, bias=True),
@@ -86,6 +106,9 @@ _OP = Op(
         _case(Format("mxfp4", 32), 9, 34, 96, bias=True),
         _case(Format("int4", 64, zero_points=True), 20, 66, 320),
         _case(Format("int8", 64), 3, 40, 192),
+        _case(Format("int8", activations="int8"), 1, 70, 96, bias=True),
+        _case(Format("int8", activations="int8"), 3, 33, 41),
+        _case(Format("int8", rows=0, activations="int8"), 19, 40, 320),
     ),
 )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cellar.ops.linear.weight import LinearWeight
+from cellar.quant.int8 import Int8Weight, int8_multiplies
 from cellar.quant.matrix import Quantized, by_groups, dequantized, in_order, quantized
 from cellar.quant.product import quantized_linear
 
@@ -15,7 +16,6 @@ from cellar.quant.product import quantized_linear
 class QuantizedWeight(LinearWeight):
     """A quantized matrix, multiplied in float32.
 
-    Activations keep the run's dtype: a checkpoint that was made for quantized ones is computed more exactly than asked.
     Columns that are in no order of their groups (act-order) are put into it once, and those of x at each product.
     """
 
@@ -95,3 +95,15 @@ class StackedWeight(LinearWeight):
                 found.append(one.slice(0, range(start, stop)))
             first += one.out_features
         return StackedWeight(found)
+
+
+def on_cpu(weight: LinearWeight) -> LinearWeight:
+    """A quantized weight in the form that the CPU multiplies fastest: packed, where activations are rounded to int8.
+
+    What has no such form, here or on this processor, stays as it is.
+    """
+    if isinstance(weight, StackedWeight):
+        return StackedWeight([on_cpu(part) for part in weight.parts])
+    if isinstance(weight, QuantizedWeight) and weight.matrix.format.activations == "int8" and int8_multiplies():
+        return Int8Weight(weight.matrix)
+    return weight

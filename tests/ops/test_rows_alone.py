@@ -23,7 +23,7 @@ from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.norm import add_layer_norm, add_rms_norm, rms_norm
 from cellar.ops.sampling import choose
 from cellar.quant.matrix import quantized
-from cellar.quant.weight import QuantizedWeight
+from cellar.quant.weight import QuantizedWeight, on_cpu
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 65, 128, 300)
 THREADS = (1, 2, 7, 24)
@@ -96,6 +96,7 @@ QUANTIZED = {
     "fp8": Format("fp8"),
     "fp8 blocks": Format("fp8", 128, rows=128),
     "mxfp4": Format("mxfp4", 32),
+    "int8, activations too": Format("int8", activations="int8"),
 }
 
 
@@ -104,6 +105,14 @@ QUANTIZED = {
 def test_quantized_products(form: str, n: int, k: int) -> None:
     weight = QuantizedWeight(quantized(random(n, k, seed=1) / k**0.5, QUANTIZED[form]))
     check_alone(partial(weight.multiply, bias=random(n, seed=2)), k)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("n", "k"), [(33, 384), (1000, 1024), (70, 2048)])
+def test_products_in_whole_numbers(n: int, k: int, dtype: torch.dtype) -> None:
+    """Where the processor has none, the kernel that multiplies the codes as floats: in bfloat16 of the run, too."""
+    weight = on_cpu(QuantizedWeight(quantized(random(n, k, seed=1) / k**0.5, Format("int8", activations="int8"))))
+    check_alone(lambda x: weight.multiply(x.to(dtype), random(n, seed=2)), k)
 
 
 @pytest.mark.parametrize("columns", [384, 77, 1000])

@@ -35,7 +35,7 @@ def bits_per_byte(quantization: str | None) -> float:
     return -found.gather(1, ids[1:, None]).sum().item() / math.log(2) / len(TEXT.encode())
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.003), ("fp8", 0.01), ("int4", 0.03)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.003), ("fp8", 0.01), ("int4", 0.03), ("w8a8", 0.01)])
 def test_the_demo_model_loses_little(quantization: str, most: float) -> None:
     plain, found = bits_per_byte(None), bits_per_byte(quantization)
     assert 0.5 < plain < 2.5

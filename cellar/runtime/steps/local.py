@@ -30,6 +30,7 @@ from cellar.ops.linear.device import prepare
 from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import Weight
 from cellar.quant.device import ChoiceOf, on_device
+from cellar.quant.weight import on_cpu
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import device_free, human
 from cellar.runtime.offload.opened import Offloaded, OffloadReport, check_offloaded, open_offloaded
@@ -300,6 +301,8 @@ def _open(
             f"kv_cache_dtype {config.cache.kv_cache_dtype} runs on a CPU so far, but the device is {device}; leave it "
             "out, or set device to cpu."
         )
+    if device.type != "cpu" and model_config.quantization == "w8a8":
+        raise ConfigError(f"quantization w8a8 runs on a CPU so far, but the device is {device}; take int8 or fp8.")
     if not offloads:
         _check_fits(spec, device)
     before = counted(device)
@@ -431,7 +434,9 @@ def _threads(asked: int | None, offloaded: Offloaded | None) -> int | None:
 
 
 def _pack_linear(spec: TensorSpec, weight: Weight) -> Weight:
-    return pack(weight) if is_linear(spec) and isinstance(weight, torch.Tensor) else weight
+    if not isinstance(weight, torch.Tensor):
+        return on_cpu(weight)
+    return pack(weight) if is_linear(spec) else weight
 
 
 def _preparing(choice_of: Callable[[Shape], LinearChoice | None], quantized_choice_of: ChoiceOf) -> loader.Transform:
