@@ -70,7 +70,7 @@ def batch(
         stopped = False
         if pending:  # else the model need not be loaded
             bar = None if disable_tqdm or not sys.stderr.isatty() else (total - pending, total)
-            stopped = _answer(config, server, requests, results, max_in_flight, counts, bar)
+            stopped = _answer(config, server, requests, results, max_in_flight, counts, bar, pending)
         failed_before = results.num_failed
     # Where results go to a terminal or a pipe, nothing else may.
     _tell(counts, total - pending, failed_before, time.perf_counter() - started, output, err=not results.is_file)
@@ -90,8 +90,9 @@ def _answer(
     max_in_flight: int | None,
     counts: BatchCounts,
     bar: tuple[int, int] | None,
+    pending: int,
 ) -> bool:
-    """Load the model and do what is left; `bar` says how many of how many lines are done at the beginning.
+    """Load the model and do what is left, `pending` lines; `bar` says how many of how many are done at the beginning.
 
     -> True if Ctrl-C ended it: the first starts no more lines and lets the running ones finish, the second drops them.
     """
@@ -100,6 +101,7 @@ def _answer(
     from cellar.bench.forecast import Forecast
     from cellar.engine.opened import open_front
     from cellar.engine.stream import AsyncLLM
+    from cellar.planner.passes import predicted_rate
     from cellar.reports.forecast import predict
     from cellar.reports.offload import print_offload
     from cellar.server.app import build_app
@@ -111,9 +113,11 @@ def _answer(
     opened = open_front(config, forecast.wrap)
     predict(forecast, opened)
     if opened.offload is not None:
-        print_offload(opened.offload, err=True)
+        print_offload(opened.offload, opened.plan, err=True)
     host = SameProcess(AsyncLLM.over(opened))
     app = build_app(host, ServedModel.of(opened, model_names(config, server)), server, _LIMITS)
+    rate = predicted_rate(opened.plan, pending)
+    beside = "" if rate is None else f" ({rate:.3g} predicted)"
     in_flight = max_in_flight or 2 * opened.config.schedule.max_num_seqs
     done, total = bar or (0, 0)
     started = time.perf_counter()
@@ -123,8 +127,10 @@ def _answer(
         def on_result(record: Mapping[str, Any]) -> None:
             counts.note(record)
             seconds = max(time.perf_counter() - started, 1e-9)
-            rate = f"in {counts.prompt_tokens / seconds:.0f} tok/s, out {counts.output_tokens / seconds:.0f} tok/s"
-            shown.set_postfix_str(rate + (f", {counts.failed} failed" if counts.failed else ""), refresh=False)
+            shares = f"in {counts.prompt_tokens / seconds:.0f} tok/s, out {counts.output_tokens / seconds:.3g} tok/s"
+            shown.set_postfix_str(
+                shares + beside + (f", {counts.failed} failed" if counts.failed else ""), refresh=False
+            )
             shown.update(1)
 
         answers = Batch(app, host, config.model.seed)

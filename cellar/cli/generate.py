@@ -56,7 +56,7 @@ def generate(
         if opened.memory is not None and sys.stderr.isatty():
             typer.echo(opened.memory.line(), err=True)
         if opened.offload is not None:
-            print_offload(opened.offload, err=True)
+            print_offload(opened.offload, opened.plan, err=True)
         if llm.plan is not None:
             forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
         params = sampling_params(sampling, llm.generation.sampling)

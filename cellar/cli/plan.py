@@ -34,7 +34,7 @@ def plan(
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 512,
     generate: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
     objective: Annotated[str, typer.Option(help="throughput, latency or cost.")] = "throughput",
-    max_latency: Annotated[float | None, typer.Option(help="Seconds that a whole batch may take.")] = None,
+    latency: Annotated[float | None, typer.Option(help="Seconds that a whole batch may take.")] = None,
     formats: Annotated[
         str | None,
         typer.Option(
@@ -92,7 +92,7 @@ def plan(
     )
     sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
     if here.device.kind == "cpu" and sizes["device"] is not None:
-        said: dict[str, Any] = {"objective": objective != "throughput", "max_latency": max_latency, "formats": formats}
+        said: dict[str, Any] = {"objective": objective != "throughput", "formats": formats}
         said |= {"diagonal": diagonal, "compare": compare, "plots": plots, "sources": sources, "json": json}
         without = [name for name, given in said.items() if given]
         if without:
@@ -100,8 +100,8 @@ def plan(
                 f"{without[0]} has no effect on a processor held to device_memory, whose weights are placed by bytes "
                 f"alone; leave {without[0]} out."
             )
-        found = _held(spec, sizes, prompt + generate, model, here.name)
-        print_planned(found.placement, spec)
+        found = _held(spec, sizes, Job(prompt, generate), latency, model, here)
+        print_planned(found, spec)
         if output is not None:
             output.write_text(found.to_json() + "\n", encoding="utf-8")
             typer.echo(str(output))
@@ -115,7 +115,7 @@ def plan(
         )
     d = dimensions(spec)
     if chips is not None:
-        said = {"objective": objective != "throughput", "max_latency": max_latency, "diagonal": diagonal}
+        said = {"objective": objective != "throughput", "latency": latency, "diagonal": diagonal}
         said |= {"compare": compare, "output": output, "sources": sources}
         if without := [name for name, given in said.items() if given]:
             raise ConfigError(f"{without[0]} is of one plan, and chips compares many; leave one of them out.")
@@ -124,7 +124,7 @@ def plan(
     schedules: Any = ("zigzag", "diagonal") if diagonal else ("zigzag",)
 
     def search(found: Any) -> Any:
-        return find(d, found, job, objective, max_latency, chosen_formats, schedules)  # type: ignore[arg-type]
+        return find(d, found, job, objective, latency, chosen_formats, schedules)  # type: ignore[arg-type]
 
     dtype = run_dtype(chosen_formats[0], spec.dtype)
     answer = search(fitted(here, profile, d, model, chosen_formats[0], dtype)[0])
@@ -177,16 +177,26 @@ def _swept(
         typer.echo(str(save_sweep(points, plots)), err=json)
 
 
-def _held(spec: ModelSpec, sizes: Mapping[str, int | None], longest: int, model: str, machine: str) -> SavedPlan:
-    """The plan of a processor that may hold `sizes["device"]` bytes, for requests of up to `longest` tokens."""
+def _held(
+    spec: ModelSpec, sizes: Mapping[str, int | None], job: Job, latency: float | None, model: str, machine: Machine
+) -> SavedPlan:
+    """The plan of a processor that may hold `sizes["device"]` bytes, for requests as long as those of the job."""
     from cellar.planner.capped import Room, capped_plan
+    from cellar.planner.passes import processor_rates
     from cellar.planner.saved import Limits
 
+    if job.generate < 2:
+        raise ConfigError("generate is 1, but a plan that streams weights is for decodes; ask for 2 tokens or more.")
+    longest = job.prompt + job.generate
     if longest > spec.max_position:
         raise ConfigError(f"{longest} tokens are more than the {spec.max_position} that {model} can attend to.")
+    if latency is not None and not 0 < latency < float("inf"):
+        raise ConfigError(f"latency is {latency:g}; it must be a positive number of seconds.")
     limits = Limits(ScheduleConfig().max_num_seqs, step_tokens("cpu"), longest)
     room = Room(sizes["device"] or 0, sizes["host"], sizes["disk"] or 0)
-    return capped_plan(spec, room, limits, model=_named(model), machine=machine)
+    rates = processor_rates(machine, spec.dtype)
+    named = _named(model)
+    return capped_plan(spec, room, limits, model=named, machine=machine.name, rates=rates, job=job, latency=latency)
 
 
 def _named(model: str) -> str:

@@ -81,7 +81,7 @@ def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits:
 def _check_unused(config: EngineConfig) -> None:
     """Options of language models are refused with --cells."""
     defaults = EngineConfig()
-    for part in ("model", "cache", "schedule"):
+    for part in ("model", "cache", "schedule", "offload"):
         given: Mapping[str, Any] = vars(getattr(config, part))
         for name, value in given.items():
             if value != getattr(getattr(defaults, part), name):

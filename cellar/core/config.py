@@ -185,6 +185,9 @@ class OffloadConfig:
     )
     disk: float | None = _option(None, "GiB of disk for weights that neither holds; default: none.")
     disk_path: str | None = _option(None, "Directory for weights on disk; default: that of temporary files.")
+    latency: float | None = _option(
+        None, "Seconds that a request of max_model_len tokens may take; fewer run at once if need be."
+    )
 
     def __post_init__(self) -> None:
         for name in ("disk_path",):
@@ -200,6 +203,12 @@ class OffloadConfig:
         if self.device_memory is None and (self.host_memory is not None or self.disk is not None):
             raise ConfigError(
                 "host_memory and disk are for what device_memory does not hold, but that is not given; give it, in GiB."
+            )
+        if self.latency is not None and not 0 < self.latency < float("inf"):
+            raise ConfigError(f"latency is {self.latency:g}; it must be a positive number of seconds.")
+        if self.latency is not None and self.device_memory is None:
+            raise ConfigError(
+                "latency bounds the plan that is made for device_memory, but that is not given; give it, in GiB."
             )
 
     @property

@@ -31,6 +31,7 @@ from cellar.engine.interrupt import DeferredInterrupt
 from cellar.engine.opened import Opened, open_front
 from cellar.engine.progress import Progress
 from cellar.engine.prompts import Prompt, as_list
+from cellar.planner.passes import predicted_rate
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.text.generation import GenerationConfig
@@ -278,7 +279,8 @@ class LLM:
         done: dict[str, RequestOutput] = {}
         try:
             self._front.start(prepared)
-            with Progress(len(ids), use_tqdm) as progress, DeferredInterrupt() as interrupt:
+            predicted = predicted_rate(self._opened.plan, len(ids))
+            with Progress(len(ids), use_tqdm, predicted) as progress, DeferredInterrupt() as interrupt:
                 while len(done) < len(ids):
                     interrupt.check()
                     for output in self._turn(inbox):

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
+from cellar.planner.passes import Away, Rates, block_seconds, longest, most_within, pass_cost, too_slow
 from cellar.planner.saved import Limits, SavedPlan
+
+_LOG = logging.getLogger(__name__)
+
+MEASURED_NBYTES = 2**26
+"""What is read to measure a processor's rates: more than its caches hold."""
+
+MEASURED_SECONDS = 0.05
+"""For each of them."""
 
 HOST_SHARE = 0.9
 """Of the host's memory that is free, what an accelerator's weights and KV may take if nobody says how much."""
@@ -46,13 +60,79 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
         host = int(HOST_SHARE * host_available())
     room = Room(held, host, sizes["disk"] or 0, config.cache.kv_cache_memory_bytes, kind)
     if fits(spec, room, limits):
-        if kind == "gpu":
-            return config, None  # KV gets what is left of it, which the runtime sees
-        kv = int(held * KV_SHARE) if room.kv is None else room.kv
-        return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv)), None
+        return _resident(config, spec, room, limits), None
     if any(tensor.formats for tensor in spec.tensors()):
         raise ConfigError(
             f"{name} is quantized and does not fit device_memory, but quantized weights are not offloaded yet; raise "
             "device_memory, or leave quantization out."
         )
-    return config, capped_plan(spec, room, limits, model=name, machine=str(device))
+    _warn_of_loss(config, raw, spec, room, limits)
+    rates = _rates(config, spec, kind)
+    latency = config.offload.latency
+    plan = capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates, latency=latency)
+    assert plan.limits is not None
+    return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
+
+
+def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits) -> EngineConfig:
+    """The options of a model that fits, within the latency. Raises ConfigError if not even one request is."""
+    latency = config.offload.latency
+    if latency is not None:
+        cost = pass_cost(spec, _rates(config, spec, room.kind), Away(0, 0, "device", room.kind))
+        most = most_within(latency, cost, longest(limits), limits)
+        if most == 0:
+            raise too_slow(latency, block_seconds(cost, longest(limits), 1, limits), longest(limits))
+        config = replace(config, schedule=replace(config.schedule, max_num_seqs=most))
+    if room.kind == "gpu":
+        return config  # KV gets what is left of it, which the runtime sees
+    kv = int(room.device * KV_SHARE) if room.kv is None else room.kv
+    return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv))
+
+
+def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
+    """A processor's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why).
+
+    Those of a GPU are an H200's: measuring them at the start has not been tried on one.
+    """
+    from cellar.runtime.device import resolve_device
+    from cellar.runtime.offload.rates import measured_disk, measured_rates
+
+    if kind == "gpu":
+        return Rates()
+    threads, path = config.device.num_threads, config.offload.disk_path
+    with ThreadPoolExecutor(1, "cellar-rates") as thread:
+        found = thread.submit(
+            measured_rates, spec, resolve_device("cpu"), MEASURED_NBYTES, MEASURED_SECONDS, threads
+        ).result()
+    rates = Rates(link=found.link, attention=found.attention, device=found.multiply, flops=found.flops)
+    if config.offload.disk:
+        rates = replace(rates, disk=measured_disk(None if path is None else Path(path), MEASURED_NBYTES))
+    return rates
+
+
+def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:
+    """Say so where nothing would have to move."""
+    from cellar.models import registry
+    from cellar.runtime.device import resolve_device
+    from cellar.runtime.memory import device_free, human
+
+    device = resolve_device(config.device.device)
+    free = device_free(device)
+    if fits(spec, replace(room, device=free), limits):
+        where = "this machine" if room.kind == "cpu" else str(device)
+        _LOG.warning(
+            "offloading is pure loss here: the model takes %s, and %s has %s free; without device_memory nothing has "
+            "to move.",
+            human(spec.nbytes()),
+            where,
+            human(free),
+        )
+    for name in ("int8", "int4"):
+        chunk, kept = config.cache.block_size, config.cache.kv_cache_dtype
+        try:
+            smaller = registry.open_model(raw, spec.dtype, chunk, config.model.max_model_len, name, kept).spec
+        except ConfigError:
+            continue  # its rows are not cut into such groups
+        if fits(smaller, room, limits):
+            _LOG.warning("with --quantization %s the model would fit device_memory, and nothing had to move.", name)
+            return

@@ -65,6 +65,11 @@ def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file
                 f"{name} is given, but the plan {file} says how many chunks of KV there are "
                 f"({plan.placement.num_chunks:,}); leave {name} out, or plan again."
             )
+    if config.offload.latency is not None:
+        raise ConfigError(
+            f"latency bounds a plan that is made at the start, but the plan {file} is made; leave latency out, or plan "
+            "again with it."
+        )
     longest = config.model.max_model_len
     if longest is not None and longest > limits.max_model_len:
         raise ConfigError(

@@ -9,9 +9,10 @@ from cellar.core.messages import RequestOutput
 
 
 class Progress:
-    """Shows nothing unless `shown`."""
+    """Shows nothing unless `shown`. `predicted`: tokens per second that a plan promised, shown beside."""
 
-    def __init__(self, total: int, shown: bool) -> None:
+    def __init__(self, total: int, shown: bool, predicted: float | None = None) -> None:
+        self._beside = "" if predicted is None else f" ({predicted:.3g} predicted)"
         self._started = time.perf_counter()
         self._in = self._out = 0
         if shown:
@@ -29,7 +30,7 @@ class Progress:
         self._out += sum(len(completion.token_ids) for completion in output.outputs)
         seconds = max(time.perf_counter() - self._started, 1e-9)
         self._bar.set_postfix_str(
-            f"in {self._in / seconds:.0f} tok/s, out {self._out / seconds:.0f} tok/s", refresh=False
+            f"in {self._in / seconds:.0f} tok/s, out {self._out / seconds:.3g} tok/s{self._beside}", refresh=False
         )
         self._bar.update(1)
 

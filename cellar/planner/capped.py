@@ -4,33 +4,43 @@ What must be on the device comes first: tables, head and vectors, the ring (two 
 the KV cache, a step's activations and logits. Then as many rows of every layer as fit, its matrices one after another,
 the same ones in all layers; then host memory, then disk: so at most two matrices of a layer are cut. All else being
 fixed, a byte in a faster place is never worse, so this is what the linear program of `linear.py` finds where only
-weights may leave the device; it needs no rates. They say how much KV the device has, or whether the host has it.
+weights may leave the device; it needs no rates. They say how much KV the device has, or whether the host has it, what
+is predicted (`passes.py`), and how many sequences end within a bound.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from cellar.core.errors import CapacityError
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
-from cellar.planner.offload import logits_bytes, working_bytes
+from cellar.planner.offload import Job, logits_bytes, working_bytes
+from cellar.planner.passes import (
+    RESERVE,
+    Away,
+    Rates,
+    block_seconds,
+    decode_seconds,
+    foreseen,
+    kv_sequences,
+    longest,
+    most_within,
+    pass_cost,
+    predicted_pass,
+    too_slow,
+)
 from cellar.planner.saved import Limits, SavedPlan, geometry_of, kv_cache_dtype_of
+from cellar.planner.work import StepCost
 
 KV_SHARE = 0.25
 """Of the device's memory, for KV, if nobody says how much: more sequences share a pass's weights, fewer rows stay."""
 
-RESERVE = 0.1
-"""Of the chunks of KV, what the scheduler keeps free when it admits requests."""
-
 CUT = 2.5
 """How much more than of whole matrices a step's activations take where matrices are cut."""
-
-CPU_TOKENS = 16
-"""Passes of up to so many tokens leave rows in host memory to the CPU."""
 
 LIBRARIES = 3 * 2**28
 """Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
@@ -55,21 +65,6 @@ class Room:
     kind: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
-    device's memory.
-
-    Those of an H200 and its 16 cores. `multiply` 0: no rows are left to the CPU, until that has been compared with the
-    resident engine on a GPU.
-    """
-
-    link: float = 50e9
-    multiply: float = 0.0
-    attention: float = 60e9
-    device: float = 4e12
-
-
 def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
     """True if the whole model, KV of `room` and a step's buffers are on the device.
 
@@ -85,31 +80,27 @@ def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
 
 
 def capped_plan(
-    spec: ModelSpec, room: Room, limits: Limits, *, model: str, machine: str, rates: Rates | None = None
+    spec: ModelSpec,
+    room: Room,
+    limits: Limits,
+    *,
+    model: str,
+    machine: str,
+    rates: Rates | None = None,
+    job: Job | None = None,
+    latency: float | None = None,
 ) -> SavedPlan:
-    """The plan. `limits.max_num_seqs` sequences pass a layer as one batch.
+    """The plan. `limits.max_num_seqs` sequences pass a layer as one batch, or so many that `job` (default: the longest
+    request) ends within `latency` seconds.
 
     On an accelerator KV lies there or, where more sequences a pass are worth it at these rates, in host memory, where
-    the CPU attends to it. Raises CapacityError, which says how much is missing where.
+    the CPU attends to it. Raises CapacityError, which says how much is missing where; ConfigError if no plan keeps the
+    latency, which says what the fastest takes.
     """
-    rates = rates or Rates()
-    best: tuple[float, _Division, str, int] | None = None
-    for place, kv in _kv_choices(spec, room, limits):
-        try:
-            division = _divide(spec, room, limits, kv, place)
-        except CapacityError:
-            continue
-        if place == "host":
-            kv = min(kv, (room.host or 0) - division.in_host) if room.host is not None else kv
-        count, seconds = predicted_pass(spec, limits, rates, division.away, place, kv)
-        speed = count / max(seconds.values())
-        if speed > 0 and (best is None or speed > best[0]):
-            best = speed, division, place, kv
-    if best is None:
-        place, kv = "device", _kv_nbytes(spec, room)
-        best = 0.0, _divide(spec, room, limits, kv, place), place, kv
-    _, division, place, kv = best
-    count, seconds = predicted_pass(spec, limits, rates, division.away, place, kv)
+    rates, job = rates or Rates(), job or longest(limits)
+    best = _best(spec, room, limits, rates, job, latency)
+    limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
+    place = best.away.kv_place
     chunks = kv // spec.kv.chunk_nbytes()
     # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest.
     left = division.warm * rates.multiply / (rates.multiply + rates.link) if room.kind != "cpu" else 0.0
@@ -130,6 +121,7 @@ def capped_plan(
         BlockSchedule(limits.max_num_seqs, 1),
     )
     said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
+    count, seconds = predicted_pass(spec, limits, rates, best.away, kv)
     return SavedPlan(
         model=model,
         geometry=geometry_of(spec),
@@ -139,16 +131,62 @@ def capped_plan(
         device=room.kind,
         placement=placement,
         limits=limits,
-        cost=None,
+        cost=cost,
         steps=(),
         figures={
             "plan": said,
             "machine": machine,
-            "rates": asdict(rates) if room.kind != "cpu" else {},
-            "decode_pass": {"sequences": count, "seconds": seconds} if room.kind != "cpu" else {},
+            "rates": asdict(rates),
+            "decode_pass": {"sequences": count, "seconds": dict(seconds)},
+            "predicted": asdict(foreseen(cost, job, count, limits)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """One way to divide, with its price: `kv` bytes of KV, within `limits`."""
+
+    division: _Division
+    away: Away
+    kv: int
+    cost: StepCost
+    limits: Limits
+    speed: float
+
+
+def _best(spec: ModelSpec, room: Room, limits: Limits, rates: Rates, job: Job, latency: float | None) -> _Choice:
+    """The way that makes most tokens a second, within the bound. Raises CapacityError or ConfigError."""
+    found: list[_Choice] = []
+    missing: CapacityError | None = None
+    fastest = math.inf
+    for place, kv in _kv_choices(spec, room, limits, bounded=latency is not None):
+        try:
+            division = _divide(spec, room, limits, kv, place)
+        except CapacityError as error:
+            missing = missing or error
+            continue
+        if place == "host" and room.host is not None:
+            kv = min(kv, room.host - division.in_host)
+        away = Away(division.in_host, max(0, division.away - division.in_host), place, room.kind)
+        cost = pass_cost(spec, rates, away)
+        count, held = max(1, kv_sequences(spec, limits, kv)), limits
+        if latency is not None:
+            fastest = min(fastest, block_seconds(cost, job, 1, limits))
+            most = most_within(latency, cost, job, limits)
+            if most == 0:
+                continue
+            count, held = min(count, most), replace(limits, max_num_seqs=most)
+        # A pass of few tokens may leave rows to the CPU, which `cost` does not know.
+        channels = predicted_pass(spec, replace(limits, max_num_seqs=count), rates, away, kv)[1]
+        least = max(channels.values()) if room.kind != "cpu" else decode_seconds(cost, count, limits.max_model_len)
+        found.append(_Choice(division, away, kv, cost, held, count / least))
+    if not found:
+        if missing is not None and fastest == math.inf:
+            raise missing
+        raise too_slow(latency or 0.0, fastest, job)
+    return max(found, key=lambda one: one.speed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,40 +249,23 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
     return _Division(kept, warm, in_host(rest), in_host(warm))
 
 
-def _kv_choices(spec: ModelSpec, room: Room, limits: Limits) -> list[tuple[str, int]]:
-    """Places for KV, and bytes. What is asked for lies on the device where there is room."""
+def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -> list[tuple[str, int]]:
+    """Places for KV, and bytes. What is asked for lies on the device where there is room. Where time is `bounded`, less
+    KV leaves room for more rows of weights.
+    """
+    needed = -(-limits.max_model_len // spec.kv.chunk_size)
+    few = [math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in (1, 2, 4, 8, 16, 32)]
     if room.kind == "cpu":
-        return [("device", _kv_nbytes(spec, room))]
+        kv = _kv_nbytes(spec, room)
+        return [("device", kv), *(("device", less) for less in few if bounded and room.kv is None and less < kv)]
     left = max(0, room.device - _buffers(spec, limits, room.kind))
     if room.kv is not None:
         return [("device", room.kv)] if room.kv <= left / 2 else [("host", room.kv)]
-    needed = -(-limits.max_model_len // spec.kv.chunk_size)
     # The scheduler keeps some chunks free for requests that run.
     wanted = math.ceil(limits.max_num_seqs * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes()
     shares = (0.125, KV_SHARE, 0.5)
-    return [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
-
-
-def predicted_pass(
-    spec: ModelSpec, limits: Limits, rates: Rates, away: int, place: str, kv: int
-) -> tuple[int, dict[str, float]]:
-    """How many sequences of full length decode in a pass, and its seconds by channel, which work at once: `away` bytes
-    of weights cross the link while the CPU attends to KV in host memory. A pass of few tokens leaves rows to the CPU.
-    """
-    held = kv * (1 - RESERVE) / spec.kv.chunk_nbytes()
-    count = min(limits.max_num_seqs, int(held / -(-limits.max_model_len // spec.kv.chunk_size)))
-    read = count * limits.max_model_len * spec.kv.chunk_nbytes() / spec.kv.chunk_size
-    own = spec.nbytes() + (read if place == "device" else 0.0)
-    attention = read / rates.attention if place == "host" else 0.0
-    rows = 0.0
-    if count <= CPU_TOKENS:
-        rows = away * rates.multiply / (rates.multiply + rates.link)
-    link = (away - rows) / rates.link
-    return count, {
-        "link": link,
-        "cpu": (rows / rates.multiply if rows else 0.0) + attention,
-        "device": own / rates.device,
-    }
+    found = [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
+    return [*found, *(("device", less) for less in few if bounded and less < min(wanted, left))]
 
 
 def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:

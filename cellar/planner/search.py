@@ -18,6 +18,7 @@ from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job, Schedule
 from cellar.planner.partition import BF16, Formats
+from cellar.planner.passes import rounded_up
 from cellar.planner.plans import Plan
 from cellar.planner.resident import resident_plans
 from cellar.planner.streamed import offload_plans
@@ -63,7 +64,7 @@ def find(
         raise ConfigError(f"prompt {job.prompt} and generate {job.generate} must each be at least 1 token.")
     if max_latency is not None and not 0 < max_latency < math.inf:
         raise ConfigError(
-            f"max_latency is {max_latency:g}; it must be a positive number of seconds, or be left out for no bound."
+            f"latency is {max_latency:g}; it must be a positive number of seconds, or be left out for no bound."
         )
     resident = resident_plans(d, machine, job, formats)
     offloaded = offload_plans(d, machine, job, formats, schedules, None)
@@ -113,14 +114,8 @@ def _too_slow(plans: Sequence[Plan], wish: float) -> str:
     why = f"even at peak rates {fastest.binds} needs {bound:.3g} s" if wish < bound else "no plan reaches that"
     return (
         f"a latency of {wish:g} s is impossible: {why}; the fastest plan takes {fastest.latency:.3g} s "
-        f"({fastest.name}), so ask for --max-latency {_up(fastest.latency)} or more."
+        f"({fastest.name}), so ask for --latency {rounded_up(fastest.latency)} or more."
     )
-
-
-def _up(value: float) -> str:
-    """A number rounded up to three figures."""
-    text = f"{value:.3g}"
-    return text if float(text) >= value else f"{value * 1.005:.3g}"
 
 
 def _warnings(chosen: Plan, resident: Sequence[Plan], offloaded: Sequence[Plan]) -> list[str]:

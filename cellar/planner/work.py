@@ -55,7 +55,8 @@ class StepCost:
     Products take the longest of `token_flops` and `token_bytes` a token and `weights` once (or `gathers`, of weights
     from other devices), and `unhidden` of the shorter; logits likewise of `sampled` a row and `head` once. Attention
     takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
-    collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`.
+    collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie
+    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter.
     """
 
     token_flops: float
@@ -72,6 +73,7 @@ class StepCost:
     talk: float = 0.0
     token_talk: float = 0.0
     windows: tuple[int | None, ...] = ()
+    streamed: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step."""
@@ -83,4 +85,4 @@ class StepCost:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
         found = products + attention + head + self.launches + self.talk + self.token_talk * work.tokens
-        return max(found, self.eager) if work.prompts else found
+        return max(found, self.streamed, self.eager if work.prompts else 0.0)

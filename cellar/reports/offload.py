@@ -1,42 +1,71 @@
-"""What goes where of an offloaded model, in one table."""
+"""What goes where of an offloaded model, and what is predicted, in one table."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
+from cellar.planner.saved import SavedPlan
 from cellar.runtime.memory import human
 from cellar.runtime.offload.layout import PLACES, placed_rows, planned_nbytes
 from cellar.runtime.offload.opened import OffloadReport
 
 
-def print_offload(report: OffloadReport, *, err: bool = False) -> None:
-    """As it lies there, read back, and the least seconds of a pass at the rates that reading back had."""
+def print_offload(report: OffloadReport, plan: SavedPlan | None, *, err: bool = False) -> None:
+    """As it lies there, read back; the least seconds of a pass at the rates that reading back had, and what the plan
+    predicts.
+    """
     table = _table("What goes where, read back")
     for place in PLACES:
         rate = f"{report.rates[place] / 1e9:.3g} GB/s" if place in report.rates else ""
         moved = human(report.moved[place]) if report.moved.get(place) else ""
         seconds = f"{report.seconds[place]:.3g}" if place in report.seconds else ""
-        beside = f"KV {human(report.kv)}, ring {human(report.ring)}" if place == "device" else ""
+        beside = f"KV {human(report.kv)}" if place == report.kv_place else ""
+        if place == "device":
+            beside = f"{beside}, ring {human(report.ring)}".removeprefix(", ")
         table.add_row(place, human(report.weights[place]), beside, moved, rate, seconds)
     console = Console(highlight=False, stderr=err)
     console.print(table)
     if report.limit:
         console.print(f"limit: {report.limit:.3g} s a pass, whatever the batch; more sequences share it.")
+    if plan is not None:
+        for line in predicted_lines(plan.figures):
+            console.print(line)
     if report.weights["disk"] and not report.direct:
         console.print("the disk's directory takes no O_DIRECT: its rate is that of the page cache.")
 
 
-def print_planned(placement: Placement, spec: ModelSpec) -> None:
-    """As planned: bytes by place. What a pass moves is what is not on the device; rates are measured when it runs."""
+def print_planned(plan: SavedPlan, spec: ModelSpec) -> None:
+    """As planned: bytes by place, and what is predicted. What a pass moves is what is not on the device; rates are
+    measured when it runs.
+    """
+    placement = plan.placement
     table = _table("What goes where")
     planned = planned_nbytes(placed_rows(placement, spec), spec)
     for place, nbytes in planned.items():
-        kv = f"KV {human(placement.num_chunks * spec.kv.chunk_nbytes())}" if place == "device" else ""
+        kv = f"KV {human(placement.num_chunks * spec.kv.chunk_nbytes())}" if place == placement.kv_device else ""
         table.add_row(place, human(nbytes), kv, "" if place == "device" or not nbytes else human(nbytes), "", "")
-    Console(highlight=False).print(table)
+    console = Console(highlight=False)
+    console.print(table)
+    for line in predicted_lines(plan.figures):
+        console.print(line)
+
+
+def predicted_lines(figures: Mapping[str, Any]) -> list[str]:
+    """What a plan that streams weights predicts, in words; nothing if it predicts nothing."""
+    found = figures.get("predicted")
+    if not found:
+        return []
+    count = found["sequences"]
+    return [
+        f"predicted: {found['tokens_per_second']:.3g} tok/s, {count:,} sequence{'s' * (count != 1)} a pass of "
+        f"{found['pass_seconds']:.3g} s; requests of {found['prompt']:,} + {found['generate']:,} tokens end within "
+        f"{found['request_seconds']:.3g} s."
+    ]
 
 
 def _table(title: str) -> Table:

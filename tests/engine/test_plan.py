@@ -107,6 +107,7 @@ def test_twice_is_as_good_as_once(plan: Path) -> None:
         ({"kv_cache_memory_bytes": 10**6}, "kv_cache_memory_bytes is given, but the plan"),
         ({"gpu_memory_utilization": 0.5}, "gpu_memory_utilization is given, but the plan"),
         ({"max_model_len": 10**6}, "max_model_len is 1000000, but the KV of the plan"),
+        ({"device_memory": 1.0, "latency": 3.0}, "latency bounds a plan that is made at the start, but the plan"),
         ({"plan": "/nowhere/plan.json"}, "the plan /nowhere/plan.json cannot be read"),
         ({"plan": __file__}, "the file is not a plan; make one with `cellar plan"),
     ],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cellar.models.registry import open_model
-from cellar.planner.capped import Rates, Room, capped_plan, predicted_pass
+from cellar.planner.capped import Room, capped_plan
+from cellar.planner.passes import Away, Rates, predicted_pass
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
 
@@ -37,10 +38,10 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
     rates = Rates(50e9, 84e9, 60e9, 4e12)
     one, many = Limits(1, 64, 256), Limits(64, 64, 256)
     kv = 100 * 16 * SPEC.kv.chunk_nbytes()
-    _, few = predicted_pass(SPEC, one, rates, 10**10, "device", kv)
+    _, few = predicted_pass(SPEC, one, rates, Away(10**10, 0, "device", "gpu"), kv)
     assert few["link"] == pytest.approx(few["cpu"])
     assert few["link"] == pytest.approx(10**10 / 134e9)
-    _, moved = predicted_pass(SPEC, many, rates, 10**10, "device", kv)
+    _, moved = predicted_pass(SPEC, many, rates, Away(10**10, 0, "device", "gpu"), kv)
     assert moved["link"] == pytest.approx(10**10 / 50e9)
     assert moved["cpu"] == 0
     room = Room(LIBRARIES + 2**26, 2**30, 0, 2**25, "gpu")

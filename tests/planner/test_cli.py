@@ -133,11 +133,11 @@ def test_curves_of_the_layouts_cross_as_in_004() -> None:
         (("opt-30b", "--prompt", "2040"), "2040 + 32 tokens are more than the 2048"),
         (("mt-nlg-530b", "--machine", "laptop"), "take a machine with more memory a device"),
         (("palm-540b", "--machine", "t4"), "take --formats int4"),
-        (("llama-3-8b", "--machine", "t4", "--max-latency", "0.01"), "ask for --max-latency"),
-        (("llama-3-8b", "--max-latency", "nan"), "max_latency is nan; it must be a positive number of seconds"),
-        (("llama-3-8b", "--max-latency", "inf"), "max_latency is inf; it must be a positive number of seconds"),
-        (("llama-3-8b", "--max-latency", "-1"), "max_latency is -1; it must be a positive number of seconds"),
-        (("llama-3-8b", "--max-latency", "0"), "max_latency is 0; it must be a positive number of seconds"),
+        (("llama-3-8b", "--machine", "t4", "--latency", "0.01"), "ask for --latency"),
+        (("llama-3-8b", "--latency", "nan"), "latency is nan; it must be a positive number of seconds"),
+        (("llama-3-8b", "--latency", "inf"), "latency is inf; it must be a positive number of seconds"),
+        (("llama-3-8b", "--latency", "-1"), "latency is -1; it must be a positive number of seconds"),
+        (("llama-3-8b", "--latency", "0"), "latency is 0; it must be a positive number of seconds"),
     ],
 )
 def test_bad_wishes(arguments: tuple[str, ...], sentence: str) -> None:

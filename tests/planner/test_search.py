@@ -258,9 +258,9 @@ def test_no_utilization_passes_the_whole(on: str, job: Job) -> None:
 
 
 def test_a_latency_below_the_bound(eight: Answer) -> None:
-    with pytest.raises(ConfigError, match=r"even at peak rates .* needs .* ask for --max-latency (\S+) or more") as e:
+    with pytest.raises(ConfigError, match=r"even at peak rates .* needs .* ask for --latency (\S+) or more") as e:
         find(BIG, machine("8xh200"), JOB, max_latency=1e-3)
-    wish = float(str(e.value).split("--max-latency ")[1].split()[0])
+    wish = float(str(e.value).split("--latency ")[1].split()[0])
     assert find(BIG, machine("8xh200"), JOB, max_latency=wish).chosen.latency <= wish
 
 

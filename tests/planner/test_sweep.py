@@ -88,7 +88,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     [
         (("--chips", "0,2"), "must be numbers from 1"),
         (("--chips", "nan"), "must be numbers from 1"),
-        (("--chips", "4", "--max-latency", "3"), "max_latency is of one plan"),
+        (("--chips", "4", "--latency", "3"), "latency is of one plan"),
     ],
 )
 def test_bad_wishes(arguments: tuple[str, ...], said: str) -> None:

@@ -341,8 +341,52 @@ HELD = ("--device-memory", "0.00041", "--host-memory", "0.00002", "--disk", "1",
 def test_generate_says_what_goes_where(models: Callable[[str], Path], tmp_path: Path) -> None:
     model = ("--model", str(models(DEEP)), "--device", "cpu", "--max-model-len", "128", *SMALL)
     output = cellar("generate", "Once", *model, *HELD, "--disk-path", str(tmp_path), "--max-tokens", "4")
-    for word in ("What goes where", "device", "host", "disk", "a pass moves", "KV", "ring"):
+    words = (
+        "What goes where",
+        "device",
+        "host",
+        "disk",
+        "a pass moves",
+        "KV",
+        "ring",
+        "predicted:",
+        "tok/s",
+        "a pass of",
+    )
+    for word in words:
         assert word in output
+    # It ends with what was predicted beside what was measured.
+    assert "predicted by the plan for cpu" in output
+    assert "generated tok/s" in output
+
+
+def test_a_latency_bounds_what_runs_at_once(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """The engine of a bound that one request needs runs one at a time; of none, three. Too tight a bound says so."""
+    sizes = {"device_memory": 440_000 / 2**30, "host_memory": 1e-4, "disk": 1.0, "disk_path": tmp_path}
+    rest = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 200_000, "max_num_batched_tokens": 40}
+    options: dict[str, Any] = OPTIONS | rest | sizes | {"max_model_len": 128, "max_num_seqs": 3}
+    with LLM(models(DEEP), **options, latency=1e6) as llm:
+        assert llm.config.schedule.max_num_seqs == 3
+        assert llm.plan is not None
+        assert llm.plan.figures["predicted"]["request_seconds"] <= 1e6
+    with pytest.raises(ConfigError, match=r"a latency of 1e-06 s is impossible: one request of 1 \+ 127 tokens takes"):
+        LLM(models(DEEP), **options, latency=1e-6)
+    fitting: dict[str, Any] = options | {"device_memory": 0.1}
+    with pytest.raises(ConfigError, match="a latency of 1e-06 s is impossible"):
+        LLM(models(DEEP), **fitting, latency=1e-6)
+    with LLM(models(DEEP), **fitting, latency=1e6) as llm:
+        assert llm.plan is None
+
+
+def test_pure_loss_is_said(models: Callable[[str], Path], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """What this machine holds need not move; nor what fits in fewer bits."""
+    wide = write_checkpoint(tmp_path / "wide", num_hidden_layers=12, hidden_size=128, intermediate_size=256)
+    options: dict[str, Any] = OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 40, "max_num_seqs": 3}
+    held = {"device_memory": 0.005, "kv_cache_memory_bytes": 800_000, "max_model_len": 128}
+    with LLM(wide, **options, **held) as llm:
+        assert llm.offload is not None
+    assert "offloading is pure loss here" in caplog.text
+    assert "with --quantization int8 the model would fit device_memory" in caplog.text
 
 
 def test_a_plan_for_a_processor_held_to_a_part_runs(models: Callable[[str], Path], tmp_path: Path) -> None:
@@ -357,6 +401,12 @@ def test_a_plan_for_a_processor_held_to_a_part_runs(models: Callable[[str], Path
     assert places == {"device", "host", "disk"}
     output = cellar("generate", "Once", "--plan", str(file), "--device", "cpu", "--disk-path", str(tmp_path), *held)
     assert "What goes where, read back" in output
+    assert "predicted:" in output
+    assert "40 + 20 tokens end within" in " ".join(output.split())
+    bound = ("plan", str(models(DEEP)), "--machine", machine, *lengths, *held, "--latency")
+    assert "predicted:" in cellar(*bound, "1000")
+    refused = CliRunner().invoke(build(), [*bound, "1e-9"])
+    assert "a latency of 1e-09 s is impossible: one request of 40 + 20 tokens takes" in " ".join(refused.output.split())
     refused = CliRunner().invoke(build(), ["plan", str(models(DEEP)), "--machine", machine, *held, "--json"])
     assert refused.exit_code == 2
     assert "json has no effect on a processor held to device_memory" in " ".join(refused.output.split())

@@ -1,0 +1,204 @@
+"""What a pass of a model whose weights are streamed takes, from the rates of its channels, and within which bound.
+
+The weights that lie elsewhere are moved while the device computes with those that have come, so a pass takes the longer
+of both. On a GPU link and disk are at work at once; a processor's loader reads the disk, then copies what the host has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cellar.core.errors import ConfigError
+from cellar.core.specs import ModelSpec
+from cellar.planner.cost import dimensions
+from cellar.planner.machines import Machine
+from cellar.planner.offload import Job
+from cellar.planner.saved import Limits, SavedPlan
+from cellar.planner.work import StepCost, StepWork
+
+RESERVE = 0.1
+"""Of the chunks of KV, what the scheduler keeps free when it admits requests."""
+
+CPU_TOKENS = 16
+"""Passes of up to so many tokens leave rows in host memory to the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
+    device's memory, of the disk; and the FLOP/s of the device's products.
+
+    Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU, until that has
+    been compared with the resident engine on a GPU.
+    """
+
+    link: float = 50e9
+    multiply: float = 0.0
+    attention: float = 60e9
+    device: float = 4e12
+    disk: float = 2e9
+    flops: float = 4e14
+
+
+def processor_rates(machine: Machine, dtype: str) -> Rates:
+    """Those of a processor by its profile: a copy reads and writes the memory that products read."""
+    constants, memory = machine.constants, machine.host.bandwidth.value
+    disk = {} if machine.disk is None else {"disk": machine.disk.bandwidth.value}
+    return Rates(
+        link=memory / 2,
+        attention=memory * constants.attention_hbm.value,
+        device=memory * constants.hbm.value,
+        flops=machine.flops(dtype) * constants.matmul.value,
+        **disk,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """Bytes of weights that each pass brings from host memory and from the disk; where KV lies, on which `kind` of
+    device: cpu or gpu.
+    """
+
+    host: int
+    disk: int
+    kv_place: str
+    kind: str
+
+
+def pass_cost(spec: ModelSpec, rates: Rates, away: Away) -> StepCost:
+    """The price of any pass."""
+    d = dimensions(spec)
+    each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
+    return StepCost(
+        token_flops=2.0 * d.layers * d.layer_elements / rates.flops,
+        token_bytes=0.0,
+        weights=sum(layer.nbytes for layer in spec.layers) / rates.device,
+        attended=0.0,
+        resident=each / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
+        sampled=2.0 * d.head_elements / rates.flops,
+        head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
+        launches=0.0,
+        eager=0.0,
+        windows=d.windows if any(d.windows) else (),
+        streamed=sum(_moves(rates, away)) if away.kind == "cpu" else max(_moves(rates, away)),
+    )
+
+
+def _moves(rates: Rates, away: Away) -> tuple[float, float]:
+    """Seconds of the disk and of the link, over which comes what the disk brought, too."""
+    return away.disk / rates.disk, (away.host + away.disk) / rates.link
+
+
+def decode_seconds(cost: StepCost, sequences: int, context: float) -> float:
+    """Seconds of a pass in which so many sequences get a token each, at so many positions."""
+    seen = context
+    if cost.windows:
+        seen = sum(min(window or context, context) for window in cost.windows) / len(cost.windows)
+    return cost.seconds(StepWork(sequences, sequences, sequences * seen, sequences * seen))
+
+
+def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits) -> float:
+    """Seconds from the first prompt of so many sequences to the last token of all (FlexGen §4.3, latency)."""
+    tokens = sequences * job.prompt
+    found = 0.0
+    while tokens > 0:
+        now = min(tokens, limits.max_num_batched_tokens)
+        spans = -(-now // job.prompt)
+        found += cost.seconds(StepWork(now, spans, now * job.prompt / 2, spans * job.prompt, True))
+        tokens -= now
+    return found + (job.generate - 1) * decode_seconds(cost, sequences, job.prompt + job.generate / 2)
+
+
+def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits) -> int:
+    """How many sequences end within the bound, at most those of the limits; 0 if not even one does."""
+    low, high = 0, limits.max_num_seqs
+    while low < high:
+        middle = (low + high + 1) // 2
+        if block_seconds(cost, job, middle, limits) <= seconds:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True, slots=True)
+class Foreseen:
+    """What a plan predicts: `sequences` decode in a pass of `pass_seconds` once all run, which makes so many tokens a
+    second; from the first of `prompt` tokens to the last of `generate` of all of them it takes `request_seconds`.
+    """
+
+    sequences: int
+    prompt: int
+    generate: int
+    pass_seconds: float
+    tokens_per_second: float
+    request_seconds: float
+
+
+def foreseen(cost: StepCost, job: Job, sequences: int, limits: Limits) -> Foreseen:
+    """The prediction for so many sequences (at least one) of a job."""
+    count = max(1, sequences)
+    seconds = decode_seconds(cost, count, job.prompt + job.generate / 2)
+    whole = block_seconds(cost, job, count, limits)
+    return Foreseen(count, job.prompt, job.generate, seconds, count / seconds, whole)
+
+
+def predicted_rate(plan: SavedPlan | None, sequences: int) -> float | None:
+    """Tokens per second that a plan which streams weights promises for so many sequences; None if it says nothing."""
+    said = None if plan is None else plan.figures.get("predicted")
+    if plan is None or not said or plan.cost is None:
+        return None
+    count = max(1, min(sequences, said["sequences"]))
+    return float(count / decode_seconds(plan.cost, count, said["prompt"] + said["generate"] / 2))
+
+
+def too_slow(wish: float, fastest: float, job: Job) -> ConfigError:
+    """No plan keeps the bound."""
+    return ConfigError(
+        f"a latency of {wish:g} s is impossible: one request of {job.prompt} + {job.generate} tokens takes "
+        f"{fastest:.3g} s at best; ask for {rounded_up(fastest)} or more, for shorter requests (max_model_len), or "
+        "raise device_memory."
+    )
+
+
+def rounded_up(value: float) -> str:
+    """A number rounded up to three figures."""
+    text = f"{value:.3g}"
+    return text if float(text) >= value else f"{value * 1.005:.3g}"
+
+
+def longest(limits: Limits) -> Job:
+    """The job that takes longest of all requests of these lengths: each token a pass of its own."""
+    return Job(1, limits.max_model_len - 1)
+
+
+def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int) -> int:
+    """How many sequences of full length so many bytes of KV hold beside what the scheduler keeps free, as limited."""
+    held = nbytes * (1 - RESERVE) / spec.kv.chunk_nbytes()
+    return min(limits.max_num_seqs, int(held / -(-limits.max_model_len // spec.kv.chunk_size)))
+
+
+def predicted_pass(
+    spec: ModelSpec, limits: Limits, rates: Rates, away: Away, kv: int
+) -> tuple[int, Mapping[str, float]]:
+    """How many sequences of full length decode in a pass, and its seconds by channel, which work at once: weights come
+    while the CPU attends to KV in host memory. A pass of few tokens on a GPU leaves rows to the CPU.
+    """
+    count = kv_sequences(spec, limits, kv)
+    cost = replace(pass_cost(spec, rates, away), streamed=0.0)
+    products = decode_seconds(cost, count, 0)
+    attention = decode_seconds(cost, count, limits.max_model_len) - products
+    disk, link = _moves(rates, away)
+    if away.kind == "cpu":
+        return count, {"disk": disk, "link": link, "device": products + attention}
+    rows = 0.0
+    if count <= CPU_TOKENS:
+        rows = away.host * rates.multiply / (rates.multiply + rates.link)
+    in_host = away.kv_place == "host"
+    return count, {
+        "disk": disk,
+        "link": link - rows / rates.link,
+        "cpu": (rows / rates.multiply if rows else 0.0) + (attention if in_host else 0.0),
+        "device": products + (0.0 if in_host else attention),
+    }

@@ -1,0 +1,167 @@
+"""Rates of the channels of an offloaded model, measured at the start, each while the link is busy as it will be."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cellar.core.dtypes import DTYPE_BYTES
+from cellar.core.specs import ModelSpec
+from cellar.ops.attention import decode_attention, plan_attention
+from cellar.ops.cpu.launch import use_threads
+from cellar.ops.linear.in_place import in_place
+from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.layout import aligned
+from cellar.runtime.offload.mover import mover_for
+
+CONTEXT = 512
+MANY = 64
+"""Tokens of a product that memory does not bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """Bytes/s: over the link alone; over the link while the CPU multiplies; of the CPU's products, and of its
+    attention, while the link is busy. And the FLOP/s of the CPU's products of many tokens, the link being busy.
+    """
+
+    alone: float
+    link: float
+    multiply: float
+    attention: float
+    flops: float
+
+
+def measured_rates(
+    spec: ModelSpec,
+    device: torch.device,
+    nbytes: int = 2**30,
+    seconds: float = 0.15,
+    num_threads: int | None = None,
+) -> MeasuredRates:
+    """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
+    less than a matrix) each, with so many threads of the CPU (None: torch's number).
+
+    Raises CapacityError if the host has not so much.
+    """
+    if num_threads is not None:
+        use_threads(num_threads)
+    nbytes = max(nbytes, max(tensor.nbytes for tensor in spec.layers[0].tensors))
+    memory = HeldMemory("host", 2 * nbytes)
+    if device.type != "cpu":
+        memory.register(device)
+    try:
+        moved, read = memory.carve(nbytes), memory.carve(nbytes)
+        for part in (moved, read):
+            part.fill_(1)  # pages that nobody has written are one and the same
+        link = _Link(moved, device)
+        alone = link.rate_while(lambda: time.sleep(seconds))[0]
+        over, products = link.rate_while(lambda: _products(spec, read, seconds, 1))
+        attention = link.rate_while(lambda: _attention(spec, read, seconds))[1]
+        many = link.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
+        return MeasuredRates(alone, over, products, attention, many * 2 * MANY / DTYPE_BYTES[spec.dtype])
+    finally:
+        if device.type != "cpu":
+            torch.cuda.synchronize(device)
+        memory.close()
+
+
+class _Link:
+    """Copies one piece of memory to the device again and again."""
+
+    def __init__(self, memory: Tensor, device: torch.device) -> None:
+        self._memory = memory
+        self._there = torch.empty_like(self._memory, device=device).fill_(0)
+        self._mover = mover_for(device)
+
+    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
+        """Bytes/s of copies while `work` goes on, and those that it says it had."""
+        ended, taken = threading.Event(), list[float]()
+
+        def copies() -> None:
+            while not ended.is_set():
+                begin = time.perf_counter()
+                self._mover.move(self._memory, self._there)
+                self._mover.over()()
+                taken.append(time.perf_counter() - begin)
+
+        thread = threading.Thread(target=copies, name="cellar-rates", daemon=True)
+        thread.start()
+        try:
+            found = work()
+        finally:
+            ended.set()
+            thread.join()
+        # The last one went on alone for a while.
+        kept = sorted(taken[:-1] or taken)
+        return self._memory.nbytes / kept[len(kept) // 2], found or 0.0
+
+
+def measured_disk(directory: Path | None, nbytes: int = 2**26) -> float:
+    """Bytes/s of reading back a record of so many, as a pass does. Raises CapacityError or DeviceError."""
+    whole = aligned(nbytes, PAGE)
+    file, memory = WeightFile(directory, [nbytes]), HeldMemory("host", whole)
+    try:
+        record = memory.carve(whole, PAGE).numpy()
+        file.write(0, record)
+        file.read(0, record)
+        return file.num_read / file.read_seconds
+    finally:
+        file.close()
+        memory.close()
+
+
+def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> float:
+    """Products of so many tokens with the largest matrix of a layer."""
+    tensor = max((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: t.nbytes)
+    count = max(1, memory.nbytes // tensor.nbytes)
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    weights = [
+        in_place(memory[k * tensor.nbytes : (k + 1) * tensor.nbytes].view(dtype).view(*tensor.shape))
+        for k in range(count)
+    ]
+    x = torch.ones(tokens, tensor.shape[1], dtype=dtype)
+    return _rate(lambda k: weights[k % count].multiply(x), tensor.nbytes, seconds)
+
+
+def _attention(spec: ModelSpec, memory: Tensor, seconds: float) -> float:
+    """Decodes of a few sequences, in one layer after another."""
+    layer, size = spec.layers[0], spec.kv.chunk_size
+    dtype: torch.dtype = getattr(torch, spec.kv.groups[0].dtype)
+    inner = (layer.num_kv_heads, size, layer.head_dim)
+    context = min(CONTEXT, spec.max_position)
+    columns = -(-context // size)
+    of_row = columns * layer.num_kv_heads * size * layer.head_dim * dtype.itemsize
+    rows = max(1, min(16, memory.nbytes // (2 * of_row)))
+    half = rows * of_row
+    count = max(1, memory.nbytes // (2 * half))
+    caches = [memory[k * half : (k + 1) * half].view(dtype).view(rows * columns, *inner) for k in range(2 * count)]
+    table = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
+    own, ends = np.arange(rows, dtype=np.int32), np.full(rows, context, np.int32)
+    work = plan_attention(own, ends - 1, ends, layer.num_heads, layer.num_kv_heads, layer.head_dim, size)
+    q = torch.ones(rows, layer.num_heads, layer.head_dim, dtype=dtype)
+    new = torch.ones(rows, layer.num_kv_heads, layer.head_dim, dtype=dtype)
+
+    def attend(k: int) -> Tensor:
+        keys, values = caches[2 * (k % count)], caches[2 * (k % count) + 1]
+        return decode_attention(q, new, new, None, keys, values, table, work, 1.0)
+
+    return _rate(attend, 2 * half, seconds)
+
+
+def _rate(work: Callable[[int], object], nbytes: int, seconds: float) -> float:
+    """Bytes/s of calls that read so many each; the first one is not counted."""
+    work(0)
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        work(count)
+        count += 1
+    return count * nbytes / (time.perf_counter() - begin)

@@ -1,0 +1,109 @@
+"""What a pass of a streamed model takes, and how many sequences end within a bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cellar.core.errors import ConfigError
+from cellar.models.registry import open_model
+from cellar.planner.capped import Room, capped_plan
+from cellar.planner.offload import Job
+from cellar.planner.passes import (
+    Away,
+    Rates,
+    block_seconds,
+    decode_seconds,
+    longest,
+    most_within,
+    pass_cost,
+    predicted_rate,
+)
+from cellar.planner.saved import Limits
+from tests.tiny_checkpoint import CONFIG
+
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
+SPEC = open_model(CONFIG | WIDE, "float32", 16, 64).spec
+LIMITS = Limits(64, 64, 64)
+RATES = Rates(link=1e9, attention=2e9, device=4e9, disk=5e8, flops=1e11)
+ROOM = Room(48 * 2**20, 2**30, 0, None, "cpu")
+
+
+def test_moves_hide_behind_products_and_products_behind_moves() -> None:
+    weights = sum(layer.nbytes for layer in SPEC.layers)
+    resident = pass_cost(SPEC, RATES, Away(0, 0, "device", "cpu"))
+    assert decode_seconds(resident, 1, 0) >= weights / RATES.device
+    for host, disk in ((10**8, 0), (0, 10**8), (10**8, 10**8)):
+        # A processor's loader reads, then copies; on a GPU both go on at once. What the disk has is moved, too.
+        reading, moving = disk / RATES.disk, (host + disk) / RATES.link
+        for kind, seconds in (("cpu", reading + moving), ("gpu", max(reading, moving))):
+            cost = pass_cost(SPEC, RATES, Away(host, disk, "device", kind))
+            assert decode_seconds(cost, 1, 10) == pytest.approx(seconds)
+            many = decode_seconds(cost, 5000, 0)
+            assert many == decode_seconds(replace(cost, streamed=0.0), 5000, 0) > seconds
+
+
+def test_attention_is_priced_where_the_cache_lies() -> None:
+    each = SPEC.kv.chunk_nbytes() / 16
+    for place, kind, rate in (
+        ("device", "gpu", RATES.device),
+        ("host", "gpu", RATES.attention),
+        ("device", "cpu", 2e9),
+    ):
+        cost = pass_cost(SPEC, RATES, Away(0, 0, place, kind))
+        grown = decode_seconds(cost, 3, 200) - decode_seconds(cost, 3, 0)
+        assert grown == pytest.approx(3 * 200 * each / rate)
+
+
+@settings(max_examples=60, deadline=None)
+@given(host=st.integers(0, 10**9), prompt=st.integers(1, 200), generate=st.integers(2, 50), bound=st.floats(1e-3, 1e3))
+def test_the_most_sequences_within_a_bound(host: int, prompt: int, generate: int, bound: float) -> None:
+    cost, job = pass_cost(SPEC, RATES, Away(host, 0, "device", "cpu")), Job(prompt, generate)
+    count = most_within(bound, cost, job, LIMITS)
+    assert 0 <= count <= LIMITS.max_num_seqs
+    assert count == 0 or block_seconds(cost, job, count, LIMITS) <= bound
+    assert count == LIMITS.max_num_seqs or block_seconds(cost, job, count + 1, LIMITS) > bound
+
+
+def test_a_plan_keeps_the_latency_with_fewer_sequences() -> None:
+    """Each bound gives a plan that keeps it; a tighter one runs fewer at once, and keeps more rows on the device."""
+    free = capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES)
+    assert free.limits == LIMITS
+    assert free.cost is not None
+    most, rows = 0, 0
+    whole = free.figures["predicted"]["request_seconds"]
+    one = block_seconds(free.cost, longest(LIMITS), 1, LIMITS)
+    for bound in (whole * 1.01, 0.5 * (whole + one), 1.05 * one, 0.97 * one):
+        plan = capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES, latency=bound)
+        assert plan.limits is not None
+        assert plan.figures["predicted"]["request_seconds"] <= bound
+        assert plan.placement.block is not None
+        most = plan.placement.block.batch
+        assert plan.limits.max_num_seqs == most
+        assert plan.cost is not None
+        assert block_seconds(plan.cost, longest(LIMITS), most, LIMITS) <= bound
+        rows = max(rows, sum(p.stop - p.start for p in plan.placement.weights if p.device == "device"))
+    assert most < LIMITS.max_num_seqs
+    assert rows > sum(p.stop - p.start for p in free.placement.weights if p.device == "device")
+
+
+def test_an_impossible_latency_says_what_is_possible() -> None:
+    with pytest.raises(ConfigError, match=r"1 \+ 63 tokens takes .* at best; ask for (\S+) or more") as error:
+        capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES, latency=1e-4)
+    wish = float(str(error.value).split("ask for ")[1].split()[0])
+    plan = capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES, latency=wish)
+    assert plan.figures["predicted"]["request_seconds"] <= wish
+
+
+def test_a_rate_for_as_many_as_there_are() -> None:
+    plan = capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES)
+    said = plan.figures["predicted"]
+    assert predicted_rate(plan, 10**6) == pytest.approx(said["tokens_per_second"])
+    few, one = predicted_rate(plan, 2), predicted_rate(plan, 1)
+    assert few is not None
+    assert one is not None
+    assert one < few <= said["tokens_per_second"]
+    assert predicted_rate(None, 1) is None
