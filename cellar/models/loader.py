@@ -18,7 +18,7 @@ from cellar.core.errors import CheckpointError
 from cellar.core.specs import HeadRows, ModelSpec, Region, StoredPart, TensorSpec
 from cellar.models.checkpoint import Checkpoint
 from cellar.models.quantization import module_of
-from cellar.models.quantized import QUANTIZED_READERS, Get
+from cellar.models.quantized import Get, quantized_reader
 from cellar.models.random import fill_random, key_of
 from cellar.models.readers import PLAIN
 from cellar.ops.linear.definition import as_linear
@@ -167,7 +167,7 @@ def _read_quantized(
         part = parts[region.part]
         if part.format.is_quantized:
             get = _getter(module_of(part.name), names, checkpoint, device)
-            found.append(QUANTIZED_READERS[part.format.layout].read(part, region, get))
+            found.append(quantized_reader(part).read(part, region, get))
             continue
         columns = part.shape[1] if region.columns is None else len(region.columns)
         piece = torch.empty((len(region.rows), columns), dtype=getattr(torch, tensor.dtype), device=device)
@@ -287,7 +287,7 @@ def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
 def _check_quantized(checkpoint: Checkpoint, part: StoredPart) -> dict[str, str]:
     """What a module's tensors are called in the checkpoint, each of the right shape and type."""
     found: dict[str, str] = {}
-    for expected in QUANTIZED_READERS[part.format.layout].tensors(part):
+    for expected in quantized_reader(part).tensors(part):
         stored = module_of(part.name) + expected.suffix
         name = _name_in(checkpoint, stored)
         if name is None:

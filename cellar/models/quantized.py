@@ -83,13 +83,14 @@ class GptqReader:
         """As `QuantizedReader` says."""
         out, columns = part.shape
         groups, count = _groups(part), 32 // _bits(part)
+        needless = not (_promises(part, "ordered") and part.format.group)
         _divisible(part, out, count)
         _divisible(part, columns, count)
         return (
             Stored(".qweight", ((columns // count, out),), ("I32",)),
             Stored(".qzeros", ((groups, out // count),), ("I32",)),
             Stored(".scales", ((groups, out),), _SCALES),
-            Stored(".g_idx", ((columns,),), ("I32", "I64"), optional=True),
+            Stored(".g_idx", ((columns,),), ("I32", "I64"), optional=needless),
         )
 
     def read(self, part: StoredPart, region: Region, get: Get) -> Quantized:
@@ -104,6 +105,11 @@ class GptqReader:
         zeros = from_words(_there(get(".qzeros", groups, words)), bits)[:, inside].T.contiguous()
         if self._lowered:
             zeros = (zeros.int() + 1 & (1 << bits) - 1).to(torch.uint8)
+        if _promises(part, "symmetric") and bool((zeros != 1 << (bits - 1)).any()):
+            raise CheckpointError(
+                f"{part.name} has other zero points than {1 << (bits - 1)}, which symmetric codes have; check sym and "
+                "checkpoint_format (gptq or gptq_v2) in its quantization config."
+            )
         scales = _there(get(".scales", groups, region.rows)).T.contiguous()
         return _integers(part, codes, scales, zeros, order)
 
@@ -123,7 +129,7 @@ class PackedReader:
             Stored(".weight_packed", ((out, -(-columns // count)),), ("I32",)),
             Stored(".weight_scale", _scale_shapes(part), _SCALES),
             Stored(".weight_shape", ((2,),), ("I64", "I32"), optional=True),
-            Stored(".weight_g_idx", ((columns,),), ("I32", "I64"), optional=True),
+            Stored(".weight_g_idx", ((columns,),), ("I32", "I64"), optional=not _promises(part, "ordered")),
             *([zero] if part.format.zero_points else []),
         )
 
@@ -208,7 +214,7 @@ class Mxfp4Reader:
         return Quantized(part.format, blocks.flatten(1).contiguous(), scales)
 
 
-QUANTIZED_READERS: Mapping[str, QuantizedReader] = {
+_READERS: Mapping[str, QuantizedReader] = {
     "awq": AwqReader(),
     "gptq": GptqReader(lowered=True),
     "gptq_v2": GptqReader(lowered=False),
@@ -218,7 +224,16 @@ QUANTIZED_READERS: Mapping[str, QuantizedReader] = {
     "fp8_blocks": ScaledReader(".weight_scale_inv"),
     "mxfp4": Mxfp4Reader(),
 }
-"""Layout of a format -> its reader."""
+
+
+def quantized_reader(part: StoredPart) -> QuantizedReader:
+    """By the first word of its format's layout; the others are what a config promises of the tensors."""
+    return _READERS[part.format.layout.split()[0]]
+
+
+def _promises(part: StoredPart, word: str) -> bool:
+    """`symmetric`: zero points are all in the middle; `ordered`: tensors say which group a column belongs to."""
+    return word in part.format.layout.split()[1:]
 
 
 def _bits(part: StoredPart) -> int:

@@ -92,7 +92,12 @@ def with_kv_dtype(spec: ModelSpec, kv_cache_dtype: str) -> ModelSpec:
 
 def _in_formats(spec: ModelSpec, config: Config, quantization: str | None) -> ModelSpec:
     """The spec with the formats that the checkpoint has, or the option wants."""
-    stored = next((config[name] for name in _QUANTIZED if config.get(name) is not None), None)
+    both = [config[name] for name in _QUANTIZED if config.get(name) is not None]
+    stored = both[0] if both else None
+    if any(other != stored for other in both):
+        raise CheckpointError(
+            f"config.json has {' and '.join(_QUANTIZED)}, which say different things; remove the one that is wrong."
+        )
     if stored is None:
         return spec if quantization is None else quantized_on_loading(spec, quantization)
     if not isinstance(stored, Mapping):

@@ -126,6 +126,8 @@ def _awq(fields: _Fields) -> Scheme:
 def _gptq(fields: _Fields) -> Scheme:
     bits = fields.one_of("bits", None, 4, 8)
     layout = fields.one_of("checkpoint_format", "gptq", "gptq", "gptq_v2")
+    layout += " symmetric" * fields.one_of("sym", False, False, True)
+    layout += " ordered" * fields.one_of("desc_act", False, False, True)
     format = Format(f"int{bits}", fields.group(), zero_points=True, layout=layout)
     ignored = fields.patterns("modules_to_not_convert")
     if not fields.one_of("lm_head", False, False, True):
@@ -136,6 +138,7 @@ def _gptq(fields: _Fields) -> Scheme:
 
 
 def _fp8(fields: _Fields) -> Scheme:
+    fields.one_of("fmt", "e4m3", "e4m3")
     block = fields.get("weight_block_size")
     if block is None:
         format = Format("fp8", rows=0, layout="fp8")
@@ -158,6 +161,8 @@ def _compressed_tensors(fields: _Fields) -> Scheme:
     sparsity = fields.get("sparsity_config", {})
     if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
         raise fields.refusal("sparsity_config", "sparse weights are not read")
+    if fields.get("transform_config", {}) not in ({}, {"config_groups": {}}):
+        raise fields.refusal("transform_config", "activations that are to be rotated are not implemented")
     groups = fields.inner("config_groups")
     names = fields.get("config_groups")
     if not names:
@@ -216,7 +221,12 @@ def _compressed(group: _Fields, stored: Any) -> Format:
     zeros = not weights.one_of("symmetric", True, True, False)
     if zeros and name == "fp8":
         raise weights.refusal("symmetric", "floats have no zero points; it must be true")
+    order = weights.one_of("actorder", None, None, False, True, "group", "dynamic", "weight", "static")
     layout = "packed" if stored == "pack-quantized" else "scaled"
+    if order in (True, "group", "dynamic"):
+        if layout != "packed" or not size:
+            raise weights.refusal("actorder", "only packed weights with groups have an order of columns")
+        layout += " ordered"
     dynamic = _rounds_tokens(group) and name == "int8" and not size and not zeros
     return Format(name, size, rows, zeros, layout, "int8" if dynamic else "")
 

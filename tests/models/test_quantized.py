@@ -90,9 +90,13 @@ def awq(group: int) -> Layout:
     return make
 
 
-def gptq(bits: int, group: int, *, lowered: bool, act_order: bool = False, bias: bool = False) -> Layout:
+def gptq(
+    bits: int, group: int, *, lowered: bool, act_order: bool = False, bias: bool = False, symmetric: bool = False
+) -> Layout:
     def make(out: int, columns: int, seed: int) -> tuple[dict[str, Tensor], Tensor]:
         p = Packed(out, columns, bits, group or columns, seed)
+        if symmetric:
+            p.zeros[:] = 1 << (bits - 1)
         if act_order:
             p.order = np.random.default_rng(seed).permutation(p.order)
         zeros = p.zeros - 1 if lowered else p.zeros
@@ -175,7 +179,12 @@ def grouped(bits: int, size: int, **more: Any) -> dict[str, Any]:
     return groups("pack-quantized", num_bits=bits, strategy="group", group_size=size, **more)
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+def with_inputs(config: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """With what is said of activations."""
+    return config | {"config_groups": {"group_0": config["config_groups"]["group_0"] | {"input_activations": inputs}}}
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
 CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "awq 32": ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "GEMM"}, awq(32)),
@@ -183,6 +192,11 @@ CASES: dict[str, tuple[dict[str, Any], Layout]] = {
     "gptq 64": (GPTQ, gptq(4, 64, lowered=True)),
     "gptq with biases of zeros": (GPTQ, gptq(4, 64, lowered=True, bias=True)),
     "gptq act-order": (GPTQ | {"desc_act": True}, gptq(4, 64, lowered=True, act_order=True)),
+    "gptq symmetric": (GPTQ | {"sym": True}, gptq(4, 64, lowered=True, symmetric=True)),
+    "gptq 8 bits, v2, symmetric": (
+        GPTQ | {"sym": True, "checkpoint_format": "gptq_v2", "bits": 8},
+        gptq(8, 64, lowered=False, symmetric=True),
+    ),
     "gptq rows": (GPTQ | {"group_size": -1}, gptq(4, 0, lowered=True)),
     "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2", "group_size": 32}, gptq(4, 32, lowered=False)),
     "gptq 8 bits": (GPTQ | {"bits": 8, "group_size": 128}, gptq(8, 128, lowered=True)),
@@ -325,6 +339,8 @@ def test_every_part_keeps_its_own_format(tmp_path: Path) -> None:
         ({"group_size": 48}, "group_size .* is 48; it must be 32 or 64 or 128 or -1"),
         ({"checkpoint_format": "marlin"}, "'marlin'; it must be 'gptq' or 'gptq_v2'"),
         ({"dynamic": {"-:.*": {}}}, "dynamic"),
+        ({"sym": "yes"}, "sym .* is 'yes'; it must be False or True"),
+        ({"desc_act": 1}, "desc_act .* is 1; it must be False or True"),
         ({"modules_to_not_convert": "lm_head"}, "must be a list of names"),
         ({"modules_to_not_convert": ["model"]}, "matches no module of model_type llama"),
         ({"quant_method": "awq", "version": "gemv"}, "only the layout 'gemm'"),
@@ -332,6 +348,7 @@ def test_every_part_keeps_its_own_format(tmp_path: Path) -> None:
         ({"quant_method": "awq", "zero_point": False}, "zero_point"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size .* must be \[128, 128\]"),
         ({"quant_method": "fp8", "activation_scheme": "magic"}, "activation_scheme"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt .* is 'e5m2'; it must be 'e4m3'"),
         (groups("int-quantized", num_bits=4, strategy="channel"), "stores int 4 as 'int-quantized'; it must be pack-"),
         (groups("pack-quantized", num_bits=3, strategy="channel"), "num_bits .* it must be 4 or 8"),
         (groups("nvfp4-pack-quantized", num_bits=4, type="float", strategy="group"), "only int 4, int 8 and float 8"),
@@ -343,6 +360,13 @@ def test_every_part_keeps_its_own_format(tmp_path: Path) -> None:
         (grouped(4, 32) | {"config_groups": {}}, "at least one group"),
         (grouped(4, 32) | {"config_groups": [1]}, "must be an object"),
         (grouped(4, 32) | {"ignore": ["re:("]}, "no regular expression"),
+        (grouped(4, 32) | {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "rotated"),
+        (grouped(4, 32, actorder="magic"), "actorder .* is 'magic'"),
+        (groups("pack-quantized", num_bits=8, strategy="channel", actorder="group"), "an order of columns"),
+        (
+            with_inputs(grouped(4, 32), {"num_bits": 8, "type": "int", "dynamic": False, "strategy": "token"}),
+            "strategy 'token' knows its scales when tokens come only",
+        ),
         (grouped(4, 32) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not read"),
     ],
 )
@@ -425,6 +449,36 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
     _change(tmp_path, lambda t: t["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[3:4, 5:6].fill_(0xFF))
     with pytest.raises(CheckpointError, match=r"up_proj\.weight has elements that are not a number"):
         opened(tmp_path)
+
+
+def test_zero_points_that_are_not_symmetric_ones_are_refused(tmp_path: Path) -> None:
+    """The convention of zero points cannot be seen but by this; by the wrong one answers would be fluent and wrong."""
+    for name, wrong in (("gptq symmetric", "gptq_v2"), ("gptq 8 bits, v2, symmetric", "gptq")):
+        (folder := tmp_path / wrong).mkdir()
+        config, layout = CASES[name]
+        written(folder, config | {"checkpoint_format": wrong}, layout)
+        with pytest.raises(CheckpointError, match=r"other zero points than (8|128), .*check sym and checkpoint_format"):
+            opened(folder)
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("gptq act-order", ".g_idx"), ("compressed act-order", ".weight_g_idx")])
+def test_an_order_of_columns_that_is_missing_is_noticed(name: str, suffix: str, tmp_path: Path) -> None:
+    written(tmp_path, *CASES[name])
+
+    def without(tensors: dict[str, Tensor]) -> None:
+        for one in [one for one in tensors if one.endswith(suffix)]:
+            del tensors[one]
+
+    _change(tmp_path, without)
+    with pytest.raises(CheckpointError, match=r"no tensor .*g_idx, which its quantization config calls for"):
+        opened(tmp_path)
+
+
+def test_two_configs_that_differ_are_refused() -> None:
+    twice = {"quantization_config": GPTQ, "compression_config": GPTQ}
+    assert open_model(CONFIG | twice, "float32").spec.nbytes() > 0
+    with pytest.raises(CheckpointError, match="say different things; remove the one that is wrong"):
+        open_model(CONFIG | twice | {"compression_config": GPTQ | {"bits": 8}}, "float32")
 
 
 def test_a_packed_shape_that_differs_is_refused(tmp_path: Path) -> None:

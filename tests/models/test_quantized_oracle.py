@@ -30,16 +30,12 @@ from tests.models.test_quantized import (
     groups,
     int8_rows,
     opened,
+    with_inputs,
     written,
 )
 
 DYNAMIC = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
 FP8_BLOCKS = FP8 | {"weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-
-
-def with_inputs(config: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Of W8A8: activations are rounded, too."""
-    return config | {"config_groups": {"group_0": config["config_groups"]["group_0"] | {"input_activations": inputs}}}
 
 
 def no_input_scales(layout: Layout) -> Layout:
