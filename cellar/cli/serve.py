@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cellar.cli.verb import ENGINE, OptionGroup, verb
+from cellar.cli.verb import ENGINE, OptionGroup, unread, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
@@ -56,7 +56,7 @@ def serve(
     except ModuleNotFoundError as error:
         raise missing("serving needs", error.name, "server") from error
 
-    run(config, options, bounds, typer.echo)
+    run(config, options, bounds, _say)
 
 
 def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits: LimitConfig) -> None:
@@ -75,7 +75,15 @@ def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits:
             load_models(file), (place.device,), num_threads=place.num_threads, enforce_eager=place.enforce_eager
         )
 
-    serve_cells(opened, server, limits, typer.echo)
+    serve_cells(opened, server, limits, _say)
+
+
+def _say(line: str) -> None:
+    """A server serves on when nobody reads what it says."""
+    try:
+        typer.echo(line)
+    except OSError:
+        unread()
 
 
 def _check_unused(config: EngineConfig) -> None:

@@ -142,7 +142,7 @@ def verb(**groups: OptionGroup) -> Callable[[Verb], Verb]:
             except KeyboardInterrupt:
                 raise typer.Exit(130) from None
             except BrokenPipeError:  # the reader has left; what is still buffered has nowhere to go
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                unread()
                 raise typer.Exit(141) from None
 
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + generated
@@ -151,6 +151,11 @@ def verb(**groups: OptionGroup) -> Callable[[Verb], Verb]:
         return command
 
     return decorate
+
+
+def unread() -> None:
+    """Standard output goes nowhere from here on, nor what is still buffered of it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def sampling_params(options: Mapping[str, Any], models: Mapping[str, Any] | None = None) -> SamplingParams:

@@ -99,9 +99,22 @@ class BodyLimit:
         return f"the body is larger than {self._max_bytes} bytes; send less."
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer at once, and close when the body has come or its time is over: a connection that is closed before may
+        take the answer with it, since what comes then is answered with a reset.
+        """
         response = ApiError(413, self._message()).response(scope["path"])
         response.headers["connection"] = "close"
-        await response(scope, receive, send)
+
+        async def then(message: Message) -> None:
+            if message["type"] == "http.response.body" and not expects:
+                await send({**message, "more_body": True})
+                while (await receive()).get("more_body"):
+                    pass
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        expects = any(name == b"expect" for name, _ in scope["headers"])  # who asks first sends no body now
+        await response(scope, receive, then)
 
 
 class AnswerCount:

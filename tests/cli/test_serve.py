@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,3 +22,16 @@ def test_without_the_server_extra_one_sentence_says_what_to_install() -> None:
     assert done.stderr.strip().endswith("run " + command("server"))
     assert "uvicorn" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_server_serves_on_when_nobody_reads_where_it_is() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = (
+        "import sys; from cellar.cli.serve import _say; _say('here'); _say('there'); print('goes on', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True, timeout=SECONDS
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "goes on\n")

@@ -169,6 +169,23 @@ def test_large_bodies() -> None:
                 b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000000\r\n\r\n" + b" " * 1000
             )
             assert sock.recv(100).startswith(b"HTTP/1.1 413")
+        # and one that reads only when it has sent all gets it, too: the connection is not reset meanwhile
+        for size in (20_000, 2_000_000):
+            with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+                sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % size)
+                time.sleep(0.1)
+                for _ in range(size // 1000):
+                    sock.sendall(b" " * 1000)
+                time.sleep(0.1)
+                said = b"".join(iter(lambda sock=sock: sock.recv(1000), b""))
+                assert said.startswith(b"HTTP/1.1 413")
+                assert b"the body is larger" in said
+        # who asks whether to send a body sends none
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as sock:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20000\r\n"
+            sock.sendall(head + b"expect: 100-continue\r\n\r\n")
+            said = b"".join(iter(lambda sock=sock: sock.recv(1000), b""))
+            assert said.startswith(b"HTTP/1.1 413")
 
 
 def test_api_keys(tmp_path: Path) -> None:
