@@ -382,21 +382,32 @@ class Trace:
         """True if the stamps are so coarse that most requests share theirs."""
         return len(np.unique(self.stamps)) * 2 < len(self.stamps)
 
-    def load(self, count: int | None = None, speedup: float = 1.0, seed: int = 0) -> Load:
-        """The first `count` requests, `speedup` times as fast; stamps in bins are spread inside them."""
+    def load(self, count: int | None = None, speedup: float = 1.0, seed: int = 0, copies: int = 1) -> Load:
+        """The first `count` requests, `speedup` times as fast; stamps in bins are spread inside them.
+
+        Of several copies each has users and texts of its own, and, where stamps are in bins, other moments in them.
+        """
         if not speedup > 0:
             raise ConfigError(f"trace_speedup is {speedup}; it must be above 0.")
-        arrivals = spread_bins(self.stamps, seed) if self.is_binned else self.stamps
-        number = len(arrivals) if count is None else min(count, len(arrivals))
-        conversations = tuple(Conversation((Turn(self._pieces(k), int(self.output_tokens[k])),)) for k in range(number))
-        return Load(conversations, (arrivals[:number] - arrivals[0]) / speedup)
+        size = len(self.stamps)
+        drawn = [spread_bins(self.stamps, seed + c) if self.is_binned else self.stamps for c in range(copies)]
+        moments = np.concatenate(drawn)
+        order = np.argsort(moments, kind="stable")[: len(moments) if count is None else count]
+        hashes = 1 + max((max(ids, default=0) for ids in self.hash_ids or ()), default=0)
+        found = []
+        for place in order.tolist():
+            copy, k = divmod(place, size)
+            pieces = self._pieces(k, copy * (size if self.hash_ids is None else hashes))
+            found.append(Conversation((Turn(pieces, int(self.output_tokens[k])),)))
+        return Load(tuple(found), (moments[order] - moments[order[0]]) / speedup)
 
-    def _pieces(self, k: int) -> tuple[Piece, ...]:
+    def _pieces(self, k: int, first: int) -> tuple[Piece, ...]:
+        """Prompt k, its keys counted from `first` on."""
         length = int(self.input_tokens[k])
         if self.hash_ids is None:
-            return (Piece(_OWN + k, length),)
+            return (Piece(_OWN + first + k, length),)
         ids = self.hash_ids[k]
-        return tuple(Piece(id, min(HASH_BLOCK, length - at * HASH_BLOCK)) for at, id in enumerate(ids))
+        return tuple(Piece(first + id, min(HASH_BLOCK, length - at * HASH_BLOCK)) for at, id in enumerate(ids))
 
 
 def read_trace(path: Path) -> Trace:

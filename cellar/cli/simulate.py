@@ -13,6 +13,7 @@ from cellar.cli.verb import OptionGroup, verb
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
+from cellar.simulate.fleet import RoutingOptions
 
 Part = TypeVar("Part", CacheConfig, ScheduleConfig)
 
@@ -24,6 +25,7 @@ _DATASET = OptionGroup(
 )
 _TRAFFIC = OptionGroup("Traffic", (TrafficOptions,), skip=frozenset({"num_warmups", "disable_tqdm"}))
 _ENGINE = OptionGroup("Engine", (CacheConfig, ScheduleConfig))
+_ROUTING = OptionGroup("Routing", (RoutingOptions,))
 _RESULTS = OptionGroup(
     "Results",
     (ResultOptions,),
@@ -32,10 +34,10 @@ _RESULTS = OptionGroup(
     ),
 )
 
-_GROUPS = (_DATASET, _TRAFFIC, _ENGINE, _RESULTS)
+_GROUPS = (_DATASET, _TRAFFIC, _ENGINE, _ROUTING, _RESULTS)
 
 
-@verb(dataset=_DATASET, traffic=_TRAFFIC, engine=_ENGINE, results=_RESULTS)
+@verb(dataset=_DATASET, traffic=_TRAFFIC, engine=_ENGINE, routing=_ROUTING, results=_RESULTS)
 def simulate(
     model: Annotated[str, typer.Argument(help="Directory, config.json, demo, or a name such as opt-13b.")] = "demo",
     machine: Annotated[
@@ -84,6 +86,7 @@ def simulate(
     dataset: dict[str, Any],
     traffic: dict[str, Any],
     engine: dict[str, Any],
+    routing: dict[str, Any],
     results: dict[str, Any],
 ) -> None:
     """Latency and throughput of a model on a machine under a load, from the real scheduler on the planner's clock."""
@@ -98,7 +101,8 @@ def simulate(
         }
         given = {name: value for name, value in alone.items() if value not in (None, "demo", "h200")}
         path = dataset.pop("dataset_path")
-        _write_figures(figures, dataset_name, path, {**given, **dataset, **traffic, **engine, **results}, typer.echo)
+        options = {**given, **dataset, **traffic, **engine, **routing, **results}
+        _write_figures(figures, dataset_name, path, options, typer.echo)
         return
     chat = dataset_name == "chat"
     if chat and dataset["dataset_path"] is not None:
@@ -125,6 +129,7 @@ def simulate(
         cache=_part(CacheConfig, engine),
         schedule=_part(ScheduleConfig, engine),
         results=ResultOptions(**results),
+        routing=RoutingOptions(**routing),
         check=check,
         lengths=(input_len, output_len),
         output=output,

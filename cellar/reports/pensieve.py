@@ -184,7 +184,7 @@ def run(cell: Cell, offered: float, window: Window, seed: int = 0, costs: Mappin
         stop_seconds=window.end,
         host_seconds=HOST_SECONDS,
         links={Tier.HOST: LinkModel.of_host(served.machine, DUPLEX)} if line.host else {},
-        policy=named_policy(line.policy or "lru", known),
+        policy=lambda: named_policy(line.policy or "lru", known),
         phases_apart=line.phases_apart,
     )
     begun = time.process_time()

@@ -25,6 +25,7 @@ from cellar.planner.steps import chunk_costs
 from cellar.reports.load import FloatArray, LoadReport, RequestTiming, Section, plot_cdfs, plot_sweep
 from cellar.reports.simulate_check import Measured, beside, compared_lines, phases, read_measured
 from cellar.reports.simulate_setup import Setup, open_setup
+from cellar.simulate.fleet import RoutingOptions
 from cellar.simulate.simulator import SimulatedRun, Simulation
 
 Say = Callable[[str], None]
@@ -52,6 +53,7 @@ class Settings:
     cache: CacheConfig
     schedule: ScheduleConfig
     results: ResultOptions
+    routing: RoutingOptions
     check: Path | None = None
     lengths: tuple[str, str] = ("16-512", "16-256")
     output: Path | None = None
@@ -117,7 +119,8 @@ def simulate(setup: Setup, load: Load, settings: Settings, max_concurrency: int 
         max_concurrency=max_concurrency,
         max_seconds=math.inf if settings.max_seconds is None else settings.max_seconds,
         host_seconds=settings.host_seconds,
-        policy=named_policy(setup.cache.kv_eviction_policy, costs, bool(setup.capacity.tiers)),
+        policy=lambda: named_policy(setup.cache.kv_eviction_policy, costs, bool(setup.capacity.tiers)),
+        routing=settings.routing,
     )
     gc.collect()
     gc.freeze()  # what was there before lives on; walking through it again and again would take a tenth of the time
@@ -134,9 +137,10 @@ def _described(settings: Settings, setup: Setup) -> str:
     below = "".join(f", {n * size:,} in the {tier.name.lower()}" for tier, n in setup.capacity.tiers.items())
     beyond = f" (the model itself attends to {setup.spec.max_position:,})"
     context = f"{setup.max_model_len:,}" + (beyond if setup.max_model_len > setup.spec.max_position else "")
+    several = f"{settings.routing.replicas} engines, each " if settings.routing.replicas > 1 else ""
     split = f", {layout.name} over {layout.mesh.size} devices" if layout.mesh.size > 1 else ""
     return (
-        f"{settings.model} on {settings.machine}, {setup.prices.formats.name}{split}: "
+        f"{several}{settings.model} on {settings.machine}, {setup.prices.formats.name}{split}: "
         f"{tokens:,} tokens of KV cache{below}, context {context}; {setup.about}"
     )
 
@@ -222,6 +226,7 @@ def engine_section(run: SimulatedRun) -> Section:
             ("Most requests waiting", "max_waiting", max(waiting, default=0)),
             ("Preemptions", "preemptions", run.stats.preemptions),
             *_tier_lines(run),
+            *_routing_lines(run),
         ),
     )
 
@@ -233,6 +238,36 @@ def _tier_lines(run: SimulatedRun) -> list[tuple[str, str, float]]:
         name = stats.tier.name.lower()
         found.append((f"Chunks loaded from the {name}", f"{name}_loaded_chunks", stats.loaded))
         found.append((f"Chunks saved to the {name}", f"{name}_saved_chunks", stats.saved))
+    return found
+
+
+def _routing_lines(run: SimulatedRun) -> list[tuple[str, str, float]]:
+    """What became of requests that a router sent to several replicas."""
+    if len(run.replica_stats) == 1:
+        return []
+    queries = max(run.stats.prefix_queries, 1)
+    found: list[tuple[str, str, float]] = [("Replicas", "num_replicas", len(run.replica_stats))]
+    for stats in run.stats.tiers:
+        name = stats.tier.name.lower()
+        share = 100 * stats.hit_tokens / queries
+        found.append((f"Prompt tokens found on the {name} (%)", f"{name}_hit_percent", share))
+    busy = [sum(s.end - s.begin for s in steps) / run.duration for steps in run.replica_steps]
+    found += [
+        ("Busy, the least busy replica (%)", "least_busy_percent", 100 * min(busy)),
+        ("Busy, the busiest replica (%)", "most_busy_percent", 100 * max(busy)),
+    ]
+    placed = run.placements
+    found += [(f"Placed by {why.value}", f"placed_{why.value}", count) for why, count in sorted(placed.reasons.items())]
+    if placed.reports:
+        found.append(("Bytes of a report's digest", "digest_bytes", placed.digest_bytes / placed.reports))
+    if placed.losses:
+        judged = len(placed.losses)
+        found += [
+            ("Placements compared with the truth", "judged", judged),
+            ("Wrong by a millisecond or more (%)", "wrong_percent", 100 * placed.wrong / judged),
+            ("Seconds lost by a placement, mean", "mean_lost_seconds", float(np.mean(placed.losses))),
+            ("Seconds lost by a placement, p99", "p99_lost_seconds", float(np.percentile(placed.losses, 99))),
+        ]
     return found
 
 
@@ -248,6 +283,7 @@ def detailed(run: SimulatedRun) -> dict[str, Any]:
         "errors": [t.error or "" for t in found],
         "conversations": [t.conversation for t in found],
         "turns": [t.turn for t in found],
+        "replicas": [r.replica for r in run.requests],
     }
 
 

@@ -22,7 +22,7 @@ class Columns:
     def __init__(self, num_bits: int, num_words: int = 1) -> None:
         self.num_bits = num_bits
         self._rows = np.zeros((num_bits, num_words), np.uint64)
-        self._count = np.zeros(num_words * WORD, np.int64)  # bits set in each column
+        self._count = np.zeros(num_words * WORD, np.int64)  # bits set in each column by `write` and `flip`
 
     @property
     def nbytes(self) -> int:
@@ -52,25 +52,20 @@ class Columns:
     def clear(self, column: int) -> None:
         """A column becomes empty."""
         word, bit = _place(column)
-        if self._count[column]:
-            self._rows[:, word] &= ~bit
-            self._count[column] = 0
+        self._rows[:, word] &= ~bit
+        self._count[column] = 0
 
     def add(self, column: int, keys: Keys) -> None:
         """A column gets these keys, too."""
         word, bit = _place(column)
-        where = np.unique(positions(keys, self.num_bits))
-        rows = self._rows[where, word]
-        self._count[column] += int(np.count_nonzero(~rows & bit))
-        self._rows[where, word] = rows | bit
+        where = positions(keys, self.num_bits).ravel()
+        self._rows[where, word] |= bit
 
     def remove(self, column: int, keys: Keys) -> None:
         """A column loses the bits of these keys, though others of its keys may need them."""
         word, bit = _place(column)
-        where = np.unique(positions(keys, self.num_bits))
-        rows = self._rows[where, word]
-        self._count[column] -= int(np.count_nonzero(rows & bit))
-        self._rows[where, word] = rows & ~bit
+        where = positions(keys, self.num_bits).ravel()
+        self._rows[where, word] &= ~bit
 
     def find(self, keys: Keys) -> Words:
         """Who may hold each key: [n] -> [n, num_words]."""
@@ -78,7 +73,7 @@ class Columns:
         return self._rows[where[:, 0]] & self._rows[where[:, 1]]
 
     def false_share(self, count: int) -> NDArray[np.float64]:
-        """Of each of the first `count` columns, the chance that it has a key that it was not given: fill ** 2."""
+        """Of each of the first `count` columns, the chance that it has a key that no filter gave it: fill ** 2."""
         return np.square(self._count[:count] / self.num_bits)
 
 

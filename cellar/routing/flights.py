@@ -13,7 +13,8 @@ REPORTS = 2
 """Reports after the first token in which a digest names the prompt's chunks: one may have been under way."""
 
 MAX_ENDED = 4096
-"""Ended requests that are remembered, of all replicas, for the chunks that no digest names yet."""
+"""Ended requests that are remembered, of all replicas, for the chunks that no digest names yet; a quarter more may be
+there, so that it is done for many at once."""
 
 
 @dataclass(slots=True)
@@ -89,10 +90,14 @@ class Flights:
             flight.until = reports + REPORTS
         self._ended[flight.number] = None
 
-    def surplus(self) -> list[Flight]:
-        """Ended ones that are too many; they are forgotten."""
-        numbers = list(self._ended)[: max(0, len(self._ended) - MAX_ENDED)]
-        return [self._forget(self._flights[number]) for number in numbers]
+    def surplus(self) -> dict[int, list[Keys]]:
+        """Of ended ones that are too many, by column, the keys that no digest names; they are forgotten."""
+        found: dict[int, list[Keys]] = {}
+        if len(self._ended) > MAX_ENDED * 5 // 4:
+            for number in list(self._ended)[: len(self._ended) - MAX_ENDED]:
+                flight = self._forget(self._flights[number])
+                found.setdefault(flight.column, []).append(flight.keys)
+        return found
 
     def reported(self, column: int, seen: int, reports: int) -> tuple[Unseen, Settled]:
         """A report, the replica's `reports`-th, counts the requests up to number `seen`."""

@@ -133,7 +133,7 @@ class AffinityRouter:
         allowed = replicas.candidates(among)
         if not len(allowed):
             raise CapacityError("no replica may be chosen; start one, or wait until one has reported.")
-        keys = keys_of(request.chunks[: max(0, request.prompt_tokens - 1) // self._prices.chunk_size])
+        keys = self._keys(request)
         found, home = self._costs(request, keys, now)
         column = self._least(found, allowed)
         why = self._why(found, allowed, column, home)
@@ -144,6 +144,13 @@ class AffinityRouter:
         replicas.sent(flight, now)
         first = float(found.first[column])
         return Choice(replicas.names[column], self._number, first, why, self._source(found, allowed, column))
+
+    def costs(self, request: RoutedRequest, now: float) -> dict[str, float]:
+        """Seconds that a request is expected to take at each replica, until its last token."""
+        keys = self._keys(request)
+        found, _ = self._costs(request, keys, now)
+        columns = np.flatnonzero(self._replicas.present[: self._replicas.width]).tolist()
+        return {self._replicas.names[column]: float(found.total[column]) for column in columns}
 
     def started(self, number: int, now: float) -> None:
         flight = self._flights.get(number)
@@ -162,10 +169,14 @@ class AffinityRouter:
         if flight.session is not None and (flight.begun or num_output):
             life, until = int(self._replicas.life[column]), flight.until or 0
             self._sessions.note(flight.session, Session(life, flight.context + num_output, until))
-        for old in self._flights.surplus():
-            self._holdings.settle(old.column, old.keys, self._flights.left(old.column))
+        for place, keys in self._flights.surplus().items():
+            self._holdings.settle(place, np.concatenate(keys), self._flights.left(place))
 
     # -- how --------------------------------------------------------------------------------------
+
+    def _keys(self, request: RoutedRequest) -> Keys:
+        """Of the chunks that need not be computed if they are there: all before the last token."""
+        return keys_of(request.chunks[: max(0, request.prompt_tokens - 1) // self._prices.chunk_size])
 
     def _costs(self, request: RoutedRequest, keys: Keys, now: float) -> tuple[Costs, int]:
         """-> the costs at each column, and the one where the conversation is known to be though no digest says so."""

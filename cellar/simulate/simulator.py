@@ -9,62 +9,26 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from functools import cached_property
+from typing import Generic
 
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import FinishReason, IntArray, Request, SchedulerStats, StepOutput, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
-from cellar.engine.steps import step_engine
 from cellar.kv.policy import Policy
-from cellar.planner.partition import kv_bytes_per_chip
 from cellar.planner.steps import StepPrices, kv_room
 from cellar.runtime.protocol import Capacity
-from cellar.schedule.steps.scheduler import StepScheduler
-from cellar.simulate.link import Link, LinkModel
-from cellar.simulate.runtime import MAX_SEED, SimulatedRuntime, StepRecord, generated
+from cellar.simulate.fleet import Fleet, Placements, RoutingOptions, route_prices
+from cellar.simulate.link import LinkModel
+from cellar.simulate.load import Load, Talks, TurnT
+from cellar.simulate.replica import SimulatedReplica, link_models, summed
+from cellar.simulate.runtime import MAX_SEED, StepRecord
 
 NO_STOPS: frozenset[int] = frozenset()
-
-
-class Turn(Protocol):
-    """What a user says, and how many tokens answer it; `think_time` seconds pass before it, after the last answer."""
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def output_tokens(self) -> int: ...
-
-    @property
-    def think_time(self) -> float: ...
-
-
-TurnT = TypeVar("TurnT", bound=Turn)
-TurnT_co = TypeVar("TurnT_co", bound=Turn, covariant=True)
-
-
-class Conversation(Protocol[TurnT_co]):
-    """Turns, each sent with all before it and their answers."""
-
-    @property
-    def turns(self) -> Sequence[TurnT_co]: ...
-
-
-class Load(Protocol[TurnT_co]):
-    """Conversation k begins arrivals[k] seconds after the start; arrivals ascend. `bench/workloads.py` makes them."""
-
-    @property
-    def conversations(self) -> Sequence[Conversation[TurnT_co]]: ...
-
-    @property
-    def arrivals(self) -> NDArray[np.float64]: ...
 
 
 @dataclass(slots=True)
@@ -88,6 +52,7 @@ class SimulatedRequest:
     recomputed_seconds: float = 0.0
     queue_seconds: float = 0.0
     error: str | None = None
+    replica: int = 0
 
     @property
     def finish(self) -> float:
@@ -105,14 +70,28 @@ class Snapshot:
 
 @dataclass(frozen=True, eq=False)
 class SimulatedRun:
-    """What happened. `requests` are in order of arrival, `snapshots` in order of time; `stats` are the last."""
+    """What happened. `requests` are in order of arrival, `snapshots` (of all replicas together) in order of time.
+
+    Of each replica there are the steps that it ran, and its last stats.
+    """
 
     requests: tuple[SimulatedRequest, ...]
-    steps: tuple[StepRecord, ...]
+    replica_steps: tuple[tuple[StepRecord, ...], ...]
     snapshots: tuple[Snapshot, ...]
-    stats: SchedulerStats
+    replica_stats: tuple[SchedulerStats, ...]
     start: float
     end: float
+    placements: Placements
+
+    @cached_property
+    def stats(self) -> SchedulerStats:
+        """Of all replicas together."""
+        return summed(self.replica_stats)
+
+    @cached_property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """Of all replicas, one replica after the other."""
+        return tuple(step for steps in self.replica_steps for step in steps)
 
     @property
     def duration(self) -> float:
@@ -121,8 +100,9 @@ class SimulatedRun:
 
     @property
     def busy(self) -> float:
-        """Share of the duration in which a step ran."""
-        return sum(step.end - step.begin for step in self.steps) / self.duration if self.duration else 0.0
+        """Share of the duration in which a step ran, on average over the replicas."""
+        whole = self.duration * len(self.replica_steps)
+        return sum(step.end - step.begin for step in self.steps) / whole if whole else 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -172,14 +152,14 @@ def _tiers(spec: ModelSpec, prices: StepPrices, cache: CacheConfig) -> dict[Tier
 
 
 class Simulation(Generic[TurnT]):
-    """One load on one engine; `run` it once.
+    """One load on one engine, or on several behind a router; `run` it once.
 
     `spell` gives a turn's tokens: equal prefixes are shared, as equal tokens are. At most `max_concurrency`
     conversations are open at a time, later ones begin when one ends. Turns that are due later than `max_seconds` after
     the first are not sent, and nothing is simulated later than `stop_seconds`. `snapshot_seconds` is the least time
     between two snapshots. `host_seconds` is what a turn of the loop costs the host. Slower tiers are those of
-    `capacity`; `links` say how chunks get there (default: the host as the machine of `prices` has it). `policy` and
-    `phases_apart` are the scheduler's.
+    `capacity`; `links` say how chunks get there (default: the host as the machine of `prices` has it). `policy` makes
+    an engine's; it and `phases_apart` are the scheduler's. `routing` says how many engines there are, and who chooses.
     """
 
     def __init__(
@@ -197,129 +177,114 @@ class Simulation(Generic[TurnT]):
         host_seconds: float = 0.0,
         snapshot_seconds: float = 1.0,
         links: Mapping[Tier, LinkModel] | None = None,
-        policy: Policy | None = None,
+        policy: Callable[[], Policy] | None = None,
         phases_apart: bool = False,
+        routing: RoutingOptions | None = None,
     ) -> None:
         if not len(load.conversations):
             raise ConfigError("there is nothing to simulate: no conversation fits the context; raise max_model_len.")
         if len(load.conversations) > MAX_SEED:
             raise ConfigError(f"{len(load.conversations)} conversations are too many; at most {MAX_SEED} have a name.")
-        self._load = load
-        self._spell = spell
         self._cost = prices.cost
-        models = {tier: LinkModel.of_host(prices.machine) for tier in capacity.tiers} if links is None else links
-        d, layout = prices.d, prices.layout
-        nbytes = kv_bytes_per_chip(d, layout, 1, capacity.chunk_size, prices.formats)  # each device has a link
-        self.links = {tier: Link(model, nbytes, d.layers) for tier, model in models.items()}
-        self.runtime = SimulatedRuntime(capacity, prices, host_seconds, self.links)
-        self.scheduler = StepScheduler(
-            capacity.num_slots,
-            capacity.num_rows,
-            capacity.chunk_size,
-            capacity.max_model_len,
-            schedule,
-            prefix_caching,
-            tiers=capacity.tiers,
-            policy=policy,
-            phases_apart=phases_apart,
-        )
-        self.engine = step_engine(
-            self.scheduler,
-            self.runtime,
-            run_ahead=schedule.run_ahead,
-            clock=lambda: self.runtime.now,
-            check_seconds=600.0,
-        )
+        first = float(load.arrivals[0])
+        self._talks = Talks(load, spell, max_concurrency, first + max_seconds)
+        self._stop = first + stop_seconds
         self._snapshot_seconds = snapshot_seconds
-        self._max_concurrency = max_concurrency or len(load.conversations)
-        self._last = float(load.arrivals[0]) + max_seconds
-        self._stop = float(load.arrivals[0]) + stop_seconds
+        routing = routing or RoutingOptions()
+        self.replicas = tuple(
+            SimulatedReplica(
+                f"r{k}",
+                prices,
+                capacity,
+                schedule,
+                prefix_caching=prefix_caching,
+                host_seconds=host_seconds,
+                links=links,
+                policy=policy,
+                phases_apart=phases_apart,
+            )
+            for k in range(routing.replicas)
+        )
+        number = sum(len(conversation.turns) for conversation in load.conversations)
+        models = link_models(prices, capacity) if links is None else links
+        self._fleet = Fleet(self.replicas, routing, route_prices(prices, capacity, models), number)
         self._requests: list[SimulatedRequest] = []
         self._running: dict[str, SimulatedRequest] = {}
-        self._histories: dict[int, IntArray] = {}
-        # Turns to come: (moment, conversation, turn). The first turns come from the load, in its order.
-        self._due: list[tuple[float, int, int]] = []
-        self._started = 0
 
     def run(self, progress: Callable[[float, int], None] | None = None) -> SimulatedRun:
         """Serve the whole load. `progress` hears the time and the number of finished requests with each snapshot."""
-        runtime, engine, running = self.runtime, self.engine, self._running
+        talks, fleet, replicas = self._talks, self._fleet, self.replicas
         snapshots: list[Snapshot] = []
-        arrivals = [moment for moment in self._load.arrivals.tolist() if moment <= self._last]
-        runtime.now = start = arrivals[0]
+        now = start = talks.start
+        for replica in replicas:
+            replica.stand(start)
+        busy: list[tuple[float, int]] = []  # a heap of the replicas with work, by their clocks
+        idle = set(range(len(replicas)))
         seen = -math.inf
-        moment: float | None = start
-        while runtime.now < self._stop:
-            if moment is not None and moment <= runtime.now:
-                self._post(arrivals)
-                moment = self._next(arrivals)
-            if not engine.has_work():
-                if moment is None:
-                    break
-                runtime.now = moment
+        moment = talks.next(start)
+        while True:
+            # The one that is behind all others goes on, up to the next thing that happens to all.
+            at = busy[0][0] if busy else moment
+            if at is None or at >= self._stop:
+                break
+            push = fleet.next_push
+            if moment is not None and moment <= at and moment <= push:
+                for due, number, turn in talks.due(moment):
+                    k = self._send(due, number, turn)
+                    if k in idle:
+                        idle.remove(k)
+                        replicas[k].stand(moment)
+                        heapq.heappush(busy, (replicas[k].now, k))
+                moment = talks.next(now)
                 continue
-            for output in engine.turn(None if moment is None else moment - runtime.now):
-                if self._deliver(output, runtime.now):
-                    moment = self._next(arrivals)
-            if runtime.now >= seen + self._snapshot_seconds:
-                seen = runtime.now
-                snapshots.append(Snapshot(seen, engine.stats()))
+            if push <= at:
+                fleet.push(push)
+                continue
+            _, k = heapq.heappop(busy)
+            replica = replicas[k]
+            until = push if moment is None else min(moment, push)
+            outputs = replica.engine.turn(None if until == math.inf else until - replica.now)
+            now = replica.now
+            for output in outputs:
+                if self._deliver(output, now):
+                    moment = talks.next(now)
+            if replica.engine.has_work():
+                heapq.heappush(busy, (now, k))
+            else:
+                idle.add(k)
+            if now >= seen + self._snapshot_seconds:
+                seen = now
+                snapshots.append(Snapshot(seen, summed([each.engine.stats() for each in replicas])))
                 if progress is not None:
-                    progress(seen, len(self._requests) - len(running))
-        engine.scheduler.check_integrity()
-        stats = engine.stats()
-        engine.close()
+                    progress(seen, len(self._requests) - len(self._running))
+        stats = []
+        for replica in replicas:
+            replica.scheduler.check_integrity()
+            stats.append(replica.engine.stats())
+            replica.engine.close()
         end = max((r.finish for r in self._requests), default=start)
-        return SimulatedRun(tuple(self._requests), tuple(runtime.steps), tuple(snapshots), stats, start, end)
+        steps = tuple(tuple(replica.runtime.steps) for replica in replicas)
+        return SimulatedRun(
+            tuple(self._requests), steps, tuple(snapshots), tuple(stats), start, end, fleet.placements()
+        )
 
-    @property
-    def _may_open(self) -> bool:
-        """True if the next conversation may begin."""
-        return len(self._histories) < self._max_concurrency
-
-    def _next(self, arrivals: list[float]) -> float | None:
-        """The moment of the next turn that no end of another must come before; None if there is none."""
-        moments = [self._due[0][0]] if self._due else []
-        if self._started < len(arrivals) and self._may_open:
-            moments.append(max(arrivals[self._started], self.runtime.now))
-        return min(moments, default=None)
-
-    def _post(self, arrivals: list[float]) -> None:
-        """Hand over all turns that are due."""
-        now = self.runtime.now
-        while self._due and self._due[0][0] <= now:
-            self._send(*heapq.heappop(self._due))
-        while self._started < len(arrivals) and arrivals[self._started] <= now and self._may_open:
-            # What waited for its turn counts from now, as in a client that bounds its concurrency.
-            bounded = self._max_concurrency < len(arrivals)
-            self._send(now if bounded else arrivals[self._started], self._started, 0)
-            self._started += 1
-
-    def _send(self, at: float, number: int, turn: int) -> None:
-        turns = self._load.conversations[number].turns
-        asked = turns[turn]
-        if turn == 0:
-            length = sum(t.num_tokens + t.output_tokens for t in turns)
-            self._histories[number] = np.empty(length, np.int32)
-            before = 0
-        else:
-            done = turns[:turn]
-            before = sum(t.num_tokens + t.output_tokens for t in done)
-        history = self._histories[number]
-        stop = before + asked.num_tokens
-        history[before:stop] = self._spell(asked)
-        end = stop + asked.output_tokens
-        history[stop:end] = generated(number, stop, end)  # what the runtime is going to answer
+    def _send(self, at: float, number: int, turn: int) -> int:
+        """Hand a turn over; -> the number of the replica that gets it."""
+        prompt, asked, before = self._talks.prompt(number, turn)
         params = SamplingParams(temperature=0.0, max_tokens=asked.output_tokens, seed=number, detokenize=False)
         id = f"{number}.{turn}"
-        request = SimulatedRequest(number, turn, at, stop, asked.output_tokens, num_history=max(before - 1, 0))
+        k = self._fleet.place(id, prompt, number, asked.output_tokens, at)
+        request = SimulatedRequest(
+            number, turn, at, len(prompt), asked.output_tokens, num_history=max(before - 1, 0), replica=k
+        )
         self._requests.append(request)
         self._running[id] = request
-        self.engine.add(Request(id, history[:stop], params, NO_STOPS, asked.output_tokens))
+        self.replicas[k].engine.add(Request(id, prompt, params, NO_STOPS, asked.output_tokens))
+        return k
 
     def _note_recomputed(self, request: SimulatedRequest) -> None:
         """What of the history was computed before the first token."""
-        for start, stop in self.runtime.computed.pop(request.conversation, ()):
+        for start, stop in self.replicas[request.replica].runtime.computed.pop(request.conversation, ()):
             stop = min(stop, request.num_history)
             if start < stop:
                 request.num_recomputed += stop - start
@@ -336,17 +301,13 @@ class Simulation(Generic[TurnT]):
             request.num_cached = count
             request.queue_seconds = output.queue_seconds[id]
             self._note_recomputed(request)
+            self._fleet.started(id, now)
         for id, (reason, said) in output.finished.items():
             request = running.pop(id)
-            self.runtime.computed.pop(request.conversation, None)  # what a suspension cost is no history's
+            # What a suspension cost is no history's.
+            self.replicas[request.replica].runtime.computed.pop(request.conversation, None)
             if reason is FinishReason.ERROR:
                 request.error = str(said)
-            turns = self._load.conversations[request.conversation].turns
-            following = request.turn + 1
-            goes_on = following < len(turns) and request.error is None
-            due = now + turns[following].think_time if goes_on else 0.0
-            if goes_on and due <= self._last:
-                heapq.heappush(self._due, (due, request.conversation, following))
-            else:
-                del self._histories[request.conversation]
+            self._fleet.ended(id, len(request.token_times), now)
+            self._talks.ended(request.conversation, request.turn, now, request.error is None)
         return bool(output.finished)

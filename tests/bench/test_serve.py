@@ -475,6 +475,8 @@ def test_a_server_without_a_list_of_models() -> None:
         ("--dataset-name prefix --multi-turn", "multi_turn is for"),
         ("--trace-speedup 2", "no effect without dataset trace"),
         ("--trace-speedup 0", "trace_speedup is 0"),
+        ("--trace-copies 0", "trace_copies is 0"),
+        ("--trace-copies 2", "trace_copies has no effect"),
         ("--vocab-size 0", "vocab_size is 0"),
         ("--random-prefix-len -1", "random_prefix_len is -1"),
         ("--random-input-len 0", "random_input_len is 0"),

@@ -242,6 +242,12 @@ def test_mooncake_traces(tmp_path: Path) -> None:
     fast = trace.load(4, speedup=10, seed=1)
     assert fast.num_requests == 4
     assert fast.arrivals == pytest.approx(load.arrivals[:4] / 10)
+    twice = trace.load(seed=1, copies=2)
+    assert twice.num_requests == 10
+    assert sorted(c.contexts() for c in twice.conversations) == sorted(2 * [c.contexts() for c in load.conversations])
+    assert (np.diff(twice.arrivals) >= 0).all()
+    tokens = [Vocabulary(0, 1000).tokens(one.turns[0]).tolist() for one in twice.conversations]
+    assert len({tuple(t[:20]) for t in tokens}) == 4  # two beginnings, each of two copies
     with pytest.raises(ConfigError, match="trace_speedup is 0"):
         trace.load(speedup=0)
 

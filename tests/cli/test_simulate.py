@@ -242,6 +242,20 @@ def test_a_file_of_a_run_in_other_forms(tmp_path: Path) -> None:
     assert measured.figures == {"output_throughput": 5.0, "mean_ttft_ms": 3.0}
 
 
+def test_several_replicas_say_where_requests_went(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    options = ["--replicas", "3", "--judged", "4", "--kv-offloading-size", "1", "--output", str(path)]
+    found = last(simulate(*FEW, *options))
+    assert found["num_replicas"] == 3
+    assert found["placed_new"] >= 1
+    assert found["judged"] >= 4
+    assert {"wrong_percent", "mean_lost_seconds", "device_hit_percent", "host_hit_percent"} <= set(found)
+    assert set(json.loads(path.read_text())["replicas"]) <= {0, 1, 2}
+    turns = last(simulate(*FEW, "--replicas", "3", "--routing", "round-robin"))
+    assert turns["placed_rule"] == turns["completed"]
+    assert turns["prefix_hit_percent"] <= found["prefix_hit_percent"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cellar.core.errors import ConfigError
 from cellar.core.messages import Tier
 from cellar.routing.columns import Columns, unpacked
-from cellar.routing.digest import MAX_BITS, DigestKeeper, DigestShape, Keys, keys_of
+from cellar.routing.digest import MAX_BITS, DigestKeeper, DigestShape, Keys, keys_of, positions
 from cellar.routing.holdings import Holdings
 
 
@@ -119,7 +119,12 @@ def test_a_replica_that_is_gone_leaves_nothing() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), Chunks), max_size=12))
 def test_columns_count_their_bits(changes: list[tuple[int, bool, set[int]]]) -> None:
     columns = Columns(1 << 10)
-    for column, adds, chunks in changes:
-        (columns.add if adds else columns.remove)(column, keys(*chunks))
+    for column, whole, chunks in changes:
+        bits = np.zeros(1 << 10, np.bool_)
+        bits[positions(keys(*chunks), 1 << 10).ravel()] = True
+        if whole:
+            columns.write(column, np.packbits(bits, bitorder="little"))
+        else:
+            columns.flip(column, np.flatnonzero(bits).astype(np.uint32))
         fill = unpacked(columns._rows, 4).sum(0) / columns.num_bits
         assert np.allclose(columns.false_share(4), fill**2)

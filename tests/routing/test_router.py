@@ -268,10 +268,10 @@ def test_memory_is_bounded() -> None:
     replicas = fleet(2)
     router = routed(replicas)
     before = router.nbytes
-    for k in range(MAX_ENDED + 500):
+    for k in range(MAX_ENDED * 5 // 4 + 50):
         choice = router.choose(request([k, k + 1]), 0.0)
         router.ended(choice.number, 1, 0.0)
-    assert router.num_in_flight == MAX_ENDED
+    assert router.num_in_flight <= MAX_ENDED + 50
     assert router.nbytes == before
     for k in range(64):
         router.report(Replica(f"more{k}").report(), 0.0)

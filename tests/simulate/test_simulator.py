@@ -84,7 +84,8 @@ def simulation(
     config = ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, run_ahead=run_ahead)
     prices = StepPrices(dimensions(spec()), machine())
     capacity = Capacity(num_slots, rows, CHUNK, 4096, {Tier.HOST: host} if host else {})
-    chosen = named_policy(policy, chunk_costs(prices, CHUNK, 4096)) if host else None
+    costs = chunk_costs(prices, CHUNK, 4096)
+    chosen = (lambda: named_policy(policy, costs)) if host else None
     return Simulation(load, spell, prices, capacity, config, policy=chosen, **options)  # type: ignore[arg-type]
 
 
@@ -338,7 +339,8 @@ def test_a_load_delays_the_step_that_needs_it(layerwise: bool) -> None:
     assert chunks > 60
     nbytes = 24 * 2 * 4 * 128 * 2 * CHUNK
     seconds = chunks * (nbytes / link.load_rate + link.chunk_seconds)
-    step = sim.runtime._prices.seconds(step_work(np.array([back.num_history]), np.array([back.num_prompt]), 1))
+    work = step_work(np.array([back.num_history]), np.array([back.num_prompt]), 1)
+    step = sim.replicas[0].runtime._prices.seconds(work)
     waited = back.token_times[0] - back.arrival
     if layerwise:
         assert max(seconds, step) < waited < seconds + 0.2 * step, "the last layer alone is left when all has come"

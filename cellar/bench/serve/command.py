@@ -332,7 +332,7 @@ def build_load(options: DatasetOptions, tokenizer: Tokenizer | None = None) -> L
     conversations: tuple[Conversation, ...]
     match options.dataset_name:
         case "trace":
-            return read_trace(_path(options)).load(count, options.trace_speedup, seed)
+            return read_trace(_path(options)).load(count, options.trace_speedup, seed, options.trace_copies)
         case "prefix" | "prefix_repetition":
             conversations = prefix_requests(
                 count,

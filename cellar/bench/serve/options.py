@@ -120,6 +120,7 @@ class DatasetOptions:
     prefix_repetition_num_prefixes: int = _option(10, "prefix: number of shared prefixes.")
     prefix_repetition_output_len: int = _option(128, "prefix: tokens of an answer.")
     trace_speedup: float = _option(1.0, "trace: replay this many times as fast.")
+    trace_copies: int = _option(1, "trace: replay so many at a time, each with texts of its own.")
     vocab_size: int | None = _option(None, "Random tokens are ids below this; default: the tokenizer's, or 1000.")
     max_context_len: int | None = _option(
         None, "Leave out turns that do not fit this many tokens with their answer; default: what the server says."
@@ -154,6 +155,10 @@ class DatasetOptions:
             raise ConfigError(f"trace_speedup is {self.trace_speedup}; it must be above 0.")
         if self.trace_speedup != 1.0 and self.dataset_name != "trace":
             raise ConfigError("trace_speedup has no effect without dataset trace; leave it out.")
+        if self.trace_copies < 1:
+            raise ConfigError(f"trace_copies is {self.trace_copies}; it must be at least 1.")
+        if self.trace_copies != 1 and self.dataset_name != "trace":
+            raise ConfigError("trace_copies has no effect without dataset trace; leave it out.")
 
 
 @dataclass(frozen=True, kw_only=True)
