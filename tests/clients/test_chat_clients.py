@@ -1,7 +1,6 @@
 """Clients that people have, each on its main path and by its own package: chat, streams, tools, structures, vectors.
 
-litellm and instructor want other versions of what the rest of the tests need, and llama-index brings 100 MB: see
-docs/log/clients.md for what was run by hand.
+Clients that want other versions of what the rest of the tests need are in test_other_clients.py and test_lm_eval.py.
 """
 
 from __future__ import annotations

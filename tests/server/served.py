@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +31,7 @@ from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, continuation, engine_of, open_fake
-from tests.limits import SECONDS, asked, join_all, until
+from tests.limits import ROOT, SECONDS, asked, join_all, until
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -114,3 +118,19 @@ def running(app: Any, limits: LimitConfig | None = None, options: ServerConfig |
     finally:
         server.should_exit = True
         join_all([thread])
+
+
+@contextmanager
+def running_demo(*options: str) -> Iterator[str]:
+    """`cellar serve` in a process of its own, with the demo model; gives its address."""
+    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "is served at http://" in line
+        yield line.split(" at ")[1].strip().removesuffix("/v1")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,24 +11,15 @@ import openai
 import pytest
 
 from tests.limits import SECONDS
+from tests.server.served import running_demo
 
 pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one front", "two fronts"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
-    command += ["--api-server-count", str(request.param)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, cwd=Path(__file__).parents[2]
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert "is served at http://" in line
-    yield line.split(" at ")[1].strip().removesuffix("/v1")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(SECONDS) == 0
+    with running_demo("--api-server-count", str(request.param)) as url:
+        yield url
 
 
 def test_stories(url: str) -> None:
