@@ -129,7 +129,9 @@ class LimitConfig:
     max_head_bytes: int = _option(64 * 2**10, "Largest head of a request: its line and headers.")
     max_connections: int | None = _option(None, "Most open connections; default: what file descriptors allow.")
     max_connections_per_address: int | None = _option(None, "Most of them from one address; default: all.")
-    upload_timeout: float = _option(60.0, "Seconds for the head of a request to come, and again for its body.")
+    upload_timeout: float = _option(
+        60.0, "Seconds for the head of a request to come, for its body, and for a client to read on in its answer."
+    )
     max_grammar_bytes: int = _option(2**18, "Largest JSON schema, regular expression or grammar of a request.")
     prepare_timeout: float = _option(5.0, "CPU seconds to render a request's messages or compile its grammar.")
     request_timeout: float | None = _option(None, "Seconds that a request may take; default: no limit.")

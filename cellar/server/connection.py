@@ -1,32 +1,41 @@
 """Connections of strangers: how many there may be, how long a silent or slow one is kept, how large a head may be.
 
 uvicorn bounds none of this: requests that are sent ahead on one connection are all parsed at once, a header may be of
-any length, and a connection that says nothing stays for ever.
+any length, before a body or behind it, and a connection that says nothing, or never reads its answer, stays for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 from asyncio import TimerHandle
-from collections import Counter, OrderedDict
 from functools import partial
+from ssl import SSLContext
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cellar.server.config import LimitConfig
+from cellar.server.doors import Doors, most_connections
+from cellar.server.handshake import Handshake
 
 logger = logging.getLogger(__name__)
 
 MAX_AHEAD = 8
 """Requests that a client may send before the first of them is answered; no client of today sends one."""
 
-_RESERVED_DESCRIPTORS = 256
-"""For everything that is not a connection: files, the engine, processes."""
+_AROUND_BODY = 16
+"""Bytes that may stand around each byte of a body sent in chunks, beside what a head may have: a chunk of one byte has
+five."""
+
+LEAST_READ = 2**14
+"""Bytes of its answer that a client must take within the time that a request may take to come."""
 
 _STATUS = {
+    400: (
+        b"400 Bad Request",
+        b"the body's chunks are too small, or too much stands between and behind them; send larger chunks.",
+    ),
     408: (b"408 Request Timeout", b"the request did not come to its end in time; send it faster."),
     431: (
         b"431 Request Header Fields Too Large",
@@ -34,65 +43,6 @@ _STATUS = {
     ),
     503: (b"503 Service Unavailable", b"there are too many connections; come back later."),
 }
-
-
-class Doors:
-    """The open connections of one front.
-
-    Where there are as many as may be, in all or from one address, the one that has been silent for longest makes room;
-    if all of them are being answered, a new one is turned away.
-    """
-
-    def __init__(self, max_connections: int, max_per_address: int | None) -> None:
-        self.max_connections = max_connections
-        self.max_per_address = max_per_address
-        self._open: set[Connection] = set()
-        self._silent: OrderedDict[Connection, None] = OrderedDict()
-        self._addresses: Counter[str] = Counter()
-
-    def enter(self, connection: Connection) -> bool:
-        """A connection was made; it is silent. False: there is no room for it."""
-        address = connection.address
-        if self.max_per_address is not None and self._addresses[address] >= self.max_per_address:
-            longest = next((one for one in self._silent if one.address == address), None)
-        elif len(self._open) >= self.max_connections:
-            longest = next(iter(self._silent), None)
-        else:
-            return self._let_in(connection)
-        if longest is None:
-            return False
-        longest.transport.abort()
-        self.leave(longest)
-        return self._let_in(connection)
-
-    def _let_in(self, connection: Connection) -> bool:
-        self._open.add(connection)
-        self._addresses[connection.address] += 1
-        self.silent(connection)
-        return True
-
-    def leave(self, connection: Connection) -> None:
-        """It is gone; a second time, or one that was not let in, changes nothing."""
-        if connection not in self._open:
-            return
-        self._open.remove(connection)
-        self._silent.pop(connection, None)
-        self._addresses[connection.address] -= 1
-        if not self._addresses[connection.address]:
-            del self._addresses[connection.address]
-
-    def silent(self, connection: Connection) -> None:
-        """No request of it is being answered."""
-        if connection in self._open:
-            self._silent[connection] = None
-            self._silent.move_to_end(connection)
-
-    def speaks(self, connection: Connection) -> None:
-        """A whole head has come."""
-        self._silent.pop(connection, None)
-
-    def __len__(self) -> int:
-        return len(self._open)
 
 
 class Connection(HttpToolsProtocol):
@@ -104,7 +54,11 @@ class Connection(HttpToolsProtocol):
         self._limits = limits
         self._head_bytes = 0
         self._in_head = True
+        self._around = 0  # bytes that came for a body, less those of the body itself
+        self._body: list[bytes] = []  # of the data at hand
         self._timer: TimerHandle | None = None
+        self._unread: int | None = None  # bytes that the client had still to take when this was looked at
+        self._reading: TimerHandle | None = None
 
     @property
     def address(self) -> str:
@@ -121,16 +75,39 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._doors.leave(self)
         self._no_timer()
+        self.resume_writing()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """The client has closed its side: nobody is written to any more, even before the loop says so."""
+        self._dismiss()
 
     def data_received(self, data: bytes) -> None:
         if self._in_head:
             self._head_bytes += len(data)
             if self._timer is None:
                 self._time_out_in(self._limits.upload_timeout)
+        else:
+            self._around += len(data)
         super().data_received(data)
-        if self._in_head and self._head_bytes > self._limits.max_head_bytes and not self.transport.is_closing():
-            self._refuse(431)
+        if self.transport.is_closing():
+            return
+        self._pass_on()
+        if self._in_head:
+            if self._head_bytes > self._limits.max_head_bytes:
+                self._refuse(431)
+        elif (around := max(0, self._around)) <= self._limits.max_head_bytes:
+            self._around = around  # what a large body leaves unused is no room for what stands behind it
+        else:
+            self._refuse(400)
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP; an earlier request of the connection may still be under way."""
+        self._dismiss()
+        super().send_400_response(msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """A client may ask for another protocol, and a server need not answer that: nothing for a log."""
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
@@ -138,14 +115,23 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # what comes behind a body is nobody's: headers have been judged when it comes
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._head_bytes = 0
+        self._head_bytes = self._around = 0
         self._doors.speaks(self)
         self._time_out_in(self._limits.upload_timeout)
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+        self._around -= (1 + _AROUND_BODY) * len(body)
+
     def on_message_complete(self) -> None:
+        self._pass_on()
         self._no_timer()
         self._in_head = True
         super().on_message_complete()
@@ -154,6 +140,42 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:
             self._doors.silent(self)
+
+    def pause_writing(self) -> None:
+        """More of an answer waits for the client than may wait."""
+        super().pause_writing()
+        self._unread = self.transport.get_write_buffer_size()
+        self._reading = self.loop.call_later(self._limits.upload_timeout, self._look_at_reader)
+
+    def resume_writing(self) -> None:
+        """The client reads."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+        super().resume_writing()
+
+    def _look_at_reader(self) -> None:
+        """The answer has waited for the client for as long as a request may take."""
+        left = self.transport.get_write_buffer_size()
+        if self._unread is not None and left > self._unread - LEAST_READ:
+            logger.warning("%s: the answer is not read; the connection ends", self.address or "a connection")
+            self._dismiss()
+            self.transport.abort()
+            return
+        self._unread = left
+        self._reading = self.loop.call_later(self._limits.upload_timeout, self._look_at_reader)
+
+    def _pass_on(self) -> None:
+        """Bytes of a body go to the request in one piece, however small the chunks were that they came in."""
+        if self._body:
+            body, self._body = b"".join(self._body), []
+            super().on_body(body)
+
+    def _dismiss(self) -> None:
+        """Tell whoever works on an answer that nobody waits for it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     def _time_out_in(self, seconds: float) -> None:
         self._no_timer()
@@ -170,6 +192,7 @@ class Connection(HttpToolsProtocol):
         if self._in_head and answering:  # the next request may take as long as the answer to this one
             self._time_out_in(self._limits.upload_timeout)
         elif (self._in_head and self._head_bytes == 0) or (answering and self.cycle.response_started):
+            self._dismiss()
             self.transport.close()  # it never said anything, or is in the middle of an answer
         else:
             self._refuse(408)
@@ -177,23 +200,14 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, status: int) -> None:
         line, text = _STATUS[status]
         logger.warning("%s: %s", self.address or "a connection", text.decode().rstrip("."))
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # whoever works on it is told
-            self.cycle.message_event.set()
+        self._dismiss()
         headers = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: %d" % len(text)
         self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (line, headers, text))
         self.transport.close()
 
 
-def connections(limits: LimitConfig) -> Any:
-    """What uvicorn makes connections by; the limits hold for all of one call together."""
-    most = limits.max_connections or most_connections()
-    return partial(Connection, doors=Doors(most, limits.max_connections_per_address), limits=limits)
-
-
-def most_connections() -> int:
-    """As many as there are descriptors for, once the process has all that it may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(16, min(hard, 2**20) - _RESERVED_DESCRIPTORS)
+def connections(limits: LimitConfig, tls: SSLContext | None = None) -> Any:
+    """What uvicorn makes connections by, over TLS if told how; the limits hold for all of one call together."""
+    doors = Doors(limits.max_connections or most_connections(), limits.max_connections_per_address)
+    make = partial(Connection, doors=doors, limits=limits)
+    return make if tls is None else partial(Handshake, make=make, context=tls, doors=doors, limits=limits)

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from cellar.core.errors import ConfigError
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.connection import connections
+from cellar.server.tls import tls_of
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +96,13 @@ def server_config(app: FastAPI, server: ServerConfig, limits: LimitConfig) -> uv
     logging.getLogger("uvicorn.access").addFilter(_shortened)
     return uvicorn.Config(
         app,
-        http=connections(limits),
+        http=connections(limits, tls_of(server)),
+        ws="none",  # there are no routes for them, and their connections would know no limits
         log_level=server.log_level,
         access_log=server.log_level in ("info", "debug"),
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=max(1, round(limits.shutdown_timeout)),
         server_header=False,
-        ssl_certfile=server.ssl_certfile,
-        ssl_keyfile=server.ssl_keyfile,
     )
 
 

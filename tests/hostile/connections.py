@@ -19,6 +19,11 @@ def head(length: int, more: str = "") -> bytes:
     ).encode()
 
 
+def chunked(more: str = "") -> bytes:
+    """The head of a request whose body comes in chunks."""
+    return head(0, f"{more}transfer-encoding: chunked\r\n").replace(b"content-length: 0\r\n", b"")
+
+
 def crowd(url: str, seed: int, go_on: Callable[[int], bool], more: str = "", most: int = 40) -> int:
     """Open connections, at most `most` at a time, and misuse them while `go_on(count)`; -> how many there were."""
     rng, count = random.Random(seed), 0
@@ -37,7 +42,7 @@ def crowd(url: str, seed: int, go_on: Callable[[int], bool], more: str = "", mos
 
 def misuse(rng: random.Random, sock: socket.socket, more: str) -> None:
     """One way to be a nuisance; the connection stays open."""
-    match rng.randrange(8):
+    match rng.randrange(16):
         case 0:
             pass  # silence
         case 1:
@@ -55,5 +60,28 @@ def misuse(rng: random.Random, sock: socket.socket, more: str) -> None:
             sock.close()  # hang up in the middle
         case 6:
             sock.sendall(bytes(rng.randrange(256) for _ in range(300)))
+        case 7:
+            sock.sendall(chunked(more) + b"1\r\n \r\n" * rng.randrange(50_000))
+        case 8:
+            sock.sendall(chunked(more) + b"1;" + b"x" * rng.randrange(500_000) + b"\r\n \r\n0\r\n\r\n")
+        case 9:
+            sock.sendall(chunked(more) + b"0\r\n" + b"".join(b"h%d: x\r\n" % k for k in range(rng.randrange(50_000))))
+        case 10:
+            sock.sendall(
+                head(len(STREAM), f"{more}expect: 100-continue\r\n") + STREAM[: rng.randrange(len(STREAM) + 1)]
+            )
+        case 11:
+            upgrade = rng.choice(("websocket", "h2c", "x"))
+            sock.sendall(head(len(STREAM), f"{more}connection: upgrade\r\nupgrade: {upgrade}\r\n") + STREAM)
+        case 12:
+            sock.sendall(
+                head(len(STREAM), more).replace(b"/1.1", rng.choice((b"/1.0", b"/0.9", b"/2.0", b""))) + STREAM
+            )
+        case 13:
+            sock.sendall(head(len(STREAM), more) + STREAM)
+            sock.shutdown(socket.SHUT_WR)
+        case 14:
+            length = rng.choice((b"-1", b"1" * 30, b"5\r\ncontent-length: 6", b"5\r\ntransfer-encoding: chunked"))
+            sock.sendall(head(0, more).replace(b"length: 0", b"length: " + length) + STREAM)
         case _:
             sock.sendall(b"GET / HTTP/1.1\r\nhost: " + b"x" * 200_000)

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cellar import AsyncLLM
+from cellar.server.app import build_app
+from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.host import SameProcess, ServedModel
+from tests.fake_front import open_fake
+from tests.hostile.connections import chunked, head
 from tests.limits import SECONDS, until
-from tests.server.served import Served, serve
+from tests.server.served import Served, running, serve
+from tests.server.test_tls import trusting, write_certificate
 
 LIMITS = {"upload_timeout": 1.0, "max_head_bytes": 8192, "max_body_bytes": 2**20}
 
@@ -61,6 +72,10 @@ GREEDY = {
     "a long address": b"GET /" + b"x" * 20_000_000,
     "chunks without an end": b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
     + (b"1\r\nx\r\n" * 3_000_000),
+    # found by the search of 2026-11-23: what stands behind a body was kept as headers, 183 MiB of 20 MB
+    "headers behind the body": chunked() + b"0\r\n" + b"".join(b"h%d: x\r\n" % k for k in range(2_000_000)),
+    "one long header behind it": chunked() + b"0\r\nh: " + b"x" * 40_000_000,
+    "a chunk with a long name": chunked() + b"1;" + b"x" * 40_000_000,
 }
 
 
@@ -77,6 +92,8 @@ def test_greed_takes_no_memory(served: Served, name: str) -> None:
     assert not thread.is_alive()
     if name in ("one long header", "many headers", "a long address"):
         assert not end or end.startswith((b"HTTP/1.1 431", b"HTTP/1.1 400"))
+    if "behind" in name or "chunk with" in name:
+        assert not end or end.startswith(b"HTTP/1.1 400")
     assert answered(served)
     assert peak_mebibytes() - before < 64
 
@@ -162,3 +179,130 @@ def test_a_second_request_waits_as_long_as_the_first_is_answered() -> None:
         assert answer.startswith(b"HTTP/1.1 200")
         sock.sendall(b"TP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         assert b"HTTP/1.1 200" in answer[20:] + rest(sock)
+
+
+BODY = json.dumps({"prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0}).encode()
+
+
+def whole(sock: socket.socket) -> bytes:
+    """One answer with its body."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += sock.recv(65536)
+    top, _, body = data.partition(b"\r\n\r\n")
+    length = int(top.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+    while len(body) < length:
+        body += sock.recv(65536)
+    return top + body
+
+
+def test_chunks_of_one_byte_make_the_same_request(served: Served) -> None:
+    with connect(served) as plain, connect(served) as pieces:
+        plain.sendall(head(len(BODY)) + BODY)
+        pieces.sendall(chunked() + b"".join(b"1;a=b\r\n%c\r\n" % byte for byte in BODY) + b"0\r\nlate: x\r\n\r\n")
+        once, again = whole(plain), whole(pieces)
+        assert b'"text":' in once
+        assert once.partition(b'"choices"')[2] == again.partition(b'"choices"')[2]
+        pieces.sendall(head(len(BODY)) + BODY)  # the connection is as good as before
+        assert whole(pieces).startswith(b"HTTP/1.1 200")
+
+
+def test_a_key_behind_the_body_is_none() -> None:
+    chunks = b"%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+    with serve({"api_key": "secret"}) as served, connect(served) as before, connect(served) as behind:
+        before.sendall(chunked("x-api-key: secret\r\n") + chunks + b"\r\n")
+        assert whole(before).startswith(b"HTTP/1.1 200")
+        behind.sendall(chunked() + chunks + b"x-api-key: secret\r\n\r\n")
+        assert whole(behind).startswith(b"HTTP/1.1 401")
+
+
+def test_who_does_not_read_is_closed() -> None:
+    """Its request ends, and so do its waiting answer and its place among the connections."""
+    stream = {"prompt": [5, 6, 7], "n": 64, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    body = json.dumps(stream).encode()
+    with serve(limits={"upload_timeout": 0.5}, num_rows=64, num_slots=30_000, max_model_len=8192) as served:
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            sock.settimeout(SECONDS)
+            host, port = served.url.removeprefix("http://").split(":")
+            sock.connect((host, int(port)))
+            sock.sendall(head(len(body)) + body)
+            assert sock.recv(100).startswith(b"HTTP/1.1 200")
+            served.settle()  # long before all its tokens are read
+            assert b"[DONE]" not in rest(sock)
+        assert answered(served)
+
+
+def test_a_slow_reader_gets_all(served: Served) -> None:
+    """It takes longer than the time for a request to come, but goes on reading."""
+    body = json.dumps({"prompt": "a tree " * 100_000, "return_token_strs": True}).encode()
+    with connect(served) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)
+        sock.sendall(head(len(body), "connection: close\r\n").replace(b"/v1/completions", b"/tokenize") + body)
+        data, begin = b"", time.monotonic()
+        while got := sock.recv(65536):
+            data += got
+            if time.monotonic() - begin < 3 * LIMITS["upload_timeout"]:
+                time.sleep(0.05)
+    assert data.startswith(b"HTTP/1.1 200")
+    assert len(data) > 2**20
+    assert data.endswith(b"0\r\n\r\n")
+
+
+def test_who_closes_its_side_leaves_no_defect(caplog: pytest.LogCaptureFixture) -> None:
+    """Answers met a transport that was closed already, and each of them was a traceback in the log."""
+    with serve(latency=0.001) as served, caplog.at_level(logging.ERROR), ExitStack() as held:
+        for _ in range(60):
+            sock = held.enter_context(connect(served))
+            sock.sendall(head(len(BODY)) + BODY)
+            sock.shutdown(socket.SHUT_WR)
+        served.settle()
+        assert answered(served)
+    assert not caplog.records
+
+
+def test_there_are_no_websockets(served: Served) -> None:
+    """Their connections would not be counted."""
+    key = "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+    with connect(served) as sock:
+        sock.sendall(head(0, f"connection: upgrade\r\nupgrade: websocket\r\n{key}").replace(b"POST", b"GET"))
+        assert whole(sock).startswith(b"HTTP/1.1 405")
+
+
+# -- TLS ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def served_with_tls(folder: Path, **limits: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    options = write_certificate(folder)
+    opened, _ = open_fake()
+    server, most = ServerConfig(log_level="warning", **options), LimitConfig(**limits)  # type: ignore[arg-type]
+    app = build_app(SameProcess(AsyncLLM.over(opened)), ServedModel.of(opened, ("fake",)), server, most)
+    with running(app, most, server) as url:
+        yield url, options
+
+
+def silent_at(url: str, stack: ExitStack, count: int) -> list[socket.socket]:
+    host, port = url.removeprefix("https://").split(":")
+    return [stack.enter_context(socket.create_connection((host, int(port)), timeout=SECONDS)) for _ in range(count)]
+
+
+def test_handshakes_that_never_begin_make_room(tmp_path: Path) -> None:
+    with served_with_tls(tmp_path, max_connections=4) as (url, options), ExitStack() as stack:
+        quiet = silent_at(url, stack, 12)
+        with trusting(options) as http:
+            assert http.get(f"{url}/health").status_code == 200
+        assert [rest(sock) for sock in quiet[:8]] == [b""] * 8
+
+
+def test_handshakes_that_never_end_are_closed(tmp_path: Path) -> None:
+    with served_with_tls(tmp_path, upload_timeout=0.5) as (url, options), ExitStack() as stack:
+        silence, half, wrong, gone = silent_at(url, stack, 4)
+        half.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        wrong.sendall(head(len(BODY)) + BODY)
+        gone.close()
+        for sock in (silence, half, wrong):
+            assert b"HTTP" not in rest(sock)
+        with trusting(options) as http:
+            body = {"prompt": [5], "max_tokens": 2}
+            assert all(http.post(f"{url}/v1/completions", json=body).status_code == 200 for _ in range(3))
