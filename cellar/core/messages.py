@@ -73,6 +73,8 @@ class Request:
     that it continues, if its sender said so; it changes no token and no lookup. `seed` is this sequence's own; without
     it that of `params`, which is set then. Requests of one `owner` share its turns: see `schedule/steps/queue.py`;
     without a name each is its own. Owners of one `tenant` share that one's; without tenants all owners are equal.
+    `output` are tokens that another engine has made of it already: it goes on behind them as if it had made them
+    itself, and `max_tokens` counts them.
     """
 
     id: str
@@ -86,6 +88,7 @@ class Request:
     seed: int | None = None
     owner: str = ""
     tenant: str = ""
+    output: IntArray | None = None
 
     @property
     def drawn_seed(self) -> int:

@@ -12,7 +12,9 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
@@ -37,6 +39,9 @@ ANSWER_SECONDS = 30.0
 
 WRITE_IN_SECONDS = 1.0
 """How often an engine writes itself into the roster."""
+
+LOOK_SECONDS = 0.1
+"""How often an engine that drains looks whether it is empty."""
 
 _EXIT_CODE = 70
 """Of an actor whose engine's process has ended."""
@@ -99,6 +104,8 @@ class Engine:
         assert isinstance(self._process.address, Endpoint)
         self._member = Member(serve.get_replica_context().replica_id.unique_id, self._process.address)
         self._roster = roster
+        self._patience = patience
+        self._told = asyncio.Event()  # there is something to write at once
         self._writing = asyncio.create_task(self._stay_written_in())
 
     async def check_health(self) -> None:
@@ -113,9 +120,12 @@ class Engine:
     async def __del__(self) -> None:
         """Ray lets this engine go: it gets no new requests, its streams go on elsewhere, and it ends."""
         self._closing = True
+        self._member = replace(self._member, draining=True)
+        self._told.set()
+        end = time.monotonic() + self._patience
+        while time.monotonic() < end and not self._is_empty():
+            await asyncio.sleep(LOOK_SECONDS)
         self._writing.cancel()
-        with contextlib.suppress(Exception):  # a roster that is gone, too, forgets by itself
-            await asyncio.wait_for(self._roster.strike.remote(self._member.name), WRITE_IN_SECONDS)
         self._ear.close()
         await asyncio.to_thread(self._process.close)
 
@@ -125,7 +135,14 @@ class Engine:
                 await asyncio.wait_for(self._roster.write_in.remote(self._member), ANSWER_SECONDS)
             except Exception as error:
                 logger.warning("the roster takes no entry now (%s); it is asked again", error)
-            await asyncio.sleep(WRITE_IN_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(WRITE_IN_SECONDS):
+                    await self._told.wait()
+            self._told.clear()
+
+    def _is_empty(self) -> bool:
+        stats = self._ear.stats()
+        return not self._process.process.is_alive() or stats.running + stats.waiting == 0
 
     def _end_together(self) -> None:
         wait([self._process.process.sentinel])

@@ -14,13 +14,15 @@ from ray.serve.handle import DeploymentHandle
 from cellar.deploy.options import read_options
 from cellar.deploy.roster import Member
 from cellar.server.app import build_app
-from cellar.server.endpoint import Endpoint
 from cellar.server.host import ServedModel
 from cellar.server.keys import check_quota, with_keys
+from cellar.server.pool.host import PoolHost
 from cellar.server.run import model_names
-from cellar.server.supervisor import Link
 
 logger = logging.getLogger(__name__)
+
+FIRST_SECONDS = 3600.0
+"""How long a front waits for the first engine: a large model takes a while to load."""
 
 AGAIN_SECONDS = 1.0
 """A roster that cannot be read is asked again after so long."""
@@ -39,9 +41,9 @@ class Front:
         server = with_keys(options.server)
         check_quota(server, options.limits)
         self._roster = roster
-        self._members: Sequence[Member] = ()
+        self._host = host = PoolHost()
         self._reading = asyncio.create_task(self._read())
-        host = await asyncio.to_thread(Link, self._anyone)
+        await asyncio.to_thread(host.wait, FIRST_SECONDS)
         names = model_names(options.engine, server)
         self._app = build_app(host, ServedModel.of(host.opened, names), server, options.limits)
 
@@ -53,17 +55,20 @@ class Front:
         """The application has ended before."""
         self._reading.cancel()
 
-    def _anyone(self) -> Endpoint:
-        """Where an engine listens; the one that came last. Raises OSError if there is none."""
-        if not self._members:
-            raise ConnectionRefusedError("no engine is on duty")
-        return self._members[-1].endpoint
-
     async def _read(self) -> None:
         known = -1
         while True:
             try:
-                known, self._members = await self._roster.members.remote(known)
+                known, members = await self._roster.members.remote(known)
+                self._heard(members)
             except Exception as error:
                 logger.warning("the roster cannot be read now (%s); it is asked again", error)
                 await asyncio.sleep(AGAIN_SECONDS)
+
+    def _heard(self, members: Sequence[Member]) -> None:
+        """Call whom it may call, whether it was called before or not: it may have been out of reach."""
+        for member in members:
+            if member.draining:
+                self._host.drain(member.endpoint)
+            else:
+                self._host.add(member.endpoint)

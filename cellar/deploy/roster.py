@@ -22,10 +22,11 @@ NEWS_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """An engine, by a name that no other ever has, and where it listens."""
+    """An engine, by a name that no other ever has, and where it listens. One that drains is to be called no more."""
 
     name: str
     endpoint: Endpoint
+    draining: bool = False
 
 
 class Roster:
@@ -77,12 +78,6 @@ class RosterKeeper:
         """An engine is on duty for another lease."""
         before = self._roster.version
         self._roster.write_in(member, time.monotonic())
-        await self._tell(before)
-
-    async def strike(self, name: str) -> None:
-        """An engine goes."""
-        before = self._roster.version
-        self._roster.strike(name)
         await self._tell(before)
 
     async def members(self, known: int) -> tuple[int, Sequence[Member]]:

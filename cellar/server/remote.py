@@ -68,6 +68,11 @@ class RemoteEngine:
         self.ready = ready
         self._stats = first.stats
 
+    @property
+    def connection(self) -> Connection:
+        """What can be read when there is news; for whoever waits for several engines."""
+        return self._pipe
+
     def post(self, message: Message) -> None:
         """Have something done by the owner's thread at its next turn; ends a waiting one."""
         self._mailbox.post(message)
@@ -233,6 +238,6 @@ class RemoteEngine:
 
 def _shared(request: Request) -> tuple[object, ...]:
     """What siblings have in common; the large parts by identity."""
-    large = (id(request.params), id(request.stop_ids), id(request.prompt))
+    large = (id(request.params), id(request.stop_ids), id(request.prompt), id(request.output))
     whose = (request.salt, request.conversation, request.owner, request.tenant)
     return *large, request.max_tokens, request.priority, *whose

@@ -86,13 +86,14 @@ class Add:
     conversation: str | None
     owner: str
     tenant: str
+    output: IntArray | None
 
     @classmethod
     def of(cls, terms: int, numbers: tuple[int, ...], requests: Sequence[Request]) -> Add:
         """Of requests that differ in their seeds only."""
         one = requests[0]
         seeds = tuple(request.drawn_seed for request in requests)
-        rest = (one.prompt, one.max_tokens, one.priority, one.salt, one.conversation, one.owner, one.tenant)
+        rest = (one.prompt, one.max_tokens, one.priority, one.salt, one.conversation, one.owner, one.tenant, one.output)
         return cls(terms, numbers, seeds, *rest)
 
     def requests(self, params: SamplingParams, stop_ids: frozenset[int], front: int) -> list[Request]:
@@ -110,6 +111,7 @@ class Add:
                 seed=seed,
                 owner=f"{front}.{self.owner}" if self.owner else "",
                 tenant=self.tenant,
+                output=self.output,
             )
             for number, seed in zip(self.numbers, self.seeds, strict=True)
         ]

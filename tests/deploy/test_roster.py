@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -81,8 +82,9 @@ def test_fronts_hear_at_once_and_a_lost_engine_is_struck(monkeypatch: pytest.Mon
         known, found = await asyncio.wait_for(keeper.members(known), SECONDS)
         assert not found  # its lease has passed while somebody waited
         await keeper.write_in(member("b"))
-        await keeper.strike("b")
-        assert (await keeper.members(known))[1] == ()
+        known, _ = await keeper.members(known)
+        await keeper.write_in(replace(member("b"), draining=True))
+        assert [one.draining for one in (await keeper.members(known))[1]] == [True]
 
     asyncio.run(run())
 

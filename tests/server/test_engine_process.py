@@ -172,7 +172,7 @@ def test_what_one_front_sends_wrongly_harms_no_other(exchange: Exchange) -> None
         good, bad = exchange.link(), RemoteEngine(exchange.address)
         kept = good.generate([5], GREEDY)
         await anext(kept)
-        unknown = Add(7, (0,), (0,), np.array([5], np.int32), 1, 0, b"", None, "", "")
+        unknown = Add(7, (0,), (0,), np.array([5], np.int32), 1, 0, b"", None, "", "", None)
         for number, call in enumerate((unknown, Call("finish", 1, ("many", None, 3)))):
             bad._names[number], bad._numbers[f"r{number}"] = f"r{number}", number
             bad._pipe.send(call)

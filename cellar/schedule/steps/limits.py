@@ -22,6 +22,10 @@ def limit_of(request: Request, max_model_len: int, chunk_size: int, num_chunks: 
             "prompt",
         )
     limit = min(count + request.max_tokens, max_model_len)
+    if request.output is not None and count + len(request.output) >= limit:
+        raise RequestError(
+            f"The request has {len(request.output)} output tokens already and may have {limit - count}; it has ended."
+        )
     needed = -(-max(limit - 1, count) // chunk_size)
     if needed > num_chunks:
         raise CapacityError(

@@ -108,7 +108,8 @@ class StepScheduler:
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
 
-        Raises RequestError for an empty prompt, one that leaves no room for a token, or an id in use;
+        Raises RequestError for an empty prompt, one that leaves no room for a token or for another one behind its
+        output, or an id in use;
         CapacityError if prompt and max_tokens need more chunks than there are.
         """
         if request.id in self._requests:
@@ -119,8 +120,10 @@ class StepScheduler:
             self._queue.turn(request.tenant),
         )
         self._holders.now = now
-        prompt = np.ascontiguousarray(request.prompt, np.int32)
-        state = RequestState(request, key, limit, self._store.chain(request.salt), prompt, arrived=now)
+        known = np.ascontiguousarray(request.prompt, np.int32)
+        if request.output is not None:
+            known = np.concatenate([known, request.output], dtype=np.int32)
+        state = RequestState(request, key, limit, self._store.chain(request.salt), known, arrived=now)
         state.forgotten = not self._caching
         self._requests[request.id] = state
         self._queue.add(state)

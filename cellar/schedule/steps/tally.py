@@ -34,7 +34,7 @@ class Tally:
         if state.num_cached < 0:
             state.num_cached = reservation.num_cached_tokens
             state.queue_seconds = now - state.arrived
-            self._prompt_tokens += state.num_prompt
+            self._prompt_tokens += len(state.known)
             self._prefix_hits += state.num_cached
             self._hits += reservation.hits
             self._recomputed += reservation.num_recomputed
@@ -42,7 +42,7 @@ class Tally:
             self._recomputed += len(state.known) - 1 - reservation.num_cached_tokens
 
     def stats(self, store: KVStore, running: int, waiting: int) -> SchedulerStats:
-        """A snapshot; O(1). Prefix queries and hits count prompt tokens of first admissions."""
+        """A snapshot; O(1). Prefix queries and hits count the tokens that requests come with."""
         kv = store.stats()
         return SchedulerStats(
             running=running,

@@ -1,0 +1,1 @@
+"""Several engines behind one front: who gets a request, and how it goes on when its engine is lost or drains."""

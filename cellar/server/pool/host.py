@@ -1,0 +1,130 @@
+"""An `EngineHost` over a pool: calls engines as it hears of them, and keeps one front over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from cellar.core.errors import CellarError
+from cellar.core.messages import SchedulerStats
+from cellar.engine.opened import Opened
+from cellar.engine.stream import AsyncLLM
+from cellar.server.endpoint import Address
+from cellar.server.pool.choice import Sticky
+from cellar.server.pool.pool import Chooser, Pool
+from cellar.server.remote import RemoteEngine
+from cellar.server.supervisor import Attach, FrontMaker, nothing
+from cellar.server.wire import Ready
+
+logger = logging.getLogger(__name__)
+
+
+class PoolHost:
+    """`add` and `drain` engines at any time, from any thread; `wait` for the first before `opened` is asked for.
+
+    All engines serve the same model: one that serves another than the first is not let in. `begin` is done first by the
+    front's thread.
+    """
+
+    def __init__(
+        self, attach: Attach | None = None, chooser: Chooser | None = None, begin: Callable[[], None] = nothing
+    ) -> None:
+        self._pool = Pool(chooser or Sticky())
+        self._attach = attach or FrontMaker()
+        self._begin = begin
+        self._lock = threading.Lock()
+        self._known: set[Address] = set()  # connected, or about to be
+        self._first: Ready | None = None
+        self._llm: AsyncLLM | None = None
+        self._opened: Opened | None = None
+        self._there = threading.Event()
+        self._closing = False
+
+    @property
+    def opened(self) -> Opened:
+        """What the first engine said. Raises CellarError while there was none."""
+        if self._opened is None:
+            raise CellarError("no engine has come yet; wait for one.")
+        return self._opened
+
+    @property
+    def llm(self) -> AsyncLLM | None:
+        """The engines, if there is one now."""
+        llm = self._llm
+        return llm if llm is not None and llm.running and self._pool.places else None
+
+    def stats(self) -> SchedulerStats | None:
+        """The sum of their snapshots; None while there is no engine."""
+        return None if self.llm is None else self._pool.stats()
+
+    def addresses(self) -> frozenset[Address]:
+        """Where engines are that are connected."""
+        return frozenset(place.address for place in self._pool.places)
+
+    def wait(self, seconds: float) -> None:
+        """Until the first engine is there. Raises CellarError if none comes in time."""
+        if not self._there.wait(seconds):
+            raise CellarError(f"no engine has come in {seconds:.0f} s; see the engines' logs.")
+
+    def add(self, address: Address) -> None:
+        """Call an engine, unless it is connected already; one that cannot be reached may be added again."""
+        with self._lock:
+            if address in self._known or self._closing:
+                return
+            self._known.add(address)
+        threading.Thread(target=self._call, args=(address,), name="cellar-caller", daemon=True).start()
+
+    def drain(self, address: Address) -> None:
+        """Have an engine's requests go on elsewhere; it gets no new ones."""
+        self._pool.post(lambda: self._pool.drain(address))
+
+    async def close(self) -> None:
+        """Leave all engines."""
+        await asyncio.to_thread(self.leave)
+
+    def leave(self) -> None:
+        """Leave all engines."""
+        with self._lock:
+            self._closing = True
+        if self._llm is not None:
+            self._llm.close()
+        else:
+            self._pool.close()
+
+    def _call(self, address: Address) -> None:
+        try:
+            engine = RemoteEngine(address)
+        except (CellarError, OSError) as error:
+            logger.info("an engine at %s cannot be reached (%s)", address, error)
+            with self._lock:
+                self._known.discard(address)
+            return
+        try:
+            with self._lock:
+                self._let_in(address, engine)
+        except Exception as error:
+            logger.error("an engine at %s is of no use (%s)", address, error)
+            engine.close()
+            return
+        engine.ended.wait()
+        with self._lock:
+            self._known.discard(address)
+
+    def _let_in(self, address: Address, engine: RemoteEngine) -> None:
+        """Under the lock."""
+        if self._closing:
+            engine.close()
+            return
+        if self._first is None:
+            self._opened = self._attach(engine.ready, self._pool)
+            self._first = engine.ready
+            self._llm = AsyncLLM.over(self._opened, self._begin)
+        elif (engine.ready.spec, engine.ready.max_model_len) != (self._first.spec, self._first.max_model_len):
+            raise CellarError("it serves another model than the engines before it")
+        self._pool.post(lambda: self._joined(address, engine))
+
+    def _joined(self, address: Address, engine: RemoteEngine) -> None:
+        self._pool.join(address, engine)
+        self._there.set()

@@ -1,0 +1,315 @@
+"""Pool: several engines as one `StepClient`. A stream whose engine is lost, or drains, goes on at another one.
+
+    Front -- add, finish, abort --> Pool --> RemoteEngine ~~~ engine A    joins, drains, is lost
+          <-- outputs of a turn ---      --> RemoteEngine ~~~ engine B
+
+The next engine gets the prompt and what was delivered, and goes on as if it had made that itself: nothing is sent
+twice, nothing is missing, and sampling is a function of seed and output index, so the tokens are those of an
+undisturbed run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Protocol
+
+from cellar.core.errors import CellarError
+from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
+from cellar.engine.client import Message
+from cellar.engine.engine import Mailbox
+from cellar.server.endpoint import Address
+from cellar.server.pool.stream import Stream, told_once
+from cellar.server.pool.totals import NOTHING, merged, past, summed
+from cellar.server.remote import RemoteEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_LOST = 5
+"""Engines that may go down with one request; it might be the request."""
+
+PATIENCE_SECONDS = 120.0
+"""How long a stream waits for an engine while there is none."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """An engine of the pool, and the requests that it has; `draining` ones get no more."""
+
+    address: Address
+    engine: RemoteEngine
+    streams: dict[str, Stream[Place]] = field(default_factory=dict)
+    draining: bool = False
+
+
+class Chooser(Protocol):
+    """Who gets a request."""
+
+    def choose(self, request: Request, places: Sequence[Place]) -> Place:
+        """One of `places`, of which there is at least one."""
+
+    def gone(self, place: Place) -> None:
+        """It is in the pool no more."""
+
+
+@dataclass(slots=True)
+class _Question:
+    """What was asked of all engines; `open` are those that have not answered."""
+
+    number: int
+    then: Callable[[MemoryAnswer], None]
+    open: set[int]
+    answers: list[MemoryAnswer] = field(default_factory=list)
+
+
+class Pool:
+    """Belongs to the thread that calls `turn`; `post`, `stats` and `wake` are for all. It begins without an engine."""
+
+    def __init__(self, chooser: Chooser, clock: Callable[[], float] = time.monotonic) -> None:
+        self._chooser = chooser
+        self._clock = clock
+        self._places: list[Place] = []
+        self._streams: dict[str, Stream[Place]] = {}
+        self._homeless: dict[str, float] = {}  # since when
+        self._refused: dict[str, str] = {}
+        self._questions: list[_Question] = []
+        self._past = NOTHING
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._mailbox = Mailbox(self.wake)
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Sequence[Place]:
+        """The engines that are connected."""
+        return tuple(self._places)
+
+    def join(self, address: Address, engine: RemoteEngine) -> None:
+        """An engine is there; who waits for one goes there, and so do streams of engines that drain."""
+        self._places.append(Place(address, engine))
+        for id in list(self._homeless):
+            del self._homeless[id]
+            self._settle(self._streams[id])
+        for place in self._places:
+            if place.draining:
+                self._move_out(place)
+
+    def drain(self, address: Address) -> None:
+        """An engine gets no more requests, and what it has goes on elsewhere, if there is an elsewhere."""
+        for place in self._places:
+            if place.address == address and not place.draining:
+                place.draining = True
+                self._move_out(place)
+
+    # -- StepClient -------------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Have something done by the owner's thread at its next turn; ends a waiting one."""
+        self._mailbox.post(message)
+
+    def read(self) -> None:
+        """Do what was posted."""
+        self._mailbox.read()
+
+    def wake(self) -> None:
+        """End a waiting `turn`."""
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyhow; closed: nobody waits
+            os.write(self._wake_write, b"\0")
+
+    def add(self, *requests: Request) -> None:
+        """Queue requests; siblings go to one engine. Where there is no engine they wait for one."""
+        place: Place | None = None
+        for request in requests:
+            if request.id in self._streams:
+                self._refused[request.id] = f"A request with the id {request.id!r} is running; use another id."
+                continue
+            stream = self._streams[request.id] = Stream[Place](request)
+            place = self._settle(stream, place)
+
+    def finish(self, request_id: str, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
+        """End a request after `num_tokens` output tokens; later ones are void."""
+        if (place := self._forget(request_id)) is not None:
+            with self._losing(place):
+                place.engine.finish(request_id, num_tokens, reason)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request at any moment; unknown ids are ignored."""
+        self._refused.pop(request_id, None)
+        if (place := self._forget(request_id)) is not None:
+            with self._losing(place):
+                place.engine.abort(request_id)
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+        """Ask all engines; the answer comes with a later turn, when all have answered that are still there."""
+        asked = _Question(len(question.conversations), then, {id(place) for place in self._places})
+        self._questions.append(asked)
+        for place in self.places:
+
+            def heard(answer: MemoryAnswer, key: int = id(place)) -> None:
+                asked.open.discard(key)
+                asked.answers.append(answer)
+
+            with self._losing(place):
+                place.engine.memory(question, heard)
+
+    def refused(self) -> Mapping[str, str]:
+        """Requests that could never run and of which no turn has told yet, as far as engines have answered."""
+        refused = dict(self._refused)
+        for place in self.places:
+            with self._losing(place):
+                refused |= place.engine.refused()
+        return refused
+
+    def turn(self, timeout: float | None = None) -> list[StepOutput]:
+        """What has come; waits up to `timeout` seconds (None: for ever) for something, or for a message."""
+        self.read()
+        outputs = self._collect()
+        if not outputs and not self._answered():
+            self._wait(timeout)
+            outputs = self._collect()
+            self._answered()
+        return outputs
+
+    def has_work(self) -> bool:
+        """True while a request has not ended, a question is open, or a message is unread."""
+        return bool(len(self._mailbox) or self._streams or self._refused or self._questions)
+
+    def stats(self) -> SchedulerStats:
+        """The sum of what engines said last."""
+        return summed([self._past, *(place.engine.stats() for place in self.places)])
+
+    def close(self) -> None:
+        """Leave all engines, which drop what was running; a second call does nothing."""
+        for place in self._places:
+            place.engine.close()
+        self._places.clear()
+        if self._wake_write >= 0:
+            write, self._wake_write = self._wake_write, -1
+            os.close(write)
+            os.close(self._wake_read)
+
+    # -- how --------------------------------------------------------------------------------------
+
+    def _collect(self) -> list[StepOutput]:
+        outputs = []
+        self._give_up()
+        for place in self.places:
+            with self._losing(place):
+                outputs += [self._seen(place, output) for output in place.engine.turn(0.0)]
+        if self._refused:
+            outputs.append(StepOutput.refusal(self._refused))
+            self._refused = {}
+        return outputs
+
+    def _seen(self, place: Place, output: StepOutput) -> StepOutput:
+        """Note what is about to be delivered."""
+        for id, token in zip(output.ids, output.tokens, strict=True):
+            place.streams[id].tokens.append(token)
+        for id in list(output.prompt_logprobs):
+            told_once(output, id, place.streams[id])
+        for id in output.finished:
+            self._forget(id)
+        return output
+
+    def _wait(self, timeout: float | None) -> None:
+        if self._homeless:
+            left = min(self._homeless.values()) + PATIENCE_SECONDS - self._clock()
+            timeout = max(0.0, left if timeout is None else min(left, timeout))
+        connections = [place.engine.connection for place in self._places]
+        if self._wake_read in wait([*connections, self._wake_read], timeout):
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
+        self.read()
+
+    def _answered(self) -> bool:
+        """Pass on answers that are complete; whether there were any."""
+        done = [asked for asked in self._questions if not asked.open]
+        self._questions = [asked for asked in self._questions if asked.open]
+        for asked in done:
+            asked.then(merged(asked.answers, asked.number))
+        return bool(done)
+
+    def _settle(self, stream: Stream[Place], place: Place | None = None) -> Place | None:
+        """Give a stream to an engine, to `place` if that may be; -> where it is now."""
+        while True:
+            open = [one for one in self._places if not one.draining]
+            if not open:
+                self._homeless.setdefault(stream.request.id, self._clock())
+                return None
+            if place not in open:
+                place = self._chooser.choose(stream.request, open)
+            stream.place = place
+            place.streams[stream.request.id] = stream
+            try:
+                place.engine.add(stream.onward())
+                return place
+            except CellarError as error:
+                del place.streams[stream.request.id]
+                stream.place = None
+                self._lose(place, error)
+
+    def _move_out(self, place: Place) -> None:
+        """What an engine has goes on elsewhere, unless there is nobody else."""
+        if not any(not other.draining for other in self._places):
+            return
+        moved = list(place.streams.values())
+        place.streams.clear()
+        for stream in moved:
+            stream.place = None
+            with self._losing(place):
+                place.engine.abort(stream.request.id)
+        for stream in moved:
+            self._settle(stream)
+        if moved:
+            logger.warning("an engine drains; its %d sequences go on elsewhere", len(moved))
+
+    def _lose(self, place: Place, error: CellarError) -> None:
+        """An engine is gone: what it had goes on elsewhere."""
+        if place not in self._places:
+            return
+        self._places.remove(place)
+        self._past = summed([self._past, past(place.engine.stats())])
+        place.engine.close()
+        self._chooser.gone(place)
+        for asked in self._questions:
+            asked.open.discard(id(place))
+        logger.error("an engine is lost (%s); its %d sequences go on elsewhere", error, len(place.streams))
+        for id_, stream in place.streams.items():
+            stream.place, stream.lost = None, stream.lost + 1
+            if stream.lost >= MAX_LOST:
+                del self._streams[id_]
+                self._refused[id_] = f"the engine was lost {stream.lost} times with this request; send it again."
+        for id_, stream in place.streams.items():
+            if id_ in self._streams:
+                self._settle(stream)
+
+    @contextlib.contextmanager
+    def _losing(self, place: Place) -> Iterator[None]:
+        """What is done with an engine may show that it is gone."""
+        try:
+            yield
+        except CellarError as error:
+            self._lose(place, error)
+
+    def _forget(self, id: str) -> Place | None:
+        """-> where it ran."""
+        stream = self._streams.pop(id, None)
+        self._homeless.pop(id, None)
+        if stream is None or stream.place is None:
+            return None
+        stream.place.streams.pop(id, None)
+        return stream.place
+
+    def _give_up(self) -> None:
+        """End streams that have waited for an engine for too long."""
+        now = self._clock()
+        for id in [id for id, since in self._homeless.items() if now >= since + PATIENCE_SECONDS]:
+            self._forget(id)
+            self._refused[id] = f"there was no engine for {PATIENCE_SECONDS:.0f} s; send it again."

@@ -1,0 +1,55 @@
+"""A sequence on its way through engines: what it began with, and what it has become so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from cellar.core.messages import Logprobs, Request, StepOutput
+
+PlaceT = TypeVar("PlaceT")
+
+
+@dataclass(slots=True, eq=False)
+class Stream(Generic[PlaceT]):
+    """`place` is where it runs, None while there is nowhere; `tokens` are those that were delivered.
+
+    `scored` counts the prompt positions whose log-probability was delivered. `lost` says how many engines have gone
+    down with it.
+    """
+
+    request: Request
+    place: PlaceT | None = None
+    tokens: list[int] = field(default_factory=list)
+    scored: int = 0
+    lost: int = 0
+
+    def onward(self) -> Request:
+        """What is to be asked of the next engine."""
+        if not self.tokens:
+            return self.request
+        return replace(self.request, output=np.array(self.tokens, np.int32))
+
+    def fresh(self, scored: Logprobs) -> Logprobs | None:
+        """The log-probabilities of the prompt that were not delivered yet; an engine that starts anew brings all."""
+        new = np.flatnonzero(scored.index >= self.scored)
+        if not len(new):
+            return None
+        self.scored = int(scored.index[new[-1]]) + 1
+        if len(new) == len(scored.index):
+            return scored
+        return Logprobs(
+            scored.index[new], scored.logprob[new], scored.rank[new], scored.top_ids[new], scored.top_logprobs[new]
+        )
+
+
+def told_once(output: StepOutput, id: str, stream: Stream[PlaceT]) -> None:
+    """Take out of an engine's output what of one stream was delivered before it came there."""
+    if (scored := output.prompt_logprobs.get(id)) is not None:
+        fresh = stream.fresh(scored)
+        if fresh is None:
+            del output.prompt_logprobs[id]
+        else:
+            output.prompt_logprobs[id] = fresh
