@@ -29,6 +29,9 @@ ENVIRONMENT = {
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # 30 s otherwise, for load balancers that are slow to hear
     "OMP_NUM_THREADS": "1",
 }
+STATUS = "cellar: "
+"""Begins the driver's answer to what it was to deploy."""
+
 MEMORY = 100 * 2**20
 """Of Ray's object store, through which nothing of Cellar's goes."""
 
@@ -42,7 +45,8 @@ class Cluster:
         self.port = self._place.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self._log = (directory / "driver.log").open("w+")
+        self._path = directory / "driver.log"
+        self._log = self._path.open("w")
         self._driver = subprocess.Popen(
             [sys.executable, "-m", "tests.deploy.cluster", str(directory)],
             stdin=subprocess.PIPE,
@@ -75,8 +79,11 @@ class Cluster:
         assert self._driver.stdout is not None
         self._driver.stdin.write(json.dumps(config) + "\n")
         self._driver.stdin.flush()
-        said = self._driver.stdout.readline().strip()
-        assert said == "RUNNING", said + self.log()
+        for said in self._driver.stdout:  # Ray itself says this and that
+            if said.startswith(STATUS):
+                assert said.removeprefix(STATUS).strip() == "RUNNING", self.log()
+                return
+        raise AssertionError(self.log())
 
     def http(self) -> httpx.Client:
         """A client."""
@@ -100,8 +107,7 @@ class Cluster:
 
     def log(self) -> str:
         """What the driver has said."""
-        self._log.seek(0)
-        return self._log.read()[-4000:]
+        return self._path.read_text()[-4000:]
 
     def close(self) -> None:
         """End all of it."""
@@ -160,7 +166,7 @@ def main(directory: str) -> None:
             status = "DEPLOYING" if application is None else application.status.value
             if status == "RUNNING":
                 break
-        print(status, flush=True)
+        print(STATUS + status, flush=True)
         if application is not None and status != "RUNNING":
             print(application.message, application.deployments, file=sys.stderr, flush=True)
     serve.shutdown()

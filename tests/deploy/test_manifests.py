@@ -62,6 +62,7 @@ def test_pods_are_pods_and_send_no_usage_reports(name: str, template: dict[str, 
         said = {one["name"]: one["value"] for one in container["env"]}
         assert said["RAY_USAGE_STATS_ENABLED"] == "0"
         assert said["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert "kuberay" in name or said["RAY_AUTH_MODE"] == "token"
 
 
 @pytest.mark.parametrize("name", serve_configs())
@@ -96,6 +97,10 @@ def test_the_manifests_of_kubernetes_deploy_the_same_application() -> None:
         engine.pop("num_replicas", None)
         engine.pop("autoscaling_config", None)
     assert kuberay == kubernetes
+
+
+def test_kuberay_makes_a_token_without_which_nobody_speaks_to_ray() -> None:
+    assert kinds(RAY)["RayService"]["spec"]["rayClusterConfig"]["authOptions"] == {"mode": "token"}
 
 
 def test_ray_serves_autoscaling_finds_the_policy() -> None:

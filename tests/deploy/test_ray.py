@@ -1,10 +1,9 @@
-"""Cellar on a real Ray cluster: the same answers as `cellar serve`, and an engine that is killed comes back."""
+"""Cellar on a real Ray cluster with PostgreSQL and Redis: three engines, and a front that outlives them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,27 +11,25 @@ import httpx
 import pytest
 
 from cellar import LLM, SamplingParams
-from tests.deploy.cluster import Cluster, cluster
-from tests.limits import until
+from tests.deploy import storm
+from tests.deploy.cluster import Cluster
 
 pytestmark = pytest.mark.long
 
-ARGS = {"kv_cache_memory_bytes": 64 << 20, "num_threads": 1, "served_model_name": "demo", "log_level": "warning"}
 PROMPT = "The house stood by the river, and"
 ASK: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    with cluster() as made:
-        made.deploy(ARGS)
+    with storm.served() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def expected() -> str:
     """What an engine in this process says."""
-    with LLM(kv_cache_memory_bytes=64 << 20, num_threads=1) as llm:
+    with LLM(kv_cache_memory_bytes=64 << 20, num_threads=1, dtype="float32") as llm:
         (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))
         return output.outputs[0].text
 
@@ -65,12 +62,7 @@ def test_a_name_that_is_not_the_servers_is_refused(served: Cluster) -> None:
         assert answer.json()["error"]["code"] == "host_not_allowed"
 
 
-@pytest.mark.parametrize("victim", ["process", "actor"])
-def test_a_killed_engine_comes_back(served: Cluster, expected: str, victim: str) -> None:
-    (before,) = served.engines()
-    os.kill(before if victim == "process" else served.actors("Engine")[0].pid, signal.SIGKILL)
-    until(lambda: before not in served.engines())
-    with served.http() as http:
-        until(lambda: http.post("/v1/completions", json=ASK).status_code == 200)
-        assert text(http.post("/v1/completions", json=ASK)) == expected
-    until(lambda: len(served.engines()) == 1)
+def test_streams_and_conversations_outlive_kills_and_an_upgrade(served: Cluster) -> None:
+    figures = asyncio.run(storm.storm(served, 12, 2, 32, kills=2, upgrade={"max_num_seqs": 200}))
+    assert figures["streams"] == figures["streams_equal"] >= 24
+    assert figures["turns_kept"] == 24
