@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from cellar.core.specs import ModelSpec
     from cellar.planner.cost import Dimensions
     from cellar.planner.machines import Machine
-    from cellar.planner.offload import Job
+    from cellar.planner.offload import Job, Schedule
     from cellar.planner.saved import SavedPlan
 
 MOST_CHIPS = 1024
+SCHEDULES = {"zigzag": ("zigzag",), "diagonal": ("diagonal",), "best": ("zigzag", "diagonal")}
 OBJECTIVES = ("throughput", "latency", "cost")
 
 
@@ -47,7 +48,9 @@ def plan(
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="K and V as an engine keeps them: auto, fp8 or int4.")] = "auto",
     block_size: Annotated[int, typer.Option(help="Tokens per chunk of KV: 16, 32 or 64.")] = 32,
-    diagonal: Annotated[bool, typer.Option("--diagonal", help="Consider the diagonal block schedule too.")] = False,
+    schedule: Annotated[
+        str, typer.Option(help="Of blocks that are offloaded: zigzag, diagonal, or best of both.")
+    ] = "zigzag",
     device_memory: Annotated[
         float | None, typer.Option(help="GiB that a device may hold; on a processor what it lacks goes elsewhere.")
     ] = None,
@@ -81,6 +84,9 @@ def plan(
 
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r} is unknown; use {', '.join(OBJECTIVES)}.")
+    if schedule not in SCHEDULES:
+        raise ConfigError(f"schedule {schedule!r} is unknown; use {', '.join(SCHEDULES)}.")
+    schedules: Any = SCHEDULES[schedule]
     profile = open_profile(machine)
     here = open_machine(machine, profile)
     spec = model_spec(
@@ -93,14 +99,14 @@ def plan(
     sizes = OffloadConfig(device_memory=device_memory, host_memory=host_memory, disk=disk).nbytes
     if here.device.kind == "cpu" and sizes["device"] is not None:
         said: dict[str, Any] = {"objective": objective != "throughput", "formats": formats}
-        said |= {"diagonal": diagonal, "compare": compare, "plots": plots, "sources": sources, "json": json}
+        said |= {"compare": compare, "plots": plots, "sources": sources, "json": json}
         without = [name for name, given in said.items() if given]
         if without:
             raise ConfigError(
                 f"{without[0]} has no effect on a processor held to device_memory, whose weights are placed by bytes "
                 f"alone; leave {without[0]} out."
             )
-        found = _held(spec, sizes, Job(prompt, generate), latency, model, here)
+        found = _held(spec, sizes, Job(prompt, generate), latency, schedules, model, here)
         print_planned(found, spec)
         if output is not None:
             output.write_text(found.to_json() + "\n", encoding="utf-8")
@@ -115,13 +121,12 @@ def plan(
         )
     d = dimensions(spec)
     if chips is not None:
-        said = {"objective": objective != "throughput", "latency": latency, "diagonal": diagonal}
+        said = {"objective": objective != "throughput", "latency": latency, "schedule": schedule != "zigzag"}
         said |= {"compare": compare, "output": output, "sources": sources}
         if without := [name for name, given in said.items() if given]:
             raise ConfigError(f"{without[0]} is of one plan, and chips compares many; leave one of them out.")
         _swept(d, here, chips, job, chosen_formats, f"{model} on {machine}: {prompt} + {generate} tokens", plots, json)
         return
-    schedules: Any = ("zigzag", "diagonal") if diagonal else ("zigzag",)
 
     def search(found: Any) -> Any:
         return find(d, found, job, objective, latency, chosen_formats, schedules)  # type: ignore[arg-type]
@@ -178,9 +183,17 @@ def _swept(
 
 
 def _held(
-    spec: ModelSpec, sizes: Mapping[str, int | None], job: Job, latency: float | None, model: str, machine: Machine
+    spec: ModelSpec,
+    sizes: Mapping[str, int | None],
+    job: Job,
+    latency: float | None,
+    schedules: tuple[Schedule, ...],
+    model: str,
+    machine: Machine,
 ) -> SavedPlan:
-    """The plan of a processor that may hold `sizes["device"]` bytes, for requests as long as those of the job."""
+    """The plan of a processor that may hold `sizes["device"]` bytes, for requests as long as those of the job: the
+    better one of these schedules.
+    """
     from cellar.planner.capped import Room, capped_plan
     from cellar.planner.passes import processor_rates
     from cellar.planner.saved import Limits
@@ -196,7 +209,13 @@ def _held(
     room = Room(sizes["device"] or 0, sizes["host"], sizes["disk"] or 0)
     rates = processor_rates(machine, spec.dtype)
     named = _named(model)
-    return capped_plan(spec, room, limits, model=named, machine=machine.name, rates=rates, job=job, latency=latency)
+    plans = [
+        capped_plan(
+            spec, room, limits, model=named, machine=machine.name, rates=rates, job=job, latency=latency, order=order
+        )
+        for order in schedules
+    ]
+    return max(plans, key=lambda plan: float(plan.figures["predicted"]["tokens_per_second"]))
 
 
 def _named(model: str) -> str:

@@ -188,6 +188,11 @@ class OffloadConfig:
     latency: float | None = _option(
         None, "Seconds that a request of max_model_len tokens may take; fewer run at once if need be."
     )
+    schedule: Literal["zigzag", "diagonal"] = _option(
+        "zigzag",
+        "Sequences of a streamed model begin together (zigzag), or evenly spread so that more fit (diagonal): for long "
+        "outputs of many requests.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("disk_path",):
@@ -209,6 +214,11 @@ class OffloadConfig:
         if self.latency is not None and self.device_memory is None:
             raise ConfigError(
                 "latency bounds the plan that is made for device_memory, but that is not given; give it, in GiB."
+            )
+        if self.schedule != "zigzag" and self.device_memory is None:
+            raise ConfigError(
+                f"schedule {self.schedule} is of models that device_memory does not hold, but that is not given; give "
+                "it, in GiB."
             )
 
     @property

@@ -93,6 +93,7 @@ def open_front(
             tiers=capacity.tiers,
             policy=named_policy(config.cache.kv_eviction_policy, costs, bool(capacity.tiers)),
             recovery=Recovery(recovery, costs),
+            diagonal=_is_diagonal(plan),
         )
     except MemoryError as error:
         raise CapacityError(
@@ -123,6 +124,11 @@ def open_front(
         opened.memory,
         None if isinstance(opened, OpenedRanks) else opened.offload,
     )
+
+
+def _is_diagonal(plan: SavedPlan | None) -> bool:
+    """Whether the plan wants its sequences to begin one after another."""
+    return plan is not None and plan.placement.block is not None and plan.placement.block.order == "diagonal"
 
 
 def open_reader(

@@ -68,14 +68,19 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
         )
     _warn_of_loss(config, raw, spec, room, limits)
     rates = _rates(config, spec, kind)
-    latency = config.offload.latency
-    plan = capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates, latency=latency)
+    wishes = {"latency": config.offload.latency, "order": config.offload.schedule}
+    plan = capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates, **wishes)  # type: ignore[arg-type]
     assert plan.limits is not None
     return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
 
 
 def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits) -> EngineConfig:
     """The options of a model that fits, within the latency. Raises ConfigError if not even one request is."""
+    if config.offload.schedule != "zigzag":
+        raise ConfigError(
+            f"schedule {config.offload.schedule} is of models that device_memory does not hold, but this one fits it; "
+            "leave schedule out."
+        )
     latency = config.offload.latency
     if latency is not None:
         cost = pass_cost(spec, _rates(config, spec, room.kind), Away(0, 0, "device", room.kind))

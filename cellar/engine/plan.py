@@ -70,6 +70,12 @@ def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file
             f"latency bounds a plan that is made at the start, but the plan {file} is made; leave latency out, or plan "
             "again with it."
         )
+    order = "zigzag" if plan.placement.block is None else plan.placement.block.order
+    if config.offload.schedule not in ("zigzag", order):
+        raise ConfigError(
+            f"schedule is {config.offload.schedule}, but the plan {file} says {order}; leave schedule out, or plan "
+            "again."
+        )
     longest = config.model.max_model_len
     if longest is not None and longest > limits.max_model_len:
         raise ConfigError(

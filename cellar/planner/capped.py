@@ -18,7 +18,7 @@ from cellar.core.errors import CapacityError
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
-from cellar.planner.offload import Job, logits_bytes, working_bytes
+from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
 from cellar.planner.passes import (
     RESERVE,
     Away,
@@ -89,6 +89,7 @@ def capped_plan(
     rates: Rates | None = None,
     job: Job | None = None,
     latency: float | None = None,
+    order: Schedule = "zigzag",
 ) -> SavedPlan:
     """The plan. `limits.max_num_seqs` sequences pass a layer as one batch, or so many that `job` (default: the longest
     request) ends within `latency` seconds.
@@ -98,7 +99,7 @@ def capped_plan(
     latency, which says what the fastest takes.
     """
     rates, job = rates or Rates(), job or longest(limits)
-    best = _best(spec, room, limits, rates, job, latency)
+    best = _best(spec, room, limits, rates, job, latency, order)
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place = best.away.kv_place
     chunks = kv // spec.kv.chunk_nbytes()
@@ -118,10 +119,10 @@ def capped_plan(
         "offload",
         (PlacedUnits(place, chunks, place),),
         (PlacedUnits("device", limits.max_num_seqs, "device"),),
-        BlockSchedule(limits.max_num_seqs, 1),
+        BlockSchedule(limits.max_num_seqs, 1, order),
     )
     said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
-    count, seconds = predicted_pass(spec, limits, rates, best.away, kv)
+    seconds = predicted_pass(spec, limits, rates, best.away, best.count)
     return SavedPlan(
         model=model,
         geometry=geometry_of(spec),
@@ -137,8 +138,8 @@ def capped_plan(
             "plan": said,
             "machine": machine,
             "rates": asdict(rates),
-            "decode_pass": {"sequences": count, "seconds": dict(seconds)},
-            "predicted": asdict(foreseen(cost, job, count, limits)),
+            "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
+            "predicted": asdict(foreseen(cost, job, best.count, limits, order)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
     )
@@ -146,17 +147,20 @@ def capped_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One way to divide, with its price: `kv` bytes of KV, within `limits`."""
+    """One way to divide, with its price: `kv` bytes of KV, for `count` sequences at once, within `limits`."""
 
     division: _Division
     away: Away
     kv: int
+    count: int
     cost: StepCost
     limits: Limits
     speed: float
 
 
-def _best(spec: ModelSpec, room: Room, limits: Limits, rates: Rates, job: Job, latency: float | None) -> _Choice:
+def _best(
+    spec: ModelSpec, room: Room, limits: Limits, rates: Rates, job: Job, latency: float | None, order: Schedule
+) -> _Choice:
     """The way that makes most tokens a second, within the bound. Raises CapacityError or ConfigError."""
     found: list[_Choice] = []
     missing: CapacityError | None = None
@@ -171,17 +175,21 @@ def _best(spec: ModelSpec, room: Room, limits: Limits, rates: Rates, job: Job, l
             kv = min(kv, room.host - division.in_host)
         away = Away(division.in_host, max(0, division.away - division.in_host), place, room.kind)
         cost = pass_cost(spec, rates, away)
-        count, held = max(1, kv_sequences(spec, limits, kv)), limits
+        count = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
+        held = limits
         if latency is not None:
-            fastest = min(fastest, block_seconds(cost, job, 1, limits))
-            most = most_within(latency, cost, job, limits)
+            fastest = min(fastest, block_seconds(cost, job, 1, limits, order))
+            most = most_within(latency, cost, job, limits, order)
             if most == 0:
                 continue
             count, held = min(count, most), replace(limits, max_num_seqs=most)
-        # A pass of few tokens may leave rows to the CPU, which `cost` does not know.
-        channels = predicted_pass(spec, replace(limits, max_num_seqs=count), rates, away, kv)[1]
-        least = max(channels.values()) if room.kind != "cpu" else decode_seconds(cost, count, limits.max_model_len)
-        found.append(_Choice(division, away, kv, cost, held, count / least))
+        if order == "diagonal":
+            speed = foreseen(cost, job, count, limits, order).tokens_per_second
+        elif room.kind == "cpu":
+            speed = count / decode_seconds(cost, count, limits.max_model_len)
+        else:  # a pass of few tokens may leave rows to the CPU, which `cost` does not know
+            speed = count / max(predicted_pass(spec, limits, rates, away, count).values())
+        found.append(_Choice(division, away, kv, count, cost, held, speed))
     if not found:
         if missing is not None and fastest == math.inf:
             raise missing

@@ -13,7 +13,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine
-from cellar.planner.offload import Job
+from cellar.planner.offload import Job, Schedule
 from cellar.planner.saved import Limits, SavedPlan
 from cellar.planner.work import StepCost, StepWork
 
@@ -98,8 +98,12 @@ def decode_seconds(cost: StepCost, sequences: int, context: float) -> float:
     return cost.seconds(StepWork(sequences, sequences, sequences * seen, sequences * seen))
 
 
-def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits) -> float:
-    """Seconds from the first prompt of so many sequences to the last token of all (FlexGen §4.3, latency)."""
+def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag") -> float:
+    """Seconds from the first prompt of so many sequences to the last token of all (FlexGen §4.3, latency); in diagonal
+    order those of one of them, while the others are of all ages.
+    """
+    if order == "diagonal":
+        return job.generate * diagonal_seconds(cost, job, sequences)
     tokens = sequences * job.prompt
     found = 0.0
     while tokens > 0:
@@ -110,12 +114,23 @@ def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits) -> f
     return found + (job.generate - 1) * decode_seconds(cost, sequences, job.prompt + job.generate / 2)
 
 
-def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits) -> int:
+def diagonal_seconds(cost: StepCost, job: Job, sequences: int) -> float:
+    """Seconds of a pass in which sequences of all ages have a token each, of which so many n-th parts begin with their
+    prompts (§A.2).
+    """
+    new = sequences / job.generate
+    old = sequences - new
+    context, prompt = old * (job.prompt + job.generate / 2), new * job.prompt
+    tokens = round(old + prompt)
+    return cost.seconds(StepWork(tokens, sequences, context + prompt * job.prompt / 2, context + prompt, True))
+
+
+def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits, order: Schedule = "zigzag") -> int:
     """How many sequences end within the bound, at most those of the limits; 0 if not even one does."""
     low, high = 0, limits.max_num_seqs
     while low < high:
         middle = (low + high + 1) // 2
-        if block_seconds(cost, job, middle, limits) <= seconds:
+        if block_seconds(cost, job, middle, limits, order) <= seconds:
             low = middle
         else:
             high = middle - 1
@@ -124,8 +139,8 @@ def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits) -> int
 
 @dataclass(frozen=True, slots=True)
 class Foreseen:
-    """What a plan predicts: `sequences` decode in a pass of `pass_seconds` once all run, which makes so many tokens a
-    second; from the first of `prompt` tokens to the last of `generate` of all of them it takes `request_seconds`.
+    """What a plan predicts: `sequences` get a token each in a pass of `pass_seconds`. From the first of `prompt` tokens
+    to the last of `generate` it takes `request_seconds`, prompts of the others included.
     """
 
     sequences: int
@@ -136,21 +151,23 @@ class Foreseen:
     request_seconds: float
 
 
-def foreseen(cost: StepCost, job: Job, sequences: int, limits: Limits) -> Foreseen:
-    """The prediction for so many sequences (at least one) of a job."""
-    count = max(1, sequences)
-    seconds = decode_seconds(cost, count, job.prompt + job.generate / 2)
-    whole = block_seconds(cost, job, count, limits)
-    return Foreseen(count, job.prompt, job.generate, seconds, count / seconds, whole)
+def foreseen(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag") -> Foreseen:
+    """The prediction for so many sequences of a job."""
+    whole = block_seconds(cost, job, sequences, limits, order)
+    seconds = decode_seconds(cost, sequences, job.prompt + job.generate / 2)
+    if order == "diagonal":
+        seconds = diagonal_seconds(cost, job, sequences)
+    rate = sequences * job.generate / whole
+    return Foreseen(sequences, job.prompt, job.generate, seconds, rate, whole)
 
 
 def predicted_rate(plan: SavedPlan | None, sequences: int) -> float | None:
     """Tokens per second that a plan which streams weights promises for so many sequences; None if it says nothing."""
     said = None if plan is None else plan.figures.get("predicted")
-    if plan is None or not said or plan.cost is None:
+    if plan is None or not said or plan.cost is None or plan.limits is None or plan.placement.block is None:
         return None
-    count = max(1, min(sequences, said["sequences"]))
-    return float(count / decode_seconds(plan.cost, count, said["prompt"] + said["generate"] / 2))
+    job, count = Job(said["prompt"], said["generate"]), max(1, min(sequences, said["sequences"]))
+    return foreseen(plan.cost, job, count, plan.limits, plan.placement.block.order).tokens_per_second
 
 
 def too_slow(wish: float, fastest: float, job: Job) -> ConfigError:
@@ -173,30 +190,33 @@ def longest(limits: Limits) -> Job:
     return Job(1, limits.max_model_len - 1)
 
 
-def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int) -> int:
-    """How many sequences of full length so many bytes of KV hold beside what the scheduler keeps free, as limited."""
+def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None = None) -> int:
+    """How many sequences so many bytes of KV hold beside what the scheduler keeps free, as limited; at least one. All
+    of full length, or, of a `job` in diagonal order, of all ages.
+    """
+    size = spec.kv.chunk_size
+    each = float(-(-limits.max_model_len // size))
+    if job is not None:
+        each = (job.prompt + job.generate / 2) / size + 0.5  # the last chunk is half full
     held = nbytes * (1 - RESERVE) / spec.kv.chunk_nbytes()
-    return min(limits.max_num_seqs, int(held / -(-limits.max_model_len // spec.kv.chunk_size)))
+    return max(1, min(limits.max_num_seqs, int(held / each)))
 
 
-def predicted_pass(
-    spec: ModelSpec, limits: Limits, rates: Rates, away: Away, kv: int
-) -> tuple[int, Mapping[str, float]]:
-    """How many sequences of full length decode in a pass, and its seconds by channel, which work at once: weights come
+def predicted_pass(spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int) -> Mapping[str, float]:
+    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode: weights come
     while the CPU attends to KV in host memory. A pass of few tokens on a GPU leaves rows to the CPU.
     """
-    count = kv_sequences(spec, limits, kv)
     cost = replace(pass_cost(spec, rates, away), streamed=0.0)
     products = decode_seconds(cost, count, 0)
     attention = decode_seconds(cost, count, limits.max_model_len) - products
     disk, link = _moves(rates, away)
     if away.kind == "cpu":
-        return count, {"disk": disk, "link": link, "device": products + attention}
+        return {"disk": disk, "link": link, "device": products + attention}
     rows = 0.0
     if count <= CPU_TOKENS:
         rows = away.host * rates.multiply / (rates.multiply + rates.link)
     in_host = away.kv_place == "host"
-    return count, {
+    return {
         "disk": disk,
         "link": link - rows / rates.link,
         "cpu": (rows / rates.multiply if rows else 0.0) + (attention if in_host else 0.0),

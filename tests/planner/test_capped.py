@@ -37,11 +37,11 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
     """The link and the CPU take equally long; the plan leaves as many rows to the CPU as that says."""
     rates = Rates(50e9, 84e9, 60e9, 4e12)
     one, many = Limits(1, 64, 256), Limits(64, 64, 256)
-    kv = 100 * 16 * SPEC.kv.chunk_nbytes()
-    _, few = predicted_pass(SPEC, one, rates, Away(10**10, 0, "device", "gpu"), kv)
+    away = Away(10**10, 0, "device", "gpu")
+    few = predicted_pass(SPEC, one, rates, away, 1)
     assert few["link"] == pytest.approx(few["cpu"])
     assert few["link"] == pytest.approx(10**10 / 134e9)
-    _, moved = predicted_pass(SPEC, many, rates, Away(10**10, 0, "device", "gpu"), kv)
+    moved = predicted_pass(SPEC, many, rates, away, 64)
     assert moved["link"] == pytest.approx(10**10 / 50e9)
     assert moved["cpu"] == 0
     room = Room(LIBRARIES + 2**26, 2**30, 0, 2**25, "gpu")

@@ -91,7 +91,7 @@ def test_a_config_file_is_a_model(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(shipped_config("llama-3.2-1b")))
     for name in (config, tmp_path):
-        result = plan(str(name), "--machine", "laptop", "--diagonal")
+        result = plan(str(name), "--machine", "laptop", "--schedule", "best")
         assert result.exit_code == 0, result.output
 
 

@@ -116,10 +116,6 @@ def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device)
             "the plan keeps activations outside the device, but offloaded models keep them there yet; plan with a "
             "smaller batch, or with device_memory."
         )
-    if placement.block is not None and placement.block.order != "zigzag":
-        raise ConfigError(
-            f"the plan's block schedule is {placement.block.order}, but only zigzag runs yet; plan without --diagonal."
-        )
     return placed_rows(placement, spec)
 
 

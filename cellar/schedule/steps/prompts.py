@@ -15,6 +15,7 @@ from cellar.schedule.steps.batch import StepBatch
 from cellar.schedule.steps.holders import Holders
 from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase, RequestState
+from cellar.schedule.steps.stagger import Stagger
 
 Fail = Callable[[RequestState, Exception, StepBatch], None]
 
@@ -22,10 +23,20 @@ Fail = Callable[[RequestState, Exception, StepBatch], None]
 class Prompts:
     """`pace` says what long prompts may take beside decodes. `keep_free` chunks stay free for running decodes while
     anything runs, `row_depth` is how many plans in flight may name one row. A request that fails by itself is handed to
-    `fail`, and others may come.
+    `fail`, and others may come. With a `stagger` requests begin when it says so.
     """
 
-    def __init__(self, holders: Holders, pace: Pace, keep_free: int, row_depth: int, caching: bool, fail: Fail) -> None:
+    def __init__(
+        self,
+        holders: Holders,
+        pace: Pace,
+        keep_free: int,
+        row_depth: int,
+        caching: bool,
+        fail: Fail,
+        stagger: Stagger | None = None,
+    ) -> None:
+        self._stagger = stagger
         self._holders = holders
         self._queue = holders.queue
         self.pace = pace
@@ -74,6 +85,8 @@ class Prompts:
             following = favoured if favoured is not None and favoured in self._queue else self._queue.first()
             if following is not None and not batch.room(following):
                 return  # the next step has room again
+            if following is not None and following is not favoured and not self._may_begin(following):
+                return
             self._favoured = None
             if following is None or not self._admit(batch, following):
                 return
@@ -99,12 +112,21 @@ class Prompts:
             return
         kept, priority = batch.budget - batch.budget // 2, first.key[0]
         for state in self._queue.in_line(lambda one: one.key[0] == priority and batch.cost(one) <= self.pace.short):
-            if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._admit(batch, state):
+            if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._may_begin(state):
+                return
+            if not self._admit(batch, state):
                 return
 
     def _may_admit(self) -> bool:
         """None while a suspension is pending: the suspended came before all who wait."""
         return not self._holders.suspending and len(self._queue) > 0
+
+    def _may_begin(self, state: RequestState) -> bool:
+        """False if its start is to be later; who was suspended has begun."""
+        holders = self._holders
+        if self._stagger is None or state.num_cached >= 0:
+            return True
+        return self._stagger.may_begin(bool(holders.running or holders.loading or holders.suspending))
 
     def _admit(self, batch: StepBatch, state: RequestState) -> bool:
         """Give a waiting request its memory, and a row if nothing is to be loaded; False if there is none."""
@@ -118,6 +140,8 @@ class Prompts:
         if reservation is None:
             self._crowded = True
             return False
+        if self._stagger is not None and state.num_cached < 0:
+            self._stagger.began(state.num_prompt, state.limit)
         self._queue.remove(state)
         state.conversation = reservation.conversation
         if reservation.awaits:

@@ -51,6 +51,7 @@ from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.rows import NEVER, Rows
+from cellar.schedule.steps.stagger import Stagger
 from cellar.schedule.steps.tally import Tally
 
 MAX_NAMED_PER_COMMIT = 256
@@ -64,8 +65,8 @@ class StepScheduler:
     how many plans in flight may name one row (default: `config.run_ahead`). `root` is what the
     identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
     `policy` which chunks leave a tier first, `recovery` which are loaded and which computed again (default: all are
-    loaded). `phases_apart` computes prompts first, by themselves: the schedulers that
-    the unified one is compared with do (Pensieve §3.6.7).
+    loaded). `diagonal` lets requests begin evenly spread over the steps (`stagger.py`). `phases_apart` computes prompts
+    first, by themselves: the schedulers that the unified one is compared with do (Pensieve §3.6.7).
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class StepScheduler:
         tiers: Mapping[Tier, int] | None = None,
         policy: Policy | None = None,
         recovery: Recovery | None = None,
+        diagonal: bool = False,
         phases_apart: bool = False,
     ) -> None:
         self._phases_apart = phases_apart
@@ -101,7 +103,10 @@ class StepScheduler:
         self._holders = Holders(self._rows, self._store, self._queue, self._failures, self._tally)
         keep_free = math.ceil(config.decode_reserve * num_slots)
         pace = Pace(config.max_mixed_seconds)
-        self._prompts = Prompts(self._holders, pace, keep_free, self._row_depth, self._caching, self._fail)
+        self._stagger = Stagger(num_slots - keep_free, self._rows.num_free, chunk_size) if diagonal else None
+        self._prompts = Prompts(
+            self._holders, pace, keep_free, self._row_depth, self._caching, self._fail, self._stagger
+        )
 
     # -- the protocol -----------------------------------------------------------------------------
 
@@ -271,6 +276,8 @@ class StepScheduler:
             self._holders.closes.clear()
             self._in_flight.append(built[1])
             self._steps += 1
+            if self._stagger is not None:
+                self._stagger.passed()
             self._tally.planned(built[1].num_decodes + len(built[0].tokens))
         self._prompts.make_way()
         return None if built is None else built[0]
@@ -371,6 +378,9 @@ class StepScheduler:
 
     def _drop(self, state: RequestState) -> None:
         del self._requests[state.request.id]
+        if self._stagger is not None and state.num_cached >= 0:
+            length = len(state.known) if state.row < 0 else int(self._rows.length[state.row])
+            self._stagger.ended(length, state.limit)
         self._holders.end(state)
 
     # -- checks -----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 
@@ -23,6 +24,7 @@ def random_placement(
     whole: bool = False,
     places: Sequence[str] = PLACES,
     kv: tuple[str, str] = ("device", "device"),
+    order: Literal["zigzag", "diagonal"] = "zigzag",
 ) -> Placement:
     """Every tensor of a layer is cut into one to four runs of rows (`whole`: into none), each in any place, vectors
     too; the CPU may multiply some of those in host memory. `kv`: where it lies, and who attends to it.
@@ -41,15 +43,15 @@ def random_placement(
             place = places[int(random.integers(len(places)))]
             by_cpu = place == "host" and len(tensor.shape) == 2 and (start + seed) % 2 == 0
             weights.append(Placed(name, place, start, stop, spec.dtype, "host" if by_cpu else "device"))
-    order = random.permutation(len(weights))
+    shuffled = random.permutation(len(weights))
     return Placement(
-        tuple(weights[k] for k in order),
+        tuple(weights[k] for k in shuffled),
         kv[0],
         "device",
         "offload",
         (PlacedUnits(kv[0], chunks, kv[1]),),
         (),
-        BlockSchedule(batch, 2),
+        BlockSchedule(batch, 2, order),
     )
 
 

@@ -115,7 +115,6 @@ def with_weight(*more: Placed, without: str = "") -> Placement:
         ),
         (changed(activations=(PlacedUnits("host", 9, "device"),)), "keeps activations outside the device"),
         (changed(partition=Partition()), "offloads on several devices"),
-        (changed(block=replace(random_placement(SPEC, 1).block, order="diagonal")), "diagonal, but only zigzag"),  # type: ignore[type-var]
     ],
 )
 def test_what_does_not_run_is_refused_by_name(wrong: Placement, sentence: str) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,7 @@ from cellar.runtime.offload.ring import WeightRing
 from cellar.runtime.steps.forward import Forward
 from tests.conformance.chatglm import config_of
 from tests.engine.test_plan import profile
+from tests.limits import ROOT, until
 from tests.runtime.offload.placements import plan_of, random_placement
 from tests.tiny_checkpoint import CONFIG, write_checkpoint
 
@@ -40,6 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 DEEP, DEEP_LAYERS = "deep", 12
 """A llama of so many layers that a device without most of them is much smaller."""
 LAYERS = {"num_hidden_layers": 4, "num_layers": 4}
+KV_HERE = ("device", "device")
 LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True}
 
@@ -119,6 +127,50 @@ def test_tokens_are_those_of_the_resident_engine(
             assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_sequences_that_begin_one_after_another_have_the_same_tokens(
+    kind: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
+) -> None:
+    """The diagonal schedule, disk included: nine requests that end at different times, others joining as they do."""
+    wanted, spec = expected(kind), spec_of(models(kind))
+    placement = random_placement(spec, 7, batch=2, order="diagonal", kv=("host", "host") if kind == "opt" else KV_HERE)
+    assert tokens_of(answers_of(models(kind), placement, tmp_path)) == tokens_of(wanted)
+
+
+def test_the_diagonal_schedule_spreads_the_starts(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """`--schedule diagonal`: of three rows one begins every four passes, for twelve tokens each."""
+    begun: list[int] = []
+    sizes = {"device_memory": 440_000 / 2**30, "host_memory": 1e-4, "disk": 1.0, "disk_path": tmp_path}
+    rest = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 200_000, "max_num_batched_tokens": 40}
+    options: dict[str, Any] = OPTIONS | rest | sizes | {"max_model_len": 128, "max_num_seqs": 3}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5, 6, 7 + k] for k in range(9)]
+    with LLM(models(DEEP), **options, schedule="diagonal") as llm:
+        assert llm.plan is not None
+        assert llm.plan.placement.block is not None
+        assert llm.plan.placement.block.order == "diagonal"
+        llm.generate(prompts[0], SamplingParams(max_tokens=2), use_tqdm=False)
+        submit = llm._front.engine.runtime.workers[0].submit
+        passes = 0
+
+        def seen(plan: Any) -> None:
+            nonlocal passes
+            begun.extend([passes] * len(plan.opens))
+            passes += 1
+            submit(plan)
+
+        llm._front.engine.runtime.workers[0].submit = seen  # type: ignore[method-assign]
+        found = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    with LLM(models(DEEP), **options) as llm:
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == found
+    assert len(begun) == 9
+    assert {later - earlier for earlier, later in itertools.pairwise(begun)} <= {3, 4, 5}
+    with pytest.raises(ConfigError, match="schedule diagonal is of models that device_memory does not hold, but this"):
+        LLM(models(DEEP), **(options | {"device_memory": 0.1}), schedule="diagonal")
+    with pytest.raises(ConfigError, match="schedule diagonal is of models that device_memory does not hold, but that"):
+        LLM(models(DEEP), **OPTIONS, schedule="diagonal")
+
+
 @pytest.mark.parametrize("by", ["host", "device"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_kv_in_host_memory_gives_the_resident_engines_tokens(
@@ -139,7 +191,7 @@ def test_tokens_in_many_placements(
 ) -> None:
     wanted, spec = tokens_of(expected(kind)), spec_of(models(kind))
     for seed in range(10, 14):
-        placement = random_placement(spec, seed, batch=1 + seed % 4)
+        placement = random_placement(spec, seed, batch=1 + seed % 4, order="diagonal" if seed % 2 else "zigzag")
         assert tokens_of(answers_of(models(kind), placement, tmp_path)) == wanted
 
 
@@ -422,3 +474,68 @@ def test_batch_runs_an_offloaded_model(models: Callable[[str], Path], tmp_path: 
     output = cellar("batch", str(source), "-o", str(tmp_path / "out.jsonl"), *model, *SMALL, *HELD)
     assert "What goes where" in output
     assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200
+
+
+def batch_of(folder: Path, model: Path, count: int) -> list[str]:
+    """Arguments of `cellar batch` for a file of so many lines, over a model half of which lies on disk."""
+    lines = []
+    for k in range(count):
+        body = {"prompt": [5, 6, 7 + k], "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+        lines.append(json.dumps({"custom_id": str(k), "method": "POST", "url": "/v1/completions", "body": body}))
+    (folder / "in.jsonl").write_text("\n".join(lines))
+    options = ["--device", "cpu", "--max-model-len", "128", "--served-model-name", "m", "--max-in-flight", "3"]
+    places = [*SMALL, *HELD, "--disk-path", str(folder / "disk")]
+    return [
+        "batch",
+        str(folder / "in.jsonl"),
+        "-o",
+        str(folder / "out.jsonl"),
+        "--model",
+        str(model),
+        *options,
+        *places,
+    ]
+
+
+def answered(folder: Path) -> list[str]:
+    """Lines of the results that are whole."""
+    output = folder / "out.jsonl"
+    text = output.read_text() if output.exists() else ""
+    return [json.loads(line)["custom_id"] for line in text.split("\n")[:-1] if line]
+
+
+@pytest.mark.long
+def test_a_batch_that_was_killed_goes_on(models: Callable[[str], Path], tmp_path: Path) -> None:
+    """kill -9 in the middle: nothing is left on the disk, and the same command does the rest, each line once."""
+    arguments = batch_of(tmp_path, models(DEEP), 150)
+    command = [sys.executable, "-m", "cellar", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: len(answered(tmp_path)) >= 3)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    before = answered(tmp_path)
+    assert 3 <= len(before) < 150
+    assert not list((tmp_path / "disk").iterdir())
+    output = cellar(*arguments)
+    assert f"{150 - len(before)} succeeded, 0 failed, {len(before)} were done before" in " ".join(output.split())
+    assert sorted(answered(tmp_path), key=int) == [str(k) for k in range(150)]
+
+
+@pytest.mark.long
+def test_a_batch_without_room_on_the_disk_ends_in_a_sentence_and_goes_on(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    arguments = batch_of(tmp_path, models(DEEP), 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", _no_room)
+        refused = CliRunner().invoke(build(), arguments)
+    assert refused.exit_code == 2
+    assert "has no room for" in " ".join(refused.output.split())
+    assert answered(tmp_path) == []
+    assert "3 succeeded, 0 failed" in " ".join(cellar(*arguments).split())
+
+
+def _no_room(file: int, offset: int, size: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -75,6 +75,8 @@ class Setting:
     """Short prompts, long outputs, hardly an end before max_tokens: memory runs out in the middle of decodes."""
     recovery: str = "load"
     """What slower tiers have is loaded, computed ("compute"), or either: "faster" by what is measured, "any" by lot."""
+    diagonal: bool = False
+    """Requests begin evenly spread over the steps."""
     owners: int = 0
     """Requests are of so many owners, who take turns; 0: each is its own."""
 
@@ -205,6 +207,7 @@ class World:
             row_depth=s.row_depth,
             tiers=self.tiers,
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
+            diagonal=s.diagonal,
             recovery=AnyRecovery() if s.recovery == "any" else Recovery(s.recovery, {1: 1.0, s.max_model_len: 4.0}),  # type: ignore[arg-type]
         )
         if s.short is not None:

@@ -120,6 +120,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int, int, Source, Emit]]:
         max_delay=st.sampled_from((0, 2)),
         error_every=st.sampled_from((0, 0, 9)),
         pressure=st.booleans(),
+        diagonal=st.booleans(),
         owners=st.sampled_from((0, 0, 3)),
     ),
     st.lists(st.tuples(st.sampled_from(KINDS), byte, byte), max_size=40),
