@@ -20,6 +20,7 @@ from jinja2.exceptions import SecurityError
 from cellar.core.errors import CheckpointError, RequestError
 from cellar.text.sandbox import Sandbox
 from cellar.text.tokenizer import read_json
+from cellar.text.tools.custom import as_function_call, with_functions
 
 MAX_CHARACTERS = 16 * 2**20
 
@@ -182,6 +183,8 @@ class _Template:
             plain["role"] = self._developer
         if "reasoning" in plain:  # vLLM's newer name; templates know the older one
             plain.setdefault("reasoning_content", plain.pop("reasoning"))
+        if isinstance(plain.get("tool_calls"), list):
+            plain["tool_calls"] = [as_function_call(call) for call in plain["tool_calls"]]
         content = plain.get("content")
         if isinstance(content, list):
             texts = [_part_text(part, where) for part in content]
@@ -269,8 +272,11 @@ def _sequence(messages: Any) -> Sequence[Any]:
 def _checked_tools(tools: Any) -> list[Any]:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         raise RequestError("tools must be a list of objects, each a function with its JSON schema.", "tools")
-    plain: list[Any] = _plain(list(tools), "tools")
-    return plain
+    try:
+        shown, _ = with_functions(_plain(list(tools), "tools"))
+    except ValueError as error:
+        raise RequestError(f"tools are not as they should be: {error}.", "tools") from error
+    return shown
 
 
 def _part_text(part: Any, where: str) -> str:
