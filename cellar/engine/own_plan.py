@@ -13,7 +13,7 @@ from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
-from cellar.planner.passes import Away, Rates, block_seconds, longest, most_within, pass_cost, too_slow
+from cellar.planner.passes import Away, Rates, block_seconds, longest, most_within, pass_cost, predicted_line, too_slow
 from cellar.planner.saved import Limits, SavedPlan
 
 _LOG = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
     wishes = {"latency": config.offload.latency, "order": config.offload.schedule}
     plan = capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates, **wishes)  # type: ignore[arg-type]
     assert plan.limits is not None
+    _LOG.info("%s", predicted_line(plan))
     return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
 
 

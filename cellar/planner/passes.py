@@ -161,6 +161,19 @@ def foreseen(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Sc
     return Foreseen(sequences, job.prompt, job.generate, seconds, rate, whole)
 
 
+def predicted_line(plan: SavedPlan) -> str:
+    """What a plan that streams weights predicts, in words; nothing if it predicts nothing."""
+    found = plan.figures.get("predicted")
+    if not found:
+        return ""
+    count = found["sequences"]
+    return (
+        f"predicted: {found['tokens_per_second']:.3g} tok/s, {count:,} sequence{'s' * (count != 1)} a pass of "
+        f"{found['pass_seconds']:.3g} s; requests of {found['prompt']:,} + {found['generate']:,} tokens end within "
+        f"{found['request_seconds']:.3g} s."
+    )
+
+
 def predicted_rate(plan: SavedPlan | None, sequences: int) -> float | None:
     """Tokens per second that a plan which streams weights promises for so many sequences; None if it says nothing."""
     said = None if plan is None else plan.figures.get("predicted")

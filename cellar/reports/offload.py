@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from rich.console import Console
 from rich.table import Table
 
 from cellar.core.specs import ModelSpec
+from cellar.planner.passes import predicted_line
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.memory import human
 from cellar.runtime.offload.layout import PLACES, placed_rows, planned_nbytes
@@ -32,9 +30,8 @@ def print_offload(report: OffloadReport, plan: SavedPlan | None, *, err: bool = 
     console.print(table)
     if report.limit:
         console.print(f"limit: {report.limit:.3g} s a pass, whatever the batch; more sequences share it.")
-    if plan is not None:
-        for line in predicted_lines(plan.figures):
-            console.print(line)
+    if plan is not None and (said := predicted_line(plan)):
+        console.print(said)
     if report.weights["disk"] and not report.direct:
         console.print("the disk's directory takes no O_DIRECT: its rate is that of the page cache.")
 
@@ -51,21 +48,7 @@ def print_planned(plan: SavedPlan, spec: ModelSpec) -> None:
         table.add_row(place, human(nbytes), kv, "" if place == "device" or not nbytes else human(nbytes), "", "")
     console = Console(highlight=False)
     console.print(table)
-    for line in predicted_lines(plan.figures):
-        console.print(line)
-
-
-def predicted_lines(figures: Mapping[str, Any]) -> list[str]:
-    """What a plan that streams weights predicts, in words; nothing if it predicts nothing."""
-    found = figures.get("predicted")
-    if not found:
-        return []
-    count = found["sequences"]
-    return [
-        f"predicted: {found['tokens_per_second']:.3g} tok/s, {count:,} sequence{'s' * (count != 1)} a pass of "
-        f"{found['pass_seconds']:.3g} s; requests of {found['prompt']:,} + {found['generate']:,} tokens end within "
-        f"{found['request_seconds']:.3g} s."
-    ]
+    console.print(predicted_line(plan))
 
 
 def _table(title: str) -> Table:

@@ -431,7 +431,8 @@ def test_a_latency_bounds_what_runs_at_once(models: Callable[[str], Path], tmp_p
 
 
 def test_pure_loss_is_said(models: Callable[[str], Path], caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """What this machine holds need not move; nor what fits in fewer bits."""
+    """What this machine holds need not move; nor what fits in fewer bits. A server's log has what is predicted, too."""
+    caplog.set_level("INFO", "cellar")
     wide = write_checkpoint(tmp_path / "wide", num_hidden_layers=12, hidden_size=128, intermediate_size=256)
     options: dict[str, Any] = OPTIONS | {"dtype": "float32", "max_num_batched_tokens": 40, "max_num_seqs": 3}
     held = {"device_memory": 0.005, "kv_cache_memory_bytes": 800_000, "max_model_len": 128}
@@ -439,6 +440,7 @@ def test_pure_loss_is_said(models: Callable[[str], Path], caplog: pytest.LogCapt
         assert llm.offload is not None
     assert "offloading is pure loss here" in caplog.text
     assert "with --quantization int8 the model would fit device_memory" in caplog.text
+    assert "tok/s, 1 sequence a pass of" in caplog.text
 
 
 def test_a_plan_for_a_processor_held_to_a_part_runs(models: Callable[[str], Path], tmp_path: Path) -> None:
