@@ -28,6 +28,9 @@ FIRST_OUTPUT = 128.0
 MEMORY = 0.98
 """What the mean of answers so far weighs against the next one."""
 
+SAVED = 0.01
+"""Shares of a prompt's seconds that are worth no word."""
+
 
 class Why(StrEnum):
     """What made a replica the one."""
@@ -35,8 +38,8 @@ class Why(StrEnum):
     ONLY = "only"  # no other may be chosen
     CHUNKS = "chunks"  # it holds chunks that save time
     SESSION = "session"  # the conversation was there last, and no digest can say so yet
-    LOAD = "load"  # others hold chunks, but going there takes longer
-    NEW = "new"  # nobody holds any
+    LOAD = "load"  # others hold more, but going there takes longer
+    NEW = "new"  # nobody holds any to speak of
     RULE = "rule"  # a baseline's
 
 
@@ -206,9 +209,12 @@ class AffinityRouter:
     def _why(self, found: Costs, allowed: NDArray[np.int64], column: int, home: int) -> Why:
         if len(allowed) == 1:
             return Why.ONLY
-        if found.saved[column] > 0:
-            return Why.SESSION if column == home else Why.CHUNKS
-        return Why.LOAD if (found.saved[allowed] > 0).any() else Why.NEW
+        most = float(found.saved[allowed].max())
+        if most < SAVED * float(found.compute[column] + found.load[column]):
+            return Why.NEW
+        if found.saved[column] < (1 - SAVED) * most:
+            return Why.LOAD
+        return Why.SESSION if column == home else Why.CHUNKS
 
     def _flight(self, request: RoutedRequest, keys: Keys, column: int, found: Costs) -> Flight:
         work = float(found.load[column] + found.compute[column])

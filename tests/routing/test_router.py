@@ -97,6 +97,18 @@ def test_what_a_report_has_seen_counts_once() -> None:
     assert router.choose(request(range(600, 605)), 0.0).replica == other.name
 
 
+def test_what_a_report_has_not_seen_still_counts() -> None:
+    replicas = fleet(2)
+    router = routed(replicas)
+    choice = router.choose(request(range(10)), 0.0)
+    busy = next(r for r in replicas if r.name == choice.replica)
+    other = next(r for r in replicas if r is not busy)
+    router.report(busy.report({"router": choice.number - 1}), 0.0)  # made while the request was on its way
+    other.waiting = 5
+    router.report(other.report(), 0.0)
+    assert router.choose(request(range(500, 505)), 0.0).replica == other.name  # 50 ms against 100
+
+
 def test_chunks_that_no_digest_names_yet_are_known() -> None:
     replicas = fleet(3)
     router = routed(replicas)
