@@ -7,7 +7,7 @@ other implementation is refused unless it has its neutral value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cellar.core.errors import CheckpointError
@@ -64,10 +64,10 @@ class Fields:
     """config.json of one model. A field that is missing or null has its default; every refusal names the field.
 
     Raises CheckpointError if the architecture is not the one expected, or a field that changes the function
-    in a way that Cellar does not compute is set.
+    in a way that Cellar does not compute is set. The model file reads those that are `computed` itself.
     """
 
-    def __init__(self, config: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, config: Mapping[str, Any], architecture: str, computed: Collection[str] = ()) -> None:
         self._config = config
         named = self.names("architectures") or [architecture]
         if architecture not in named:
@@ -77,7 +77,7 @@ class Fields:
             )
         for name, neutral in _NEUTRAL.items():
             value = config.get(name)
-            if value is not None and value not in neutral:
+            if name not in computed and value is not None and value not in neutral:
                 raise self.refusal(name, "this is not implemented; use a checkpoint without it")
         code = config.get("auto_map")
         if isinstance(code, Mapping) and "AutoModelForCausalLM" in code:

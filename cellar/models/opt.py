@@ -91,7 +91,12 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         eos_token_ids=fields.token_ids("eos_token_id", 2),
         bos_token_id=fields.first_token_id("bos_token_id", 2),
         tied_head=tied,
-        options={"activation": fields.activation("activation_function", "relu"), "norm_first": norm_first},
+        options={
+            "activation": fields.activation("activation_function", "relu"),
+            "norm_first": norm_first,
+            "norm_eps": NORM_EPS,
+            "position_offset": POSITION_OFFSET,
+        },
     )
 
 
@@ -131,6 +136,9 @@ class OPT:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
+        self._eps = float(spec.options["norm_eps"])
+        self._first_position = int(spec.options["position_offset"])
+        self._split = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self._activation = str(spec.options["activation"])
         self._norm_first = bool(spec.options["norm_first"])
 
@@ -141,17 +149,17 @@ class OPT:
             words = linear(points.looked_up(tokens, table, ctx.comm), weights["project_in"], None)
         else:
             words = points.embedded(tokens, table, ctx.comm)
-        h = Hidden(words, embedding(ctx.positions + POSITION_OFFSET, plain(weights)["positions"]))
+        h = Hidden(words, embedding(ctx.positions + self._first_position, plain(weights)["positions"]))
         return h if self._norm_first else Hidden(points.entered(_sum(h), ctx.comm))
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """q, k, v = norm(x) W; with norms last x W."""
         if self._norm_first:
-            x, residual = _norm(h.residual, h.delta, weights, "input_norm", ctx.comm)
+            x, residual = self._norm(h.residual, h.delta, weights, "input_norm", ctx.comm)
         else:
             x = residual = _sum(h)
         qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
-        q, k, v = qkv.view(-1, 3, self.spec.num_heads, self.spec.head_dim).unbind(1)
+        q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
         q, k, v = points.spread(q, k, v, ctx.comm)
         return Projected(q, k, v, residual)
 
@@ -163,17 +171,17 @@ class OPT:
         attended = points.returned(attended, comm)
         delta = points.summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), comm)
         if self._norm_first:
-            x, residual = _norm(residual, delta, weights, "post_norm", comm)
+            x, residual = self._norm(residual, delta, weights, "post_norm", comm)
             return Hidden(residual, self._mlp(weights, x, comm))
         # What is normed last is what the next product takes: it stays as it is, and the stream is a part of it.
-        x, _ = _norm(points.kept(residual, comm), delta, weights, "input_norm", comm)
-        x, _ = _norm(points.kept(x, comm), self._mlp(weights, x, comm), weights, "post_norm", comm)
+        x, _ = self._norm(points.kept(residual, comm), delta, weights, "input_norm", comm)
+        x, _ = self._norm(points.kept(x, comm), self._mlp(weights, x, comm), weights, "post_norm", comm)
         return Hidden(x)
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, before any projection to the words' width: [n, hidden]."""
         if "norm" in weights:
-            x, _ = _norm(h.residual, h.delta, weights, "norm", comm)
+            x, _ = self._norm(h.residual, h.delta, weights, "norm", comm)
         else:
             x = points.entered(_sum(h), comm) if self._norm_first else _sum(h)
         return points.wide(x, comm)
@@ -190,13 +198,12 @@ class OPT:
         up = points.activated_linear(x, weights["up"], biases.get("up_bias"), self._activation, comm)
         return points.summed(linear(up, weights["down"], biases.get("down_bias")), comm)
 
-
-def _norm(
-    residual: Tensor, delta: Tensor | None, weights: Weights, name: str, comm: Comm | None
-) -> tuple[Tensor, Tensor]:
-    """(norm(residual + delta), residual + delta)."""
-    norms = plain(weights)
-    return points.layer_norm(residual, delta, norms[name], norms[name + "_bias"], NORM_EPS, comm)
+    def _norm(
+        self, residual: Tensor, delta: Tensor | None, weights: Weights, name: str, comm: Comm | None
+    ) -> tuple[Tensor, Tensor]:
+        """(norm(residual + delta), residual + delta)."""
+        norms = plain(weights)
+        return points.layer_norm(residual, delta, norms[name], norms[name + "_bias"], self._eps, comm)
 
 
 def _sum(h: Hidden) -> Tensor:

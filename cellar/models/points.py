@@ -86,7 +86,7 @@ def norm_gated_linear(
     if not isinstance(comm, Laid):
         return fused.norm_gated_linear(residual, delta, norm, eps, weight, bias, kind)
     x, total = comm.rms_norm(residual, delta, norm, eps)
-    return comm.widened(gated(comm.narrowed(linear(x, weight, bias), 2), kind)), total
+    return gated_linear(x, weight, bias, kind, comm), total
 
 
 def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, comm: Comm | None) -> Tensor:
@@ -95,6 +95,14 @@ def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, 
     if not isinstance(comm, Laid):
         return activate(h, kind)
     return comm.widened(activate(comm.narrowed(h, 1), kind))
+
+
+def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, comm: Comm | None) -> Tensor:
+    """act(gate) * up, gate and up the halves of x W^T + b: [tokens, E] -> [tokens, F]."""
+    h = linear(x, weight, bias)
+    if not isinstance(comm, Laid):
+        return gated(h, kind)
+    return comm.widened(gated(comm.narrowed(h, 2), kind))
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor, comm: Comm | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from cellar.core.dtypes import dtype_name
 from cellar.core.errors import CheckpointError, ConfigError
 from cellar.core.specs import ModelSpec
-from cellar.models import chatglm, llama, mistral, opt, qwen2, qwen3
+from cellar.models import chatglm, cohere, falcon, gpt_bigcode, llama, mistral, opt, qwen2, qwen3
 from cellar.models.model import Model
 from cellar.models.quantization import quantized_on_loading, with_scheme
 from cellar.quant.config import read_scheme
@@ -41,6 +41,9 @@ MODELS: dict[str, ModelModule] = {
     "qwen3": qwen3,
     "opt": opt,
     "chatglm": chatglm,
+    "falcon": falcon,
+    "cohere": cohere,
+    "gpt_bigcode": gpt_bigcode,
 }
 
 

@@ -24,8 +24,10 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def rope_spec(fields: Fields, head_dim: int, trained: int, max_model_len: int | None) -> RopeSpec:
-    """The rotary embedding of a model whose `max_position_embeddings` is `trained`.
+def rope_spec(
+    fields: Fields, head_dim: int, trained: int, max_model_len: int | None, theta: float = 10_000.0
+) -> RopeSpec:
+    """The rotary embedding of a model whose `max_position_embeddings` is `trained`; `theta`: if config.json has none.
 
     `max_position` of the result is the context: `max_model_len` if given, else what the model was made for
     (with YaRN the extended length; with linear and dynamic scaling `trained`, which may be raised up to
@@ -53,7 +55,7 @@ def rope_spec(fields: Fields, head_dim: int, trained: int, max_model_len: int | 
     return RopeSpec(
         head_dim=head_dim,
         rotary_dim=head_dim,
-        theta=_number(given, "rope_theta", fields.number("rope_theta", 10_000.0)),
+        theta=_number(given, "rope_theta", fields.number("rope_theta", theta)),
         kind=kind,
         scaling=scaling,
         max_position=context_length(default, limit, max_model_len),

@@ -134,6 +134,34 @@ CASES = [
     Case("16 heads to one", "chatglm", config_of(32, 2, 8, 100)),
     Case("no bias, own k and v of each head", "chatglm", config_of(5, 5, 12, 44, add_qkv_bias=False)),
     Case("stretched base", "chatglm", config_of(4, 2, 16, 64, rope_ratio=9, _name_or_path="glm-4")),
+    Case("seven heads to one", "falcon", {"num_attention_heads": 7, "hidden_size": 56}, shard="30KB"),
+    Case("71 heads to one", "falcon", {"num_attention_heads": 71, "hidden_size": 284}, layers=2),
+    Case(
+        "biases, a KV head each, a head of its own",
+        "falcon",
+        {
+            "num_attention_heads": 4,
+            "hidden_size": 64,
+            "multi_query": False,
+            "bias": True,
+            "tie_word_embeddings": False,
+            "ffn_hidden_size": 52,
+        },
+    ),
+    Case("grouped", "cohere", heads(4, 2, 16) | {"logit_scale": 0.7}),
+    Case("mha, biases", "cohere", heads(4, 4, 12) | {"attention_bias": True, "logit_scale": 1.5}),
+    Case(
+        "mqa, a head of its own, linear rope",
+        "cohere",
+        heads(6, 1, 8) | {"tie_word_embeddings": False, "rope_parameters": LINEAR, "logit_scale": 1.0},
+    ),
+    Case("48 heads to one", "gpt_bigcode", {"n_head": 48, "n_embd": 192}, layers=2),
+    Case("a KV head each", "gpt_bigcode", {"n_head": 4, "n_embd": 64, "multi_query": False}, shard="30KB"),
+    Case(
+        "gelu, wide, a head of its own",
+        "gpt_bigcode",
+        {"n_head": 3, "n_embd": 60, "n_inner": 100, "activation_function": "gelu", "tie_word_embeddings": False},
+    ),
     Case("stretched positions", "chatglm", config_of(2, 2, 40, 48, rope_ratio=2.5, _name_or_path="chatglm2-6b-32k")),
 ]
 
@@ -146,7 +174,10 @@ def saved_model(case: Case, folder: Path) -> Any:
     if case.kind == "chatglm":
         return saved_glm(case.config, folder)
     sizes: dict[str, Any] = {"vocab_size": 101, "num_hidden_layers": case.layers, "max_position_embeddings": 64}
-    sizes |= {"ffn_dim": 52} if case.kind == "opt" else {"intermediate_size": 52}
+    wide = {"opt": "ffn_dim", "falcon": "ffn_hidden_size", "gpt_bigcode": "n_inner"}
+    sizes[wide.get(case.kind, "intermediate_size")] = 52
+    if case.kind == "gpt_bigcode":
+        sizes["n_positions"], sizes["n_layer"] = sizes.pop("max_position_embeddings"), sizes.pop("num_hidden_layers")
     settings = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None, "attn_implementation": "eager"}
     config = transformers.AutoConfig.for_model(case.kind, **(sizes | settings | case.config))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -31,6 +31,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"model_type": "qwen3", "head_dim": 24},
     "opt": OPT,
     "opt, norms last": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "falcon": SIZES | {"model_type": "falcon", "multi_query": False, "bias": True, "eos_token_id": 2},
+    "cohere": SIZES | {"model_type": "cohere", "logit_scale": 0.5, "attention_bias": True, "eos_token_id": 2},
+    "gpt_bigcode": {
+        "model_type": "gpt_bigcode",
+        "vocab_size": 101,
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "multi_query": False,
+        "eos_token_id": 2,
+    },
     "chatglm": config_of(4, 2, 16, 64),
     "chatglm, own k and v of each head": config_of(4, 4, 16, 64, multi_query_attention=False),
 }
@@ -77,7 +88,7 @@ class CountingComm:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_are_two_sums_a_layer_and_one_gather_a_head(family: str) -> None:
+def test_there_are_two_sums_a_layer_or_one_if_it_is_parallel_and_one_gather_a_head(family: str) -> None:
     model = open_model(FAMILIES[family], "float32")
     weights = dummy(model.spec)
     comm = CountingComm()
@@ -88,4 +99,5 @@ def test_there_are_two_sums_a_layer_and_one_gather_a_head(family: str) -> None:
     for j, layer in enumerate(weights.layers):
         h = run_layer(model, j, layer, h, ctx)
     model.head(weights.head, h, comm)
-    assert comm.asked == [("reduce", (5, 64))] * 6 + [("gather", (5, 101))]
+    sums = 1 if model.spec.options.get("parallel_block") else 2
+    assert comm.asked == [("reduce", (5, 64))] * 3 * sums + [("gather", (5, 101))]

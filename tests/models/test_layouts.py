@@ -48,6 +48,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": WIDE | {"model_type": "qwen3", "head_dim": 24, "num_key_value_heads": 4},
     "opt": OPT,
     "opt, norms last": OPT | {"word_embed_proj_dim": 24, "do_layer_norm_before": False},
+    "falcon": WIDE | {"model_type": "falcon", "hidden_size": 96, "bias": True, "eos_token_id": 2},
+    "cohere": WIDE
+    | {"model_type": "cohere", "hidden_size": 96, "attention_bias": True, "logit_scale": 0.5, "eos_token_id": 2},
+    "gpt_bigcode": {
+        "model_type": "gpt_bigcode",
+        "vocab_size": 101,
+        "n_embd": 96,
+        "n_layer": 2,
+        "n_head": 8,
+        "eos_token_id": 2,
+    },
     "chatglm": config_of(8, 2, 16, 64) | {"ffn_hidden_size": 96},
     "chatglm, own k and v of each head": config_of(8, 8, 16, 64, multi_query_attention=False) | {"ffn_hidden_size": 96},
 }

@@ -49,6 +49,9 @@ def shipped(name: str, dtype: str = "bfloat16") -> ModelSpec:
         ("opt-6.7b", 6_658_473_984, 2 * 32 * 4096 * 2),
         ("opt-30b", 29_974_540_288, 2 * 48 * 7168 * 2),
         ("opt-175b", 174_604_468_224, 2 * 96 * 12288 * 2),
+        ("falcon-7b", 6_921_720_704, 8_192),
+        ("starcoder", 15_517_456_384, 20_480),
+        ("command-r", 34_980_831_232, 1_310_720),
     ],
 )
 def test_sizes_of_shipped_models(name: str, parameters: int, kv_bytes: int) -> None:
@@ -98,17 +101,20 @@ def test_missing_fields_have_the_defaults_of_transformers(kind: str) -> None:
     assert ours.hidden_size == theirs.hidden_size
     assert ours.num_layers == theirs.num_hidden_layers
     assert ours.num_heads == theirs.num_attention_heads
-    assert ours.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+    shared = getattr(theirs, "multi_query", False)
+    assert ours.num_kv_heads == (1 if shared else getattr(theirs, "num_key_value_heads", theirs.num_attention_heads))
     assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
-    assert ours.intermediate_size == getattr(theirs, "intermediate_size", getattr(theirs, "ffn_dim", None))
+    wide = (getattr(theirs, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size"))
+    assert ours.intermediate_size == next((size for size in wide if size), 4 * theirs.hidden_size)
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.tied_head == theirs.tie_word_embeddings
     assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     window = getattr(theirs, "sliding_window", None)
     assert {layer.window for layer in ours.layers} == {window}
+    norms = (getattr(theirs, name, None) for name in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+    assert ours.options["norm_eps"] == next((eps for eps in norms if eps), 1e-5)
     if ours.rope is not None:
-        assert ours.options["norm_eps"] == theirs.rms_norm_eps
         assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
 
 
@@ -210,6 +216,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"num_attention_heads": 5}, "not a multiple of num_attention_heads 5; give head_dim, too"),
     ("llama", {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
     ("llama", {"head_dim": 9}, "needs an even one"),
+    ("falcon", {"new_decoder_architecture": True}, "new_decoder_architecture in config.json is True; of Falcon the 7B"),
+    ("falcon", {"alibi": True}, "alibi in config.json is True"),
+    ("falcon", {"parallel_attn": False}, "parallel_attn in config.json is False"),
+    ("falcon", {"num_attention_heads": 5}, "not a multiple of num_attention_heads 5"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+    ("cohere", {"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+    ("cohere", {"logit_scale": "x"}, "logit_scale"),
+    ("gpt_bigcode", {"scale_attn_weights": False}, "only scaled scores"),
+    ("gpt_bigcode", {"n_head": 5, "n_embd": 32}, "n_embd 32 in config.json is not a multiple of n_head 5"),
     ("llama", {"vocab_size": "many"}, "vocab_size in config.json is 'many'; it must be a whole number"),
     ("llama", {"rms_norm_eps": -1}, "rms_norm_eps"),
     ("llama", {"eos_token_id": "</s>"}, "eos_token_id"),
