@@ -43,10 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12, "tie_word_embeddings": True},
     "opt": {"architectures": ["OPTForCausalLM"], "ffn_dim": 48, "word_embed_proj_dim": 20},
     "chatglm": config_of(4, 2, 16, 64),
+    "falcon": {"architectures": ["FalconForCausalLM"], "multi_query": True},
+    "cohere": {"architectures": ["CohereForCausalLM"], "logit_scale": 0.5, "tie_word_embeddings": True},
+    "gpt_bigcode": {"architectures": ["GPTBigCodeForCausalLM"], "n_embd": 32, "n_head": 4, "n_positions": 256},
 }
 DEEP, DEEP_LAYERS = "deep", 12
 """A llama of so many layers that a device without most of them is much smaller."""
-LAYERS = {"num_hidden_layers": 4, "num_layers": 4}
+LAYERS = {"num_hidden_layers": 4, "num_layers": 4, "n_layer": 4}
 KV_HERE = ("device", "device")
 LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
 OPTIONS: dict[str, Any] = {"device": "cpu", "num_threads": 1, "skip_tokenizer_init": True}
