@@ -21,6 +21,8 @@ from cellar.engine.stream import AsyncLLM
 from cellar.server.directory import PrivateDirectory
 from cellar.server.endpoint import Address
 from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess, Opener
+from cellar.server.pool.choice import Sticky
+from cellar.server.pool.pool import Pool
 from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
 from cellar.server.shared import Shared
@@ -34,6 +36,9 @@ STABLE_SECONDS = 30.0
 LONGEST_PAUSE = 30.0
 KNOCK_SECONDS = (0.02, 0.5)
 """A front without an engine asks for one after the first pause, then at up to the second."""
+
+MAX_LOST = 2
+"""The only engine may go down so often with one request: whoever takes it down takes it from all others."""
 
 
 def nothing() -> None:
@@ -113,9 +118,10 @@ class EngineKeeper:
 class Link:
     """An `EngineHost` that keeps a front connected with the engine at `address`, whenever there is one.
 
+    What streams when the engine is lost goes on at the next one; new requests are refused until that is there.
     Where the engine listens elsewhere each time, `address` is a function that says where now, and raises OSError if
     nowhere. The constructor waits for the engine. `reason` says why a connection was lost; `begin` is done first by the
-    thread of each front.
+    front's thread.
     """
 
     def __init__(
@@ -128,22 +134,29 @@ class Link:
         self._address: Callable[[], Address] = address if callable(address) else lambda: address
         self._attach = attach or FrontMaker()
         self._reason = reason
-        self._begin = begin
         self._on_return: Callable[[], None] = nothing
         self._closing = threading.Event()
-        self._remote, self.opened = self._knock()
-        self._llm: AsyncLLM | None = AsyncLLM.over(self.opened, begin)
+        self._lock = threading.Lock()
+        self._pool = Pool(Sticky(), max_lost=MAX_LOST)
+        try:
+            self._remote, at = self._knock()
+            self.opened = self._made(self._remote)
+        except BaseException:
+            self._pool.close()
+            raise
+        self._pool.join(at, self._remote)
+        self._llm = AsyncLLM.over(self.opened, begin)
+        self._there = True
         self._thread = threading.Thread(target=self._keep, name="cellar-link", daemon=True)
         self._thread.start()
 
     @property
     def llm(self) -> AsyncLLM | None:
         """The engine, if it runs now."""
-        llm = self._llm
-        return llm if llm is not None and llm.running else None
+        return self._llm if self._there and not self._remote.ended.is_set() and self._llm.running else None
 
     def stats(self) -> SchedulerStats | None:
-        """The last snapshot; None while the engine does not run."""
+        """The last snapshot, with what engines before it have counted; None while the engine does not run."""
         llm = self.llm
         return None if llm is None else llm.stats()
 
@@ -158,41 +171,46 @@ class Link:
     def leave(self) -> None:
         """Leave the engine."""
         self._closing.set()
-        if self._llm is not None:
-            self._llm.close()
+        self._llm.close()
+        with self._lock:
+            self._remote.close()  # one that came too late for the pool
         self._thread.join()
 
-    def _knock(self) -> tuple[RemoteEngine, Opened]:
+    def _made(self, remote: RemoteEngine) -> Opened:
+        """The front, over whatever engine there is; it reads what the first one serves."""
+        try:
+            return self._attach(remote.ready, self._pool)
+        except BaseException:
+            remote.close()
+            raise
+
+    def _knock(self) -> tuple[RemoteEngine, Address]:
         """A connection, as soon as there is an engine; CellarError when there shall be none any more."""
         pause, longest = KNOCK_SECONDS
         while not self._closing.is_set():
             try:
-                remote = RemoteEngine(self._address(), self._reason)
+                at = self._address()
+                return RemoteEngine(at, self._reason), at
             except (CellarError, OSError):
                 self._closing.wait(pause)
                 pause = min(2 * pause, longest)
-                continue
-            try:
-                return remote, self._attach(remote.ready, remote)
-            except BaseException:
-                remote.close()
-                raise
         raise CellarError("the server ends.")
 
     def _keep(self) -> None:
         while True:
             self._remote.ended.wait()
-            self._llm = None
+            self._there = False
             try:
-                self._remote, self.opened = self._knock()
-            except CellarError as error:
-                if not self._closing.is_set():
-                    logger.error("this front is of no use any more (%s)", error)
+                remote, at = self._knock()
+            except CellarError:
                 return
-            self._llm = AsyncLLM.over(self.opened, self._begin)
-            if self._closing.is_set():
-                self._llm.close()
-                return
+            with self._lock:
+                self._remote = remote
+                if self._closing.is_set():
+                    remote.close()
+                    return
+            self._pool.post(partial(self._pool.join, at, remote))
+            self._there = True
             self._on_return()
 
 

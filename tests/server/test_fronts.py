@@ -193,11 +193,9 @@ def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path
     gate = tmp_path / "gate"
     with fronts(2, latency=0.02, gate=str(gate), **ROOMY) as (process, url):
         engine, front, _ = children_of(process.pid)
-        streams = Streams(url, [[k, 7] for k in range(8)])
+        streams = Streams(url, [[k, 7] for k in range(8)], 200)
         gate.touch()
         os.kill(int(engine.name), signal.SIGKILL)
-        streams.join()
-        assert streams.ended == streams.texts.keys()  # each was told, and closed in order
 
         def are(status: int) -> bool:
             """Of both fronts, for who of them is asked is decided each time."""
@@ -206,6 +204,9 @@ def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path
         until(lambda: are(503))
         gate.unlink()
         until(lambda: are(200))
+        streams.join()
+        assert streams.ended == streams.texts.keys()
+        assert streams.texts == {prompt: TEXT.decode(plain(list(prompt), 200)) for prompt in streams.texts}
         for _ in range(8):
             answer = httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 2}, timeout=SECONDS)
             assert answer.json()["choices"][0]["text"] == TEXT.decode(plain([1, 2, 3], 2))

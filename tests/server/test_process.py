@@ -18,7 +18,7 @@ from cellar.core.errors import CellarError
 from cellar.core.messages import RequestOutput
 from cellar.server.app import build_app
 from cellar.server.host import ServedModel
-from cellar.server.supervisor import Supervisor
+from cellar.server.supervisor import MAX_LOST, Supervisor
 from tests.fake_front import ENDLESS, ROOMY
 from tests.limits import SECONDS, eventually, join_all, until
 from tests.server.fake_process import children_of, open_nothing, started, supervise, wait_until_refused
@@ -66,7 +66,7 @@ def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
     asyncio.run(run())
 
 
-def test_a_killed_engine_is_started_again(host: Supervisor) -> None:
+def test_streams_outlive_an_engine_that_is_killed_and_started_again(host: Supervisor) -> None:
     app = build_app(host, ServedModel.of(host.opened, ("fake",)))
     restarted, may_start, start = threading.Event(), threading.Event(), host._keeper._start
     host.on_restart(restarted.set)
@@ -74,31 +74,61 @@ def test_a_killed_engine_is_started_again(host: Supervisor) -> None:
     with running(app) as url, httpx.Client(base_url=url, timeout=SECONDS) as http:
         lines: list[str] = []
         answers: list[httpx.Response] = []
+        body = {**LONG, "max_tokens": 300}
 
         def stream() -> None:
-            with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+            with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
                 lines.extend(line for line in answer.iter_lines() if line)
 
         threads = [
             threading.Thread(target=stream),
-            threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=LONG))),
+            threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body))),
         ]
         for thread in threads:
             thread.start()
         until(lambda: len(lines) >= 4 and (stats := host.stats()) is not None and stats.running == 2)
         assert host.pid is not None
         os.kill(host.pid, signal.SIGKILL)
-        join_all(threads)
-        assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "service_unavailable_error"
-        assert answers[0].status_code == 503
-        assert "signal 9" in answers[0].json()["error"]["message"]
-        assert "retry-after" in answers[0].headers
-        assert http.get("/health").status_code == 503
+        until(lambda: http.get("/health").status_code == 503)
+        refused = http.post("/v1/completions", json=body)
+        assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
         may_start.set()
         assert restarted.wait(SECONDS)
         assert http.get("/health").status_code == 200
+        join_all(threads)
+        whole = TEXT.decode(plain([1, 2, 3], 300))
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+        assert "".join(event["choices"][0]["text"] for event in events) == whole
+        assert lines[-1] == "data: [DONE]"
+        assert answers[0].json()["choices"][0]["text"] == whole
+        assert answers[0].json()["usage"]["completion_tokens"] == 300
         text = http.post("/v1/completions", json={**LONG, "max_tokens": 5}).json()["choices"][0]["text"]
         assert text == TEXT.decode(plain([1, 2, 3], 5))
+
+
+def test_a_request_under_which_the_only_engine_is_killed_twice_is_given_up(host: Supervisor) -> None:
+    async def run() -> None:
+        llm = host.llm
+        assert llm is not None
+        running = llm.generate([1, 2], GREEDY.clone(max_tokens=ENDLESS))
+        await anext(running)
+        for _ in range(MAX_LOST):
+            before = host.pid
+            assert before is not None
+            os.kill(before, signal.SIGKILL)
+            made = await anext(running)
+            while host.pid == before and not made.finished:
+                made = await anext(running)
+        while not made.finished:
+            made = await anext(running)
+        assert (made.outputs[0].finish_reason, "lost 2 times" in str(made.outputs[0].stop_reason)) == ("error", True)
+        assert list(made.outputs[0].token_ids) == plain([1, 2], len(made.outputs[0].token_ids))
+        await eventually(lambda: host.llm is not None)
+        async for output in llm.generate([3, 4], GREEDY):
+            last = output
+        assert list(last.outputs[0].token_ids) == plain([3, 4], 12)
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_does_not_start_says_why() -> None:

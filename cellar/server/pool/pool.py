@@ -70,8 +70,11 @@ class _Question:
 class Pool:
     """Belongs to the thread that calls `turn`; `post`, `stats` and `wake` are for all. It begins without an engine."""
 
-    def __init__(self, chooser: Chooser, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, chooser: Chooser, clock: Callable[[], float] = time.monotonic, max_lost: int | None = None
+    ) -> None:
         self._chooser = chooser
+        self._max_lost = max_lost
         self._clock = clock
         self._places: list[Place] = []
         self._streams: dict[str, Stream[Place]] = {}
@@ -201,6 +204,8 @@ class Pool:
         outputs = []
         self._give_up()
         for place in self.places:
+            if place not in self._places:
+                continue  # lost meanwhile, when it was to go on with what another had
             with self._losing(place):
                 outputs += [self._seen(place, output) for output in place.engine.turn(0.0)]
         if self._refused:
@@ -212,7 +217,7 @@ class Pool:
         """Note what is about to be delivered."""
         for id, token in zip(output.ids, output.tokens, strict=True):
             place.streams[id].tokens.append(token)
-        for id in list(output.prompt_logprobs):
+        for id in {*output.prompt_logprobs, *output.num_cached_tokens}:
             told_once(output, id, place.streams[id])
         for id in output.finished:
             self._forget(id)
@@ -283,7 +288,7 @@ class Pool:
         logger.error("an engine is lost (%s); its %d sequences go on elsewhere", error, len(place.streams))
         for id_, stream in place.streams.items():
             stream.place, stream.lost = None, stream.lost + 1
-            if stream.lost >= MAX_LOST:
+            if stream.lost >= (self._max_lost or MAX_LOST):
                 del self._streams[id_]
                 self._refused[id_] = f"the engine was lost {stream.lost} times with this request; send it again."
         for id_, stream in place.streams.items():

@@ -17,13 +17,14 @@ class Stream(Generic[PlaceT]):
     """`place` is where it runs, None while there is nowhere; `tokens` are those that were delivered.
 
     `scored` counts the prompt positions whose log-probability was delivered. `lost` says how many engines have gone
-    down with it.
+    down with it, `admitted` that it was delivered what the first engine had found of it and how long it waited there.
     """
 
     request: Request
     place: PlaceT | None = None
     tokens: list[int] = field(default_factory=list)
     scored: int = 0
+    admitted: bool = False
     lost: int = 0
 
     def onward(self) -> Request:
@@ -47,6 +48,11 @@ class Stream(Generic[PlaceT]):
 
 def told_once(output: StepOutput, id: str, stream: Stream[PlaceT]) -> None:
     """Take out of an engine's output what of one stream was delivered before it came there."""
+    if id in output.num_cached_tokens:
+        if stream.admitted:
+            del output.num_cached_tokens[id]
+            output.queue_seconds.pop(id, None)
+        stream.admitted = True
     if (scored := output.prompt_logprobs.get(id)) is not None:
         fresh = stream.fresh(scored)
         if fresh is None:
