@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -54,3 +58,34 @@ def test_the_container_installs_what_is_locked() -> None:
     assert '--require-hashes --requirement "${LOCK}"' in steps
     assert "pip install --no-cache-dir --no-deps --no-build-isolation ." in steps
     assert all(f"deploy/{file}" in steps for file in LOCKS)
+
+
+BASE = f"python:3.11-slim@sha256:{'0' * 64}"
+
+
+def noted(dist: Path, base: str = BASE) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "release-notes"), "--base", base, "--dist", str(dist)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_release_notes_tell_what_the_container_holds(tmp_path: Path) -> None:
+    """With files as scripts/audit writes them; asking for vulnerabilities needs a network."""
+    packages: list[dict[str, Any]] = [
+        {"name": name, "version": str(version)} for name, version in locked("requirements.lock").items()
+    ]
+    assert "run scripts/audit" in noted(tmp_path).stderr
+    (tmp_path / "sbom.json").write_text(json.dumps({"components": packages}))
+    (tmp_path / "audit.json").write_text(json.dumps({"dependencies": [{**one, "vulns": []} for one in packages]}))
+    done = noted(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert BASE in done.stdout
+    assert f"{len(packages)} packages" in done.stdout
+    assert "(unreleased)" in done.stdout or "## " in done.stdout
+    assert "no digest" in noted(tmp_path, "python:3.11-slim").stderr
+    spoilt = [{**one, "vulns": [{"id": "X-1"}]} for one in packages]
+    (tmp_path / "audit.json").write_text(json.dumps({"dependencies": spoilt}))
+    bad = noted(tmp_path)
+    assert bad.returncode != 0
+    assert f"{packages[0]['name']} (X-1)" in bad.stderr
+    (tmp_path / "sbom.json").write_text(json.dumps({"components": packages[1:]}))
+    assert "not of the packages that are locked now" in noted(tmp_path).stderr

@@ -29,6 +29,7 @@ _LIMITS = LimitConfig(
     max_queued_requests=2**62,
     max_queued_tokens=2**62,
     max_body_bytes=2**62,
+    max_body_values=2**62,
 )
 
 
@@ -75,7 +76,7 @@ def batch(
     # Where results go to a terminal or a pipe, nothing else may.
     _tell(counts, total - pending, failed_before, time.perf_counter() - started, output, err=not results.is_file)
     if stopped:
-        left = pending - counts.succeeded - counts.failed
+        left = max(0, pending - counts.succeeded - counts.failed)  # the input may have grown meanwhile
         typer.echo(f"cellar: stopped with {left} left; run the same command again to go on.", err=True)
         raise typer.Exit(130)
     if counts.failed or failed_before:

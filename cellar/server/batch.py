@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,14 @@ from cellar.server.host import EngineHost
 
 _ID = "batch_req_"
 _BEGINNING = f'{{"id":"{_ID}'.encode()
+_NAMED = "8"
+"""Version, the 13th digit, of ids that tell what was asked for; older ones were random (version 4)."""
+
+_SURELY_FLAT = 200
+"""Lists and objects of a line that can be written from anywhere, however they are nested."""
+
+MOST_BYTES = 64 * 2**20
+"""Bytes of lines that are under way at a time; one line may be longer."""
 
 _SAMPLED = ("/v1/completions", "/v1/chat/completions")
 URLS = (*_SAMPLED, "/v1/embeddings", "/v1/score", "/v1/rerank")
@@ -35,12 +43,20 @@ URLS = (*_SAMPLED, "/v1/embeddings", "/v1/score", "/v1/rerank")
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """A line that can be sent."""
+    """A line that can be sent, of so many bytes."""
 
     line: int
     custom_id: str
     url: str
     body: dict[str, Any]
+    nbytes: int
+
+    @property
+    def id(self) -> str:
+        """Of its result: a UUID of version 8, made of what it asks for, so that a later run can tell."""
+        asked = json.dumps([self.custom_id, self.url, self.body], sort_keys=True).encode()
+        made = hashlib.blake2b(asked, digest_size=16).hexdigest()
+        return f"{_ID}{made[:12]}{_NAMED}{made[13:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +70,13 @@ class BadLine:
 
 
 def read_requests(path: Path) -> Iterator[BatchRequest | BadLine]:
-    """Lines of a batch, in order; blank ones are skipped. Raises ConfigError if the file cannot be read."""
+    """Lines of a batch, in order; blank ones are skipped. Raises ConfigError if it cannot be read, or only once."""
     seen: dict[str, int] = {}
+    if path.exists() and not path.is_file():
+        raise ConfigError(
+            f"the batch {path} cannot be read again and again, as this needs; give a file of JSON lines, not a pipe or "
+            "a folder."
+        )
     try:
         with path.open("rb") as file:
             for number, data in enumerate(file, 1):
@@ -90,7 +111,13 @@ def _read_line(number: int, data: bytes, seen: dict[str, int]) -> BatchRequest |
     body = line.get("body")
     if not isinstance(body, dict):
         return BadLine(number, custom_id, "missing_required_parameter", f"line {number} has no body; give an object.")
-    return BatchRequest(number, custom_id, url, body)
+    request = BatchRequest(number, custom_id, url, body, len(data))
+    try:
+        if data.count(b"[") + data.count(b"{") > _SURELY_FLAT:
+            request.id  # noqa: B018 (whoever can read a body may still not be able to write it)
+    except RecursionError:
+        return BadLine(number, custom_id, "invalid_json_line", f"line {number} is nested too deeply; flatten its body.")
+    return request
 
 
 class ResultFile:
@@ -106,9 +133,11 @@ class ResultFile:
             self._fd = os.open(path, mode, 0o666)
         except OSError as error:
             raise ConfigError(f"the output {path} cannot be written ({error.strerror}); give another file.") from error
-        self.finished: set[str] = set()
-        self.bad_lines: set[int] = set()
+        self.finished: dict[str, str] = {}
+        self.bad_lines: set[tuple[int, str]] = set()
         self.num_failed = 0
+        self._size = 0
+        self._damaged = False
         if not self.is_file:
             return
         try:
@@ -123,18 +152,35 @@ class ResultFile:
             raise
 
     def has(self, line: BatchRequest | BadLine) -> bool:
-        """True if the result of a line is there."""
-        return line.line in self.bad_lines if isinstance(line, BadLine) else line.custom_id in self.finished
+        """True if the result of a line is there. Raises ConfigError if that is of something else by the same name."""
+        if isinstance(line, BadLine):
+            return (line.line, line.message) in self.bad_lines
+        id = self.finished.get(line.custom_id)
+        if id is not None and id[len(_ID) :][12:13] == _NAMED and id != line.id:
+            raise ConfigError(
+                f"line {line.line} asks for something else than what {self._path} has a result of by the custom_id "
+                f"{line.custom_id[:64]!r}; give it another custom_id, or the batch another output."
+            )
+        return id is not None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """One more line, at the end, in one write. Raises ConfigError if the disk is full."""
+        """One more line, at the end, in one write. Raises ConfigError if the disk is full or the file is gone."""
+        if self._damaged:
+            raise ConfigError(f"the output {self._path} could not be written before; run the same command again.")
+        if self.is_file and not os.fstat(self._fd).st_nlink:
+            raise ConfigError(f"the output {self._path} was deleted or replaced meanwhile; run the same command again.")
         data = _line(record)
         written = 0
         while written < len(data):
             try:
                 written += os.write(self._fd, data[written:])
             except OSError as error:
+                self._damaged = True  # what fits later would stand behind half a line
+                with contextlib.suppress(OSError):
+                    if self.is_file:
+                        os.ftruncate(self._fd, self._size)
                 raise ConfigError(f"the output {self._path} cannot be written ({error.strerror}).") from error
+        self._size += written
 
     def close(self) -> None:
         """Everything is on the disk."""
@@ -151,16 +197,17 @@ class ResultFile:
         self.close()
 
     def _mend(self) -> None:
-        """Read what is there, and cut off a last line that was not written to its end."""
+        """Read what is there, and cut off a last line that was not written to its end, be it by zeros after a crash."""
         whole = 0
         with open(self._fd, "rb", closefd=False) as file:
             for number, data in enumerate(file, 1):
                 if not data.endswith(b"\n"):
-                    if not _begins_result(data):
+                    if not _begins_result(data.rstrip(b"\0")):
                         raise self._foreign(number)
                     break
                 self._note(number, data)
                 whole += len(data)
+        self._size = whole
         if os.fstat(self._fd).st_size > whole:
             os.ftruncate(self._fd, whole)
 
@@ -168,12 +215,12 @@ class ResultFile:
         try:
             record = json.loads(data)
             if record["response"] is not None:
-                self.finished.add(record["custom_id"])
+                self.finished[record["custom_id"]] = str(record["id"])
                 self.num_failed += record["response"]["status_code"] != 200
             else:
-                self.bad_lines.add(record["error"]["line"])
+                self.bad_lines.add((record["error"]["line"], record["error"]["message"]))
                 self.num_failed += 1
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise self._foreign(number) from error
 
     def _foreign(self, number: int) -> ConfigError:
@@ -234,17 +281,18 @@ class Batch:
         Cancelled, it drops what runs: what an application says to a request that is cancelled is no result. Raises
         CellarError if the engine ends.
         """
-        lines = (line for line in read_requests(requests) if not results.has(line))
+        lines = _Lines(line for line in read_requests(requests) if not results.has(line))
 
         async def work() -> None:
-            for line in lines:  # all workers take from one iterator
-                if self._stopping:
-                    break
-                record = bad_result(line) if isinstance(line, BadLine) else await self._answer(line)
-                if self._dropping:
-                    break
-                results.append(record)
-                on_result(record)
+            while not self._stopping:
+                async with lines.following() as line:
+                    if line is None or self._stopping:
+                        break
+                    record = bad_result(line) if isinstance(line, BadLine) else await self._answer(line)
+                    if self._dropping:
+                        break
+                    results.append(record)
+                    on_result(record)
 
         workers = [asyncio.create_task(work()) for _ in range(in_flight)]
         try:
@@ -262,7 +310,12 @@ class Batch:
             return _result(request, failure.status, failure.body)
         if body.get("seed") is None and request.url in _SAMPLED:
             body["seed"] = self._seed_of(request.custom_id)
-        status, answer = await call(self._app, request.url, json.dumps(body).encode())
+        try:
+            data = json.dumps(body).encode()
+        except RecursionError:
+            failure = refused("the request is nested too deeply; flatten it.")
+            return _result(request, failure.status, failure.body)
+        status, answer = await call(self._app, request.url, data)
         if status >= 500 and self._host.llm is None and not self._dropping:
             raise CellarError("the engine has failed; what is done is kept, so run the same command again.")
         if status == 503 and not self._dropping:  # not the request's fault, so no answer to it
@@ -276,6 +329,32 @@ class Batch:
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
+class _Lines:
+    """Lines for all workers, as many at a time as have MOST_BYTES together."""
+
+    def __init__(self, lines: Iterator[BatchRequest | BadLine]) -> None:
+        self._lines = lines
+        self._nbytes = 0
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def following(self) -> AsyncIterator[BatchRequest | BadLine | None]:
+        """The next line, which is under way until the end of the block; None: there is no other."""
+        async with self._turn:
+            while self._nbytes >= MOST_BYTES:
+                self._freed.clear()
+                await self._freed.wait()
+            line = next(self._lines, None)
+            nbytes = line.nbytes if isinstance(line, BatchRequest) else 0
+            self._nbytes += nbytes
+        try:
+            yield line
+        finally:
+            self._nbytes -= nbytes
+            self._freed.set()
+
+
 def _line(record: Mapping[str, Any]) -> bytes:
     """Readable where it can be: half a surrogate pair, which JSON allows, has to be escaped."""
     try:
@@ -286,17 +365,13 @@ def _line(record: Mapping[str, Any]) -> bytes:
 
 def _result(request: BatchRequest, status: int, body: dict[str, Any]) -> dict[str, Any]:
     response = {"status_code": status, "request_id": body.get("id") or "", "body": body}
-    return {"id": _new_id(), "custom_id": request.custom_id, "response": response, "error": None}
+    return {"id": request.id, "custom_id": request.custom_id, "response": response, "error": None}
 
 
 def bad_result(bad: BadLine) -> dict[str, Any]:
     """The result of a line that could not be sent; `line` tells a later run that it is there."""
     error = {"code": bad.code, "message": bad.message, "line": bad.line}
-    return {"id": _new_id(), "custom_id": bad.custom_id, "response": None, "error": error}
-
-
-def _new_id() -> str:
-    return f"{_ID}{uuid.uuid4().hex}"
+    return {"id": f"{_ID}{uuid.uuid4().hex}", "custom_id": bad.custom_id, "response": None, "error": error}
 
 
 async def call(app: FastAPI, path: str, body: bytes) -> tuple[int, bytes]:

@@ -437,11 +437,13 @@ def by_id_torn(path: Path) -> set[str]:
 def test_reading(tmp_path: Path) -> None:
     path = write(tmp_path / "in.jsonl", [request("a"), "", "x"])
     good, bad = read_requests(path)
-    assert good == BatchRequest(1, "a", "/v1/completions", {"max_tokens": 5, "prompt": [5, 6, 7]})
+    assert good == BatchRequest(1, "a", "/v1/completions", {"max_tokens": 5, "prompt": [5, 6, 7]}, 111)
     assert isinstance(bad, BadLine)
     assert (bad.line, bad.code) == (3, "invalid_json_line")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="not a pipe or a folder"):
         list(read_requests(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        list(read_requests(tmp_path / "none"))
 
 
 def test_without_the_server_extra_one_sentence_says_what_to_install(

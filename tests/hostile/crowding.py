@@ -2,7 +2,9 @@
 
 A client asks for 8 tokens every 0.2 s, first alone, then while an attack of one case runs; what it felt, and what the
 server's processes took, is one line per case: `back` is what each of them has a minute later, as a ratio, and `new_MB`
-what those have that were started meanwhile. `--tree` serves from another checkout, for a figure from before.
+what those have that were started meanwhile. `back` and `peak_MB` leave out the KV cache, which is promised to the
+engine at its start, and whose pages the system hands out when they are first used: `kv_MB` is how much more of it is in
+use. `--tree` serves from another checkout, for a figure from before.
 The clients share the machine with the server: on a busy one compare ratios within a run.
 """
 
@@ -24,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.server.load import quantile, resident
+from tests.server.load import children, quantile, resident
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +34,9 @@ PERIOD = 0.2
 DEADLINE = 120.0
 
 AMBIGUOUS = "start: s\ns: s s s | s s | T |\nT: /[a-z .]/\n"
+
+LEAST_CACHE = 2**29
+"""Bytes of a mapping that is taken for a KV cache: the server here has GiB of it, and nothing else that is as large."""
 
 Attack = tuple[str, dict[str, Any], int]
 """Path, body, and how many clients send it at once."""
@@ -192,7 +197,7 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
     context = multiprocessing.get_context("spawn")
     with served(tree, *options) as (pid, port):
         honest(port, 2.0)
-        before = resident(pid)
+        before, kv = resident(pid), cached(pid)
         start = sum(before.values())
         quiet = honest(port, 6.0)
         ends = []
@@ -210,23 +215,46 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
         for process in (watcher, *(process for _, process in ends)):
             process.join(10)
         time.sleep(after)
-        then = resident(pid)
+        then, kv_then = resident(pid), cached(pid)
     return {
         "case": case,
         "answer": said,
         "quiet_p99": quiet["p99"],
         "quiet_gap": quiet["gap"],
         **{name: under[name] for name in ("count", "p50", "p99", "gap", "gap_p99", "failures")},
-        "peak_MB": (peak - start) / 1e6,
-        "back": {name: round(then.get(name, 0.0) / size, 3) for name, size in before.items()},
+        "peak_MB": (peak - start + sum(kv.values())) / 1e6,
+        "back": {
+            name: round((then.get(name, 0.0) - kv_then.get(name, 0.0)) / (size - kv.get(name, 0.0)), 3)
+            for name, size in before.items()
+        },
+        "kv_MB": (sum(kv_then.values()) - sum(kv.values())) / 1e6,
         "new_MB": sum(size for name, size in then.items() if name not in before) / 1e6,
     }
+
+
+def cached(pid: int) -> dict[str, float]:
+    """Bytes that a server's processes have of mappings as large as a KV cache is, by the names of `resident`."""
+    found: dict[str, float] = {}
+    number = 0
+    for process in (pid, *children(pid)):
+        if b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes():
+            continue
+        name = "server" if process == pid else f"child {number}"
+        number += 1
+        size = 0
+        for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+            field, _, value = line.partition(":")
+            if field == "Size":
+                size = int(value.split()[0])
+            elif field == "Rss" and size >= LEAST_CACHE // 1024:
+                found[name] = found.get(name, 0.0) + 1024.0 * int(value.split()[0])
+    return found
 
 
 def watch(pid: int, seconds: float, pipe: Any) -> None:
     end, peak = time.monotonic() + seconds, 0.0
     while time.monotonic() < end:
-        peak = max(peak, sum(resident(pid).values()))
+        peak = max(peak, sum(resident(pid).values()) - sum(cached(pid).values()))
         time.sleep(0.1)
     pipe.send(peak)
 
