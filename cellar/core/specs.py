@@ -250,6 +250,11 @@ class ModelSpec:
     elsewhere: frozenset[str] = frozenset()
     options: Mapping[str, float | int | str | bool] = field(default_factory=dict)
 
+    @property
+    def vector_size(self) -> int:
+        """Numbers of one of its final hidden states: the width of what the head takes."""
+        return next((tensor.shape[1] for tensor in self.head if tensor.name == "lm_head"), self.hidden_size)
+
     def tensors(self) -> Iterator[TensorSpec]:
         """All logical tensors, in the order in which a forward pass meets them."""
         yield from self.embedding

@@ -130,7 +130,7 @@ class LLM:
         A prompt may fill the whole context. Raises RequestError also for one that fails on its way.
         """
         params = pooling_params or PoolingParams()
-        sampling = params.sampling(self.spec.hidden_size, read_pooling(self.checkpoint))
+        sampling = params.sampling(self.spec.vector_size, read_pooling(self.checkpoint))
         outputs = self._complete(self._front.reader.read_all(prompts, room=0), sampling, use_tqdm)
         return [
             EmbeddingRequestOutput(

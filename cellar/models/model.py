@@ -101,7 +101,7 @@ class Model(Protocol):
         """Hidden rows (already selected) [n, hidden] -> logits [n, vocab], in the weights' dtype or float32."""
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
-        """Hidden rows after the last norm: [n, hidden]."""
+        """What the head takes of the hidden rows, after the last norm: [n, spec.vector_size]."""
 
 
 def run_layer(model: Model, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:

@@ -179,19 +179,25 @@ class OPT:
         return Hidden(x)
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
-        """Hidden rows after the last norm, before any projection to the words' width: [n, hidden]."""
+        """Hidden rows after the last norm, projected if the words are narrower: [n, words]."""
+        return self._narrowed(weights, self._normed(weights, h, comm))
+
+    def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
+        """Hidden rows [n, hidden] -> logits [n, vocab]."""
+        x = self._narrowed(weights, points.whole_rows(self._normed(weights, h, comm), comm))
+        return points.gathered(linear(x, weights["lm_head"]), comm)
+
+    def _normed(self, weights: Weights, h: Hidden, comm: Comm | None) -> Tensor:
+        """After the last norm, if there is one: [n, hidden]."""
         if "norm" in weights:
             x, _ = self._norm(h.residual, h.delta, weights, "norm", comm)
         else:
             x = points.entered(_sum(h), comm) if self._norm_first else _sum(h)
         return points.wide(x, comm)
 
-    def head(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
-        """Hidden rows [n, hidden] -> logits [n, vocab]."""
-        x = points.whole_rows(self.final_hidden(weights, h, comm), comm)
-        if "project_out" in weights:
-            x = linear(x, weights["project_out"], None)
-        return points.gathered(linear(x, weights["lm_head"]), comm)
+    def _narrowed(self, weights: Weights, x: Tensor) -> Tensor:
+        """[n, hidden] -> [n, words]."""
+        return linear(x, weights["project_out"], None) if "project_out" in weights else x
 
     def _mlp(self, weights: Weights, x: Tensor, comm: Comm | None) -> Tensor:
         biases = plain(weights)

@@ -33,7 +33,7 @@ class ServedModel:
     chunk_nbytes: int
     kv_tier: str
     generation: GenerationConfig = NEUTRAL
-    hidden_size: int = 1
+    vector_size: int = 1
     pooling: str = "last"
     cache: Mapping[str, str] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class ServedModel:
             opened.spec.kv.chunk_nbytes(),
             "host" if opened.config.device.device in ("auto", "cpu") else "device",
             opened.generation,
-            opened.spec.hidden_size,
+            opened.spec.vector_size,
             read_pooling(opened.checkpoint),
             {name: str(value) for name, value in vars(opened.config.cache).items() if name not in _PLACES},
         )

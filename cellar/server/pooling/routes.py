@@ -50,7 +50,7 @@ class PoolingApi:
                 {"object": "embedding", "index": k, "embedding": _base64(vector) if coded else vector.tolist()}
                 for k, vector in enumerate(vectors)
             )
-            count = len(outputs) * (1 if coded else params.dimensions or self._model.hidden_size)
+            count = len(outputs) * (1 if coded else params.dimensions or self._model.vector_size)
             return self._body(id, body, outputs, data=lazily(data, count))
 
         return await self._answered(request, answer())
@@ -101,7 +101,7 @@ class PoolingApi:
         check_sequences(len(inputs), 1, self._limits, body.names["prompt"])
         owner = owner_of(request.scope)
         try:
-            params = body.params().sampling(self._model.hidden_size, self._model.pooling)
+            params = body.params().sampling(self._model.vector_size, self._model.pooling)
             special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens
             prompts = await self._prepare.inputs(inputs, special, cut)
             name = name_of(request.scope)
