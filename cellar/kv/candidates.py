@@ -2,6 +2,8 @@
 
 Values change with time, and with it the order between conversations, so none is stored. Within one audience the order
 is that of the context length, whatever the time: each audience has a heap, and a decision compares its heads.
+
+Where there are several tenants, what one has beyond an equal share goes before all else (decision 0054).
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Candidates:
         self._member = np.zeros(capacity, np.bool_)
         self._count = 0
         self._heaps: dict[int, list[int]] = {}
-        self._sizes: dict[int, int] = {}
+        self._sizes = np.zeros(64, np.int64)
         self._heads = np.full(64, _NONE)
         self._doubtful: set[int] = set()  # audiences whose head may have left
         self._costs = np.empty(0)  # by context length
@@ -56,6 +58,7 @@ class Candidates:
         if last >= len(self._heads):
             more = max(last + 1, 2 * len(self._heads)) - len(self._heads)
             self._heads = np.concatenate((self._heads, np.full(more, _NONE)))
+            self._sizes = np.concatenate((self._sizes, np.zeros(more, np.int64)))
         if (audiences == first).all():
             heap = self._heap(first, len(keys))
             heap += keys
@@ -69,7 +72,7 @@ class Candidates:
 
     def _heap(self, audience: int, more: int) -> list[int]:
         """The heap of an audience that gets so many chunks more; it is rid of what has left when that is the most."""
-        size = self._sizes.get(audience, 0)
+        size = int(self._sizes[audience])
         self._sizes[audience] = size + more
         if not size:
             return self._heaps.setdefault(audience, [])
@@ -90,16 +93,45 @@ class Candidates:
     def lowest(self, count: int, now: float) -> list[tuple[float, int]]:
         """The `count` chunks that are worth least, least first, with their values; they are in the set no more.
 
-        Raises IntegrityError, and changes nothing, if there are fewer.
+        Those beyond a tenant's share come first, and count as worth nothing. Raises IntegrityError, and changes
+        nothing, if there are fewer.
         """
         if count > self._count:
             raise IntegrityError(f"{count} chunks are to leave, but only {self._count} may")
         if not count:
             return []
+        self._settle_all()
+        found = self._beyond_shares(count, now) if self._conversations.num_tenants > 1 else []
+        if found:
+            self._settle_all()
+        return found + self._lowest(np.flatnonzero(self._heads != _NONE), count - len(found), now)
+
+    def _settle_all(self) -> None:
         for audience in self._doubtful:
             self._settle(audience)
         self._doubtful.clear()
+
+    def _beyond_shares(self, count: int, now: float) -> list[tuple[float, int]]:
+        """At most `count` chunks of tenants that have more than an equal share of the set, of the largest first."""
         audiences = np.flatnonzero(self._heads != _NONE)
+        tenants = self._conversations.tenants(audiences)
+        owned = tenants >= 0
+        if not owned.any():
+            return []
+        held = np.bincount(tenants[owned], self._sizes[audiences[owned]])
+        excess = np.ceil(held - self._count / max(1, self._conversations.num_present(now))).astype(np.int64)
+        found: list[tuple[float, int]] = []
+        for tenant in np.argsort(-excess, kind="stable").tolist():
+            wanted = min(int(excess[tenant]), count - len(found))
+            if wanted <= 0:
+                break
+            found += [(0.0, chunk) for _, chunk in self._lowest(audiences[tenants == tenant], wanted, now)]
+        return found
+
+    def _lowest(self, audiences: NDArray[np.intp], count: int, now: float) -> list[tuple[float, int]]:
+        """`lowest` of some audiences, whose heads are in the set and which have as many."""
+        if not count:
+            return []
         heads = self._heads[audiences]
         ends = heads >> 32
         talks = self._conversations
@@ -143,12 +175,12 @@ class Candidates:
             raise IntegrityError("a chunk that may leave is in no heap, or in two")
 
     def _shrink(self, audience: int, count: int) -> None:
-        left = self._sizes[audience] - count
+        left = int(self._sizes[audience]) - count
+        self._sizes[audience] = left
         if left:
-            self._sizes[audience] = left
             self._doubtful.add(audience)
         else:
-            del self._sizes[audience], self._heaps[audience]
+            del self._heaps[audience]
             self._heads[audience] = _NONE
 
     def _settle(self, audience: int) -> int:

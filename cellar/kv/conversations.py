@@ -25,11 +25,15 @@ PINNED = 1e12
 MIN_IDLE_SECONDS = 1.0
 """Idle times below this are all alike: who wrote a moment ago is not worth a thousand of those before."""
 
+PRESENT_SECONDS = 3600.0
+"""A tenant that was active within this time has a share of its own."""
+
 
 class Conversations:
     """Conversations and audiences, by number. Numbers are used again when nobody runs, and no chunk is left.
 
-    `next_turns` is told when a turn ends with nothing else under way, and when the next begins.
+    `next_turns` is told when a turn ends with nothing else under way, and when the next begins. A tenant is whom
+    conversations belong to, by name: an API key's.
     """
 
     def __init__(self, next_turns: NextTurns | None = None) -> None:
@@ -40,6 +44,9 @@ class Conversations:
         self._serial = np.zeros(64, np.int64)
         self._pinned = np.full(64, -np.inf)  # until when
         self._last_pin = -np.inf  # when the last of all pins ends
+        self._tenant = np.full(64, -1, np.int64)
+        self._tenants: dict[str, int] = {}
+        self._seen: list[float] = []  # by tenant: when it was active last
         self._users: list[int] = []  # requests under way, and audiences
         self._name: list[bytes] = []  # of those that have one
         self._by_name: dict[bytes, int] = {}
@@ -56,19 +63,31 @@ class Conversations:
 
     # -- conversations ----------------------------------------------------------------------------
 
-    def join(self, name: bytes, inherited: int, now: float) -> int:
+    def join(self, name: bytes, inherited: int, now: float, tenant: str = "") -> int:
         """A request begins: it belongs to the conversation of that name (empty: none), else `inherited`, else (-1) to a
-        new one. Names are owner identities; see `identity.py`.
+        new one. Names are owner identities; see `identity.py`. A new one is `tenant`'s (empty: nobody's), and nobody
+        inherits another tenant's.
         """
+        whose = self._present(tenant, now) if tenant else -1
         number = self._by_name.get(name, -1) if name else inherited
-        if number < 0:
+        if number < 0 or (number == inherited and 0 <= self._tenant[number] != whose):
             number = self._new(name)
+        if self._tenant[number] < 0:
+            self._tenant[number] = whose
         if self._next_turns is not None and not self._running[number]:
             self._next_turns.began(number, now)
         self._turns[number] += 1
         self._running[number] += 1
         self._users[number] += 1
         self.touch(number, now)
+        return number
+
+    def _present(self, tenant: str, now: float) -> int:
+        """The tenant's number; it is active."""
+        number = self._tenants.setdefault(tenant, len(self._tenants))
+        if number == len(self._seen):
+            self._seen.append(now)
+        self._seen[number] = now
         return number
 
     def leave(self, number: int, now: float) -> None:
@@ -111,6 +130,7 @@ class Conversations:
                 self._serial = np.concatenate((self._serial, np.zeros(number, np.int64)))
                 self._turns = np.concatenate((self._turns, np.zeros(number, np.int32)))
                 self._pinned = np.concatenate((self._pinned, np.full(number, -np.inf)))
+                self._tenant = np.concatenate((self._tenant, np.full(number, -1)))
         self._name[number] = name
         if name:
             self._by_name[name] = number
@@ -128,6 +148,7 @@ class Conversations:
             self._active[number] = -np.inf
             self._turns[number] = 0
             self._pinned[number] = -np.inf
+            self._tenant[number] = -1
             self._free.append(number)
 
     def named(self, name: str) -> list[int]:
@@ -162,6 +183,8 @@ class Conversations:
         if number in key:
             return audience
         if self._scale[audience] > 1:
+            if self._tenant[number] != self._tenant[key[0]]:
+                self._tenant[key[0]] = -1
             self.touch(key[0], now)
             return audience
         if len(key) < MAX_MEMBERS:
@@ -170,6 +193,9 @@ class Conversations:
             crowd = self._new(b"")
             self._crowd[audience] = self._audience((crowd,))
             self._scale[self._crowd[audience]] = MAX_MEMBERS
+            self._tenant[crowd] = self.tenants(np.array([audience]))[0]
+        if self._tenant[number] != self._tenant[self._key[self._crowd[audience]][0]]:
+            self._tenant[self._key[self._crowd[audience]][0]] = -1
         self.touch(self._key[self._crowd[audience]][0], now)
         return self._crowd[audience]
 
@@ -221,6 +247,23 @@ class Conversations:
             pinned = ((members >= 0) & (self._pinned[members] > now)).any(1)
             scale = np.where(pinned, scale * PINNED, scale)
         return scale
+
+    def tenants(self, audiences: NDArray[np.intp]) -> NDArray[np.int64]:
+        """Whose each is; -1 for nobody's, and what several share: [n]."""
+        members = self._members[audiences, : self._width]
+        found, first = self._tenant[members], self._tenant[members[:, 0]]
+        alone = ((members < 0) | (found == first[:, None])).all(1)
+        whose: NDArray[np.int64] = np.where(alone, first, -1)
+        return whose
+
+    @property
+    def num_tenants(self) -> int:
+        """Tenants that were ever here."""
+        return len(self._seen)
+
+    def num_present(self, now: float) -> int:
+        """Tenants that were active within PRESENT_SECONDS."""
+        return sum(now - seen <= PRESENT_SECONDS for seen in self._seen)
 
     def recency(self, audiences: NDArray[np.intp]) -> NDArray[np.int64]:
         """Grows with the moment at which its last member was active."""

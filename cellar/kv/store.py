@@ -166,6 +166,7 @@ class KVStore:
         keep_free: int = 0,
         *,
         name: tuple[bytes, str] | None = None,
+        tenant: str = "",
         now: float = 0.0,
         before: Sequence[tuple[int, int]] = (),
     ) -> Reservation | None:
@@ -173,8 +174,8 @@ class KVStore:
 
         What other tiers hold is loaded, or computed again if the request ends earlier so; the ranges `before` of other
         sequences are to be computed before it. `name` is the conversation's; without one the sequence belongs to that
-        of the deepest chunk that it extends. None, and nothing is changed, if fewer than `keep_free` slots would stay
-        available.
+        of the deepest chunk that it extends. `tenant`: whose it is, if anybody's. None, and nothing is changed, if
+        fewer than `keep_free` slots would stay available.
         """
         shelves, size = self._shelves, self.chunk_size
         slots = np.full(-(-num_tokens // size), -1, np.int32)
@@ -198,7 +199,7 @@ class KVStore:
             return None
         inherited = self._inherited(found) if found is not None and name is None else -1
         owner = owner_identity(*name) if name is not None else b""
-        conversation = shelves.conversations.join(owner, inherited, now)
+        conversation = shelves.conversations.join(owner, inherited, now, tenant)
         shelves.hold(hits)  # before taking, or a hit could be reclaimed
         awaits = {self._movement.fills(slot) for slot in hits.tolist()} if self._has_tiers else set()
         slots[new] = self._take(int(new.sum()), PRIVATE, now)

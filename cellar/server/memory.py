@@ -1,7 +1,7 @@
 """/engine/memory: where the KV of a client's conversations lies, forgetting and pinning it, and flushing a tier.
 
 What lies in a tier is everybody's. So flushing, and pinning, which keeps others out, are for servers with one key, or
-none: there is no quota for each key yet.
+none.
 """
 
 from __future__ import annotations

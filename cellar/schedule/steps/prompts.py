@@ -162,6 +162,7 @@ class Prompts:
             len(state.known),
             self._keep_free if busy else 0,
             name=name,
+            tenant=request.tenant,
             now=holders.now,
             before=[span for other in holders.prompts for span in other.todo],
         )

@@ -530,6 +530,19 @@ def test_one_tenant_makes_way_for_the_first_of_another() -> None:
     assert list(bench.reasons).index("second") < list(bench.reasons).index("m5"), "its turn came before the rest"
 
 
+@pytest.mark.parametrize(("tenants", "kept"), [(("greedy", "modest"), 16), (("", ""), 0)])
+def test_what_a_tenant_has_left_is_not_pushed_out_by_another(tenants: tuple[str, str], kept: int) -> None:
+    bench, prompt = Bench(run_ahead=1), list(range(50, 66))
+    bench.add(request("modest", prompt, 1, tenant=tenants[1]))
+    bench.run()
+    for k in range(12):
+        bench.add(request(f"greedy{k}", [k + 1] * 16, 1, tenant=tenants[0]))
+        bench.run()
+    store = bench.scheduler._store
+    found = store.find(store.chain(b""), np.array([*prompt, 1], np.int32))
+    assert found.num_tokens == kept
+
+
 @pytest.mark.parametrize(("waits_for_tokens", "served"), [(True, True), (False, False)])
 def test_several_owners_of_many_make_way_for_the_first_of_another(waits_for_tokens: bool, served: bool) -> None:
     """Each has its share, half of the rows; both hold theirs for as long as all their tokens take."""
