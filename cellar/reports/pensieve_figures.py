@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from cellar.core.errors import ConfigError
@@ -324,11 +325,16 @@ AXES = {
 }
 
 
+_LINE = 90  # characters below a panel
+
+
 def draw(figure: Figure, curves: Curves, claims: Sequence[Claim], path: Path) -> None:
     """One PNG: the panels, and under them what the paper says and what was found. Raises ConfigError."""
     figures_, canvas = plotting()
     count = len(figure.panels)
-    drawn = figures_.Figure(figsize=(5.2 * count, 4.2 + 0.2 * len(claims)), layout="constrained")
+    said = [f"{claim.what}: {claim.here} (paper: {claim.paper})" for claim in claims]
+    lines = [line for one in said for line in wrap(one, _LINE * count, subsequent_indent="    ")]
+    drawn = figures_.Figure(figsize=(5.2 * count, 4.2 + 0.2 * len(lines)), layout="constrained")
     canvas(drawn)
     for axes, panel in zip(drawn.subplots(1, count, squeeze=False)[0], figure.panels, strict=True):
         thinking = len({cell.think for cell in panel.cells}) > 1
@@ -352,9 +358,8 @@ def draw(figure: Figure, curves: Curves, claims: Sequence[Claim], path: Path) ->
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    said = "\n".join(f"{c.what}: {c.here} (paper: {c.paper})" for c in claims)
     drawn.suptitle(f"Figure {figure.number} of Pensieve, simulated: {figure.title}", fontsize=11)
-    drawn.supxlabel(said, fontsize=7.5, ha="left", x=0.02)
+    drawn.supxlabel("\n".join(lines), fontsize=7.5, ha="left", x=0.02)
     drawn.savefig(path, dpi=120)
 
 
