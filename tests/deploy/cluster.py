@@ -147,6 +147,7 @@ def main(directory: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     ray.init(
+        "local",  # never one that happens to run here
         num_cpus=64,
         include_dashboard=False,
         object_store_memory=MEMORY,

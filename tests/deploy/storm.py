@@ -27,7 +27,6 @@ from tests.deploy.cluster import Cluster, cluster
 from tests.limits import eventually
 from tests.redis_server import redis_server
 
-ENGINES = 3
 ARGS: dict[str, Any] = {
     "kv_cache_memory_bytes": 64 << 20,
     "kv_remote_size": 0.25,
@@ -51,8 +50,8 @@ class Talk:
 
 
 @contextmanager
-def served(engine: dict[str, Any] | None = None, **args: Any) -> Iterator[Cluster]:
-    """Three engines and a front over a database and a cache of their own."""
+def served(engines: int) -> Iterator[Cluster]:
+    """Engines and a front over a database and a cache of their own."""
     with postgres_cluster() as database, redis_server() as cache:
         environment = {
             "CELLAR_CONVERSATION_STORE": database.url,
@@ -60,7 +59,7 @@ def served(engine: dict[str, Any] | None = None, **args: Any) -> Iterator[Cluste
             "CELLAR_KV_REMOTE_KEY": base64.b64encode(os.urandom(32)).decode(),
         }
         with cluster(**environment) as made:
-            made.deploy({**ARGS, **args}, {"num_replicas": ENGINES, **(engine or {})}, FRONT)
+            made.deploy(ARGS, {"num_replicas": engines}, FRONT)
             yield made
 
 
@@ -122,35 +121,38 @@ async def hold(http: httpx.AsyncClient, count: int, turns: int, tokens: int) -> 
     return list(await asyncio.gather(*map(one, range(count))))
 
 
-async def all_there(http: httpx.AsyncClient, chunks: int) -> bool:
-    """Whether the front has all engines."""
+async def chunks(http: httpx.AsyncClient) -> int:
+    """Of all engines that the front has."""
     status = (await http.get("/engine/status")).json()
-    return status["engine"] is not None and status["engine"]["memory"][0]["chunks"] == ENGINES * chunks
+    return 0 if status["engine"] is None else int(status["engine"]["memory"][0]["chunks"])
 
 
 async def disturb(
     made: Cluster,
     http: httpx.AsyncClient,
-    chunks: int,
     kills: int,
     upgrade: dict[str, Any] | None,
-    log: Callable[..., None],
+    log: Callable[[str], None],
 ) -> int:
     """Kill engines, each once all are there, then replace all of them; -> kills."""
-    for k in range(kills):
-        while len(made.engines()) != ENGINES or not await all_there(http, chunks):
+    engines, whole = len(made.engines()), await chunks(http)
+
+    async def healthy() -> None:
+        while len(made.engines()) != engines or await chunks(http) != whole:
             await asyncio.sleep(0.1)
+
+    for k in range(kills):
+        await healthy()
         await asyncio.sleep(0.3)
-        victim = sorted(made.engines())[k % ENGINES]
+        victim = sorted(made.engines())[k % engines]
         os.kill(victim, signal.SIGKILL)
         log(f"killed {k + 1} of {kills}")
         await eventually(lambda gone=victim: gone not in made.engines())
     if upgrade is not None:
-        while len(made.engines()) != ENGINES or not await all_there(http, chunks):
-            await asyncio.sleep(0.1)
+        await healthy()
         before = set(made.engines())
         log("upgrade begins")
-        await asyncio.to_thread(made.deploy, {**ARGS, **upgrade}, {"num_replicas": ENGINES}, FRONT)
+        await asyncio.to_thread(made.deploy, {**ARGS, **upgrade}, {"num_replicas": engines}, FRONT)
         await eventually(lambda: not before & set(made.engines()))
         log("upgrade done")
     return kills
@@ -168,8 +170,6 @@ async def storm(
     """-> figures. Raises AssertionError if a stream breaks, a text is another, or something was not kept."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=made.url, timeout=900, limits=limits) as http:
-        status = (await http.get("/engine/status")).json()
-        chunks = status["engine"]["memory"][0]["chunks"] // ENGINES
         calm = await hold(http, talks, turns, tokens)
         log("undisturbed run done")
         stopped, held, rounds = asyncio.Event(), list[Talk](), 0
@@ -182,7 +182,7 @@ async def storm(
                 log(f"round {rounds} done")
 
         load = asyncio.create_task(keep_on())
-        trouble = asyncio.create_task(disturb(made, http, chunks, kills, upgrade, log))
+        trouble = asyncio.create_task(disturb(made, http, kills, upgrade, log))
         await asyncio.wait([load, trouble], return_when=asyncio.FIRST_COMPLETED)
         if load.done():
             await load  # it has failed
@@ -201,6 +201,7 @@ async def storm(
             kept += len(said)
     waits = sorted(seconds for talk in held for seconds in talk.seconds)
     return {
+        "engines": len(made.engines()),
         "talks": talks,
         "turns": turns,
         "rounds": rounds,
@@ -218,7 +219,7 @@ async def storm(
 def main() -> None:
     """From the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("talks", 300), ("turns", 3), ("tokens", 48), ("kills", 15)):
+    for name, default in (("engines", 3), ("talks", 300), ("turns", 3), ("tokens", 48), ("kills", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     began = time.monotonic()
@@ -226,8 +227,8 @@ def main() -> None:
     def log(line: str) -> None:
         print(f"{time.monotonic() - began:6.1f} s  {line}", flush=True)
 
-    with served() as made:
-        log("three engines are there")
+    with served(options.engines) as made:
+        log(f"{options.engines} engines are there")
         upgrade = {"max_num_seqs": 200}
         figures = asyncio.run(storm(made, options.talks, options.turns, options.tokens, options.kills, upgrade, log))
     print(json.dumps({**figures, "seconds": round(time.monotonic() - began)}))

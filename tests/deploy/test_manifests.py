@@ -62,6 +62,7 @@ def test_pods_are_pods_and_send_no_usage_reports(name: str, template: dict[str, 
         said = {one["name"]: one["value"] for one in container["env"]}
         assert said["RAY_USAGE_STATS_ENABLED"] == "0"
         assert said["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
+        assert int(said["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= 600  # as long as a front may drain
         assert "kuberay" in name or said["RAY_AUTH_MODE"] == "token"
 
 

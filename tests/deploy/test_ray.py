@@ -1,4 +1,4 @@
-"""Cellar on a real Ray cluster with PostgreSQL and Redis: three engines, and a front that outlives them."""
+"""Cellar on a real Ray cluster with PostgreSQL and Redis: two engines, and a front that outlives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 24, "tem
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Cluster]:
-    with storm.served() as made:
+    with storm.served(2) as made:
         yield made
 
 
@@ -63,6 +63,6 @@ def test_a_name_that_is_not_the_servers_is_refused(served: Cluster) -> None:
 
 
 def test_streams_and_conversations_outlive_kills_and_an_upgrade(served: Cluster) -> None:
-    figures = asyncio.run(storm.storm(served, 12, 2, 32, kills=2, upgrade={"max_num_seqs": 200}))
+    figures = asyncio.run(storm.storm(served, 12, 2, 32, kills=1, upgrade={"max_num_seqs": 200}))
     assert figures["streams"] == figures["streams_equal"] >= 24
     assert figures["turns_kept"] == 24
