@@ -130,3 +130,14 @@ def test_names_of_models_can_be_said() -> None:
             model_names(EngineConfig(), ServerConfig(served_model_name=name))
         with pytest.raises(ConfigError, match="served_model_name"):
             model_names(EngineConfig(model=ModelConfig(model=name)), ServerConfig())
+
+
+@pytest.mark.parametrize("place", ["logit_bias", "temperature", "stop_token_ids", "metadata", "seed"])
+def test_numbers_of_hundreds_of_digits_are_no_defect(place: str) -> None:
+    """Found in 2026-11: a bias that no float holds was a 500."""
+    huge = 10**400
+    values: dict[str, Any] = {"logit_bias": {"5": huge}, "stop_token_ids": [huge], "metadata": {"a": huge}}
+    with serve() as served, served.http() as http:
+        body = {"prompt": "x", "max_tokens": 1, place: values.get(place, huge)}
+        answer = http.post("/v1/completions", json=body)
+        assert answer.status_code == (200 if place == "metadata" else 400), answer.text
