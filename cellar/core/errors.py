@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import threading
 
+_LONG = 900
+"""Characters of a message that a person reads."""
+
 
 class CellarError(Exception):
     """Base of all errors that a user can cause and can mend."""
@@ -31,7 +34,13 @@ class RequestError(CellarError, ValueError):
 
 
 class CheckpointError(CellarError):
-    """A checkpoint is missing, incomplete, damaged or of an unknown architecture."""
+    """A checkpoint is missing, incomplete, damaged or of an unknown architecture.
+
+    What its files say may be of any length: of a long message the middle is left out.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= _LONG else f"{message[: _LONG // 2]} ... {message[-_LONG // 3 :]}")
 
 
 class CapacityError(CellarError):

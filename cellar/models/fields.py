@@ -17,6 +17,9 @@ MOST = 2**28
 
 MOST_LAYERS = 4096
 
+MOST_NUMBER = 1e30
+"""No factor, base or epsilon is larger."""
+
 ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -119,7 +122,7 @@ class Fields:
     def number(self, name: str, default: float) -> float:
         """A positive number."""
         value = self._given(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MOST_NUMBER:
             raise self.refusal(name, "it must be a positive number")
         return float(value)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from cellar.core.errors import CheckpointError, ConfigError
 from cellar.core.specs import RopeSpec
-from cellar.models.fields import Fields
+from cellar.models.fields import MOST_NUMBER, Fields
 
 Kind = Literal["plain", "llama3", "linear", "yarn", "dynamic"]
 
@@ -122,6 +122,8 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
 def _number(given: Mapping[str, Any], name: str, default: float | None) -> float:
     value = given.get(name)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise CheckpointError(f"{name} of the rotary embedding in config.json is {value!r}; it must be positive.")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < MOST_NUMBER:
+        raise CheckpointError(
+            f"{name} of the rotary embedding in config.json is {value!r}; it must be a positive number."
+        )
     return float(value)

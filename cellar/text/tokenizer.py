@@ -29,6 +29,7 @@ PART = 2**16
 MOST = 2**20
 """Characters that can be tokenized in one go, where there is no cut."""
 
+_FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -258,6 +259,8 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """Role -> string of the special tokens; each is given as a string or as a dict with `content`."""
     found = {role: _content(config.get(role)) for role in _ROLES}
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or ()
+    if not isinstance(extra, (dict, list, tuple)):
+        raise CheckpointError("additional_special_tokens in tokenizer_config.json must be a list; fetch it again.")
     pairs = extra.items() if isinstance(extra, dict) else ((f"extra_{i}", token) for i, token in enumerate(extra))
     found.update({name: _content(token) for name, token in pairs})
     for content in (content for content in found.values() if content and not _is_text(content)):
@@ -341,7 +344,8 @@ def _is_id(text: str) -> bool:
 
 def _is_entry(key: str, token: Any) -> bool:
     content = _content(token)
-    return _is_id(key) and bool(content) and _is_text(content or "")
+    flags = all(isinstance(token[flag], bool) for flag in _FLAGS if flag in token) if isinstance(token, dict) else False
+    return _is_id(key) and bool(content) and _is_text(content or "") and flags
 
 
 def _add_listed(backend: tokenizers.Tokenizer, listed: Any, path: Path) -> None:
@@ -354,7 +358,7 @@ def _add_listed(backend: tokenizers.Tokenizer, listed: Any, path: Path) -> None:
     for key, token in sorted(listed.items(), key=lambda item: int(item[0])):
         if int(key) in known:
             continue
-        flags = {k: v for k, v in token.items() if k in ("lstrip", "rstrip", "single_word", "normalized", "special")}
+        flags = {k: v for k, v in token.items() if k in _FLAGS}
         backend.add_tokens([AddedToken(token["content"], **flags)])
         found = backend.token_to_id(token["content"])
         if found != int(key):
