@@ -13,7 +13,7 @@ from cellar.cli.verb import OptionGroup, verb
 from cellar.core.config import CacheConfig, ScheduleConfig
 from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
-from cellar.simulate.fleet import RoutingOptions
+from cellar.simulate.options import RoutingOptions
 
 Part = TypeVar("Part", CacheConfig, ScheduleConfig)
 

@@ -71,7 +71,7 @@ ENGINE = OptionGroup(
     (ModelConfig, CacheConfig, ScheduleConfig, DeviceConfig, OffloadConfig),
     # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve and
     # how far steps run ahead are matters of experiments. Whom a long prompt keeps waiting is a server's matter.
-    skip=frozenset({"machine_profile", "decode_reserve", "run_ahead", "max_mixed_seconds"}),
+    skip=frozenset({"machine_profile", "decode_reserve", "run_ahead", "max_mixed_seconds", "mask_timeout"}),
 )
 
 SAMPLING = OptionGroup(

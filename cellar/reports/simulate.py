@@ -25,7 +25,7 @@ from cellar.planner.steps import chunk_costs
 from cellar.reports.load import FloatArray, LoadReport, RequestTiming, Section, plot_cdfs, plot_sweep
 from cellar.reports.simulate_check import Measured, beside, compared_lines, phases, read_measured
 from cellar.reports.simulate_setup import Setup, open_setup
-from cellar.simulate.fleet import RoutingOptions
+from cellar.simulate.options import RoutingOptions
 from cellar.simulate.simulator import SimulatedRun, Simulation
 
 Say = Callable[[str], None]

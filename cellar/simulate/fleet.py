@@ -6,9 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
-from cellar.core.errors import ConfigError
 from cellar.core.messages import IntArray, Tier
 from cellar.kv.identity import owner_identity
 from cellar.planner.steps import StepPrices
@@ -20,36 +18,11 @@ from cellar.routing.request import RoutedRequest
 from cellar.routing.router import AffinityRouter, Choice, Router, Why
 from cellar.runtime.protocol import Capacity
 from cellar.simulate.link import LinkModel
+from cellar.simulate.options import RoutingOptions
 from cellar.simulate.replica import SimulatedReplica, chunk_nbytes
 
 WRONG = 1e-3
 """Seconds: a placement that costs so much more than the best one was wrong."""
-
-
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoutingOptions:
-    """Several engines, and who chooses among them."""
-
-    replicas: int = _option(1, "Engines on as many machines, behind one router.")
-    routing: Literal["affinity", "round-robin", "least-loaded", "two-choices"] = _option(
-        "affinity",
-        "affinity: by chunks, waiting and prices; round-robin; least-loaded: fewest requests; two-choices: the same of "
-        "two at random.",
-    )
-    digest_interval: float = _option(1.0, "Seconds between two reports of a replica to the router.")
-    judged: int = _option(0, "Placements that are compared with what a router without stale reports would know.")
-
-    def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"replicas is {self.replicas}; it must be at least 1.")
-        if not self.digest_interval > 0 or not math.isfinite(self.digest_interval):
-            raise ConfigError(f"digest_interval is {self.digest_interval}; it must be above 0.")
-        if self.judged < 0:
-            raise ConfigError(f"judged is {self.judged}; it must not be negative.")
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from cellar.core.specs import ModelSpec
 from cellar.kv.policy import Policy
 from cellar.planner.steps import StepPrices, kv_room
 from cellar.runtime.protocol import Capacity
-from cellar.simulate.fleet import Fleet, Placements, RoutingOptions, route_prices
+from cellar.simulate.fleet import Fleet, Placements, route_prices
 from cellar.simulate.link import LinkModel
 from cellar.simulate.load import Load, Talks, TurnT
+from cellar.simulate.options import RoutingOptions
 from cellar.simulate.replica import SimulatedReplica, link_models, summed
 from cellar.simulate.runtime import MAX_SEED, StepRecord
 

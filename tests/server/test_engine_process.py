@@ -138,7 +138,8 @@ def test_a_front_that_goes_takes_its_requests_along_and_no_others(tmp_path: Path
     exchange.close()
 
 
-def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
+def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What runs waits for the engine to be started again, so the reason is told to who reads the log."""
     exchange = Exchange(tmp_path, latency=0.01, **ROOMY)
 
     async def run() -> None:
@@ -150,10 +151,16 @@ def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path) -> None:
             raise ValueError("a defect")
 
         engine_of(exchange.opened).scheduler.commit = broken  # type: ignore[method-assign]
+        await eventually(lambda: [link.llm for link in exchange.links] == [None, None])
+        told = [one.getMessage() for one in caplog.records if "an engine is lost" in one.getMessage()]
+        assert len(told) == 2
+        assert all("a defect" in line for line in told)
+        assert not any(task.done() for task in tasks)
+        for link in exchange.links:
+            await link.close()
         for task in tasks:
-            with pytest.raises(CellarError, match="a defect"):
+            with pytest.raises(CellarError, match="closed"):
                 await task
-        assert [link.llm for link in exchange.links] == [None, None]
 
     asyncio.run(run())
     exchange.close()

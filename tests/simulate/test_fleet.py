@@ -17,7 +17,7 @@ from cellar.planner.cost import dimensions
 from cellar.planner.steps import StepPrices, chunk_costs
 from cellar.routing.router import Why
 from cellar.runtime.protocol import Capacity
-from cellar.simulate.fleet import RoutingOptions
+from cellar.simulate.options import RoutingOptions
 from cellar.simulate.simulator import SimulatedRun, Simulation
 from tests.simulate.test_simulator import CHUNK, Load, Talk, Turn, machine, singles, spec, spell, talks
 
