@@ -342,13 +342,23 @@ def test_buffers_for_limits_hold_every_plan_in_the_limits(
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(st.integers(0, 20_000), min_size=1, max_size=300),
-    st.sampled_from([(32, 8), (6, 2), (8, 1), (32, 32)]),
+    st.sampled_from([(32, 8), (6, 2), (8, 1), (32, 32), (32, 1), (71, 1), (136, 1)]),
     st.sampled_from([8, 264]),
+    st.sampled_from([GRAPH_TILE, HOPPER_TILE]),
 )
-def test_a_graph_of_decodes_holds_every_plan(starts: list[int], kind: tuple[int, int], programs: int) -> None:
+def test_a_graph_of_decodes_holds_every_plan(
+    starts: list[int], kind: tuple[int, int], programs: int, tile: int
+) -> None:
     start = np.array(starts, np.int32)
     work = plan_attention(np.arange(len(start)), start, start + 1, *kind, 128, 32, programs=programs)
-    assert Captured.decodes(len(start), work.shape, programs).holds(work.items)
+    items = work_items(work.shape, work.row, work.start, work.stop, work.offset, programs, wide_tile=tile)
+    captured = Captured.decodes(len(start), work.shape, programs, tile)
+    assert captured.holds(items)
+    assert min(captured.narrow, captured.wide) == 0
+    limits = AttentionBuffers.for_limits(
+        work.shape, len(start), 2 * len(start), programs, torch.device("meta"), depth=0
+    )
+    assert limits.holds(items)
 
 
 @settings(max_examples=100, deadline=None)

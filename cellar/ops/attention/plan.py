@@ -176,9 +176,12 @@ class Captured:
     tile: int = GRAPH_TILE
 
     @classmethod
-    def decodes(cls, rows: int, shape: AttentionShape, programs: int) -> Captured:
-        """Enough for every plan by load of `rows` spans of one token."""
-        return cls(rows + _cuts(shape, programs))
+    def decodes(cls, rows: int, shape: AttentionShape, programs: int, tile: int = GRAPH_TILE) -> Captured:
+        """Enough for every plan by load of `rows` spans of one token. Groups beyond the narrow tile take wide ones."""
+        cuts = _cuts(shape, programs)
+        if shape.group <= NARROW_TILE:
+            return cls(rows + cuts)
+        return cls(0, rows * -(-shape.group // tile) + cuts, tile)
 
     @classmethod
     def prompts(cls, tokens: int, rows: int, shape: AttentionShape, programs: int, tile: int = GRAPH_TILE) -> Captured:
@@ -229,10 +232,7 @@ class AttentionWork:
 
     @classmethod
     def for_graph(cls, shape: AttentionShape, buffers: AttentionBuffers, captured: Captured) -> AttentionWork:
-        """Work for a graph: the list is what `buffers` hold when it is replayed.
-
-        Of decodes alone, the group must fit the narrow tile.
-        """
+        """Work for a graph: the list is what `buffers` hold when it is replayed."""
         none = np.zeros(0, np.int32)
         device = buffers.device
         programs = default_programs(device)

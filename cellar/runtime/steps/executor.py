@@ -209,10 +209,10 @@ class StepExecutor:
         return _Finish(step, outcomes, {}, {}, clock())
 
     def capture(self, most_rows: int, most_tokens: int) -> None:
-        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, if
-        device and model allow it.
+        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
+        a GPU.
         """
-        if self._device.type == "cuda" and StepGraphs.possible(self.forward):
+        if self._device.type == "cuda":
             with torch.inference_mode(), torch.cuda.device(self._device):
                 self._graphs = StepGraphs(self.forward, self.rows, most_rows, most_tokens, self._device)
 

@@ -28,7 +28,6 @@ from cellar.ops.attention.plan import (
     HEADER,
     HOPPER_TILE,
     ITEM_FIELDS,
-    NARROW_TILE,
     Captured,
     Items,
     default_programs,
@@ -120,11 +119,6 @@ class StepGraphs:
         # The largest first, so that the smaller ones find their memory in its pool.
         self._prompts = [self._capture_prompts(size, pool) for size in reversed(prompts)][::-1]
         self._decodes = [self._capture_decodes(size, pool) for size in reversed(decodes)][::-1]
-
-    @staticmethod
-    def possible(forward: Forward) -> bool:
-        """False for models whose decodes do not fit the narrow tile (more than 16 heads per KV head)."""
-        return all(shape.group <= NARROW_TILE for shape in forward.shapes)
 
     def serves(self, inputs: StepInputs) -> bool:
         """True for a step of decodes alone."""
@@ -232,7 +226,8 @@ class StepGraphs:
 
     def _capture_decodes(self, size: int, pool: Any) -> _Captured:
         self._clear(size)
-        limits = [Captured.decodes(size, shape, self._programs) for shape in self._forward.shapes]
+        shapes, programs = self._forward.shapes, self._programs
+        limits = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
         how = self._rows.plain(size)
         feed = self._stage.there[: 2 * size].view(torch.int64)
 

@@ -36,7 +36,7 @@ from cellar.ops.sampling.triton import score_targets
 from cellar.ops.triton_support import Launch, noted_launches
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward
-from cellar.runtime.steps.graphs import StepGraphs, batch_sizes, prompt_sizes
+from cellar.runtime.steps.graphs import batch_sizes, prompt_sizes
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -98,11 +98,9 @@ def kernels_of(
     forward = _forward(model, prepare, AbsentRanks(spec.vocab_size) if ranks > 1 else None)
     forward.keep_maximum([j for j in wide if j < len(forward.weights.layers)])
     dtype = getattr(torch, spec.dtype)
-    first: list[Launch] = []
-    if StepGraphs.possible(forward):
-        with noted_launches() as notes, torch.inference_mode():
-            _run_captured(forward, machine, num_rows, most_tokens)
-        first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
+    with noted_launches() as notes, torch.inference_mode():
+        _run_captured(forward, machine, num_rows, most_tokens)
+    first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
     with noted_launches() as notes, torch.inference_mode():
         _run_rehearsal(spec, dtype)
     first += notes
@@ -165,7 +163,8 @@ def _run_captured(forward: Forward, machine: Machine, num_rows: int, most_tokens
     for size in prompt_sizes(most_tokens):
         layers(size, lambda shape: Captured.prompts(size, num_rows, shape, programs, _tile(shape, machine)))  # noqa: B023
     for size in batch_sizes(num_rows):
-        logits = forward.logits(layers(size, lambda shape: Captured.decodes(size, shape, programs)))  # noqa: B023
+        decodes = layers(size, lambda shape: Captured.decodes(size, shape, programs, _tile(shape, machine)))  # noqa: B023
+        logits = forward.logits(decodes)
         _choose(logits, greedy=True, cut=False)
 
 

@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device"),
 ]
 
+ONE_KV_HEAD = {"hidden_size": 544, "intermediate_size": 512, "num_attention_heads": 34, "num_key_value_heads": 1}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
@@ -69,9 +70,11 @@ def test_float32_gives_the_tokens_of_the_cpu() -> None:
 PROMPTS = ((1,), (5, 2), (16,), (60, 1, 5), (60, 60), (40, 40, 40, 5, 1, 1), (60, 60, 60, 60, 2, 2))
 
 
-def test_graphs_give_the_tokens_of_launches() -> None:
-    """Prompts of every size class beside a decode, and a step beyond all graphs; greedy, float32."""
-    model, weights = tiny_model("float32", **SHAPE)
+@pytest.mark.parametrize("shape", [SHAPE, ONE_KV_HEAD])
+def test_graphs_give_the_tokens_of_launches(shape: dict[str, int]) -> None:
+    """Prompts of every size class beside a decode, and a step beyond all graphs; greedy, float32. With one KV head for
+    34 heads decodes take wide tiles."""
+    model, weights = tiny_model("float32", **shape)
 
     def moved(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: tensor.to("cuda") for name, tensor in values.items()}
