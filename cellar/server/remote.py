@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import select
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from cellar.core.errors import CellarError
@@ -16,6 +16,7 @@ from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Req
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
+from cellar.server.bell import Bell
 from cellar.server.endpoint import Address, connect
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told
 
@@ -53,10 +54,12 @@ class RemoteEngine:
         self._questions: dict[int, Callable[[MemoryAnswer], None]] = {}
         self._frames: list[Frame] = []  # not told yet
         self._refused: dict[str, str] = {}  # by us, not told yet
+        self._steady: tuple[list[int], list[str]] | None = None  # numbers of the last frame, and their ids
         self._mailbox = Mailbox(self.wake)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._bell = Bell()
+        self._bell.listen(self._pipe)
+        self._incoming = select.poll()
+        self._incoming.register(self._pipe.fileno(), select.POLLIN)
         self.ended = threading.Event()
         try:
             ready, first = self._receive(), self._receive()
@@ -115,8 +118,7 @@ class RemoteEngine:
 
     def wake(self) -> None:
         """End a waiting `turn`."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyhow; closed: nobody waits
-            os.write(self._wake_write, b"\0")
+        self._bell.ring()
 
     def refused(self) -> Mapping[str, str]:
         """Requests that could never run and of which no turn has told yet, as far as the engine has answered."""
@@ -131,11 +133,14 @@ class RemoteEngine:
     def turn(self, timeout: float | None = None) -> list[StepOutput]:
         """What has come; waits up to `timeout` seconds (None: for ever) for something, or for a message."""
         self.read()
+        if not (self._refused or self._frames):
+            self._bell.wait(timeout)
+        return self.take()
+
+    def take(self) -> list[StepOutput]:
+        """What has come; does not wait."""
         outputs = [StepOutput.refusal(self._refused)] if self._refused else []
         self._refused = {}
-        if not (outputs or self._frames) and self._wake_read in wait([self._pipe, self._wake_read], timeout):
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
         self._receive_all()
         outputs += [self._output(frame) for frame in self._frames]
         self._frames = []
@@ -155,9 +160,7 @@ class RemoteEngine:
             return
         self._pipe.close()
         self.ended.set()
-        write, self._wake_write = self._wake_write, -1
-        os.close(write)
-        os.close(self._wake_read)
+        self._bell.close()
 
     def _receive_all(self) -> None:
         while self._has_message():
@@ -187,11 +190,16 @@ class RemoteEngine:
     def _output(self, frame: Frame) -> StepOutput:
         """A frame with our ids. What has ended here meanwhile is left out."""
         names = self._names
-        output = StepOutput()
-        for number, token in zip(frame.numbers, frame.tokens, strict=True):
-            if (id := names.get(number)) is not None:
-                output.ids.append(id)
-                output.tokens.append(token)
+        if self._steady is not None and self._steady[0] == frame.numbers:
+            output = StepOutput(self._steady[1], frame.tokens)
+        else:
+            output = StepOutput()
+            for number, token in zip(frame.numbers, frame.tokens, strict=True):
+                if (id := names.get(number)) is not None:
+                    output.ids.append(id)
+                    output.tokens.append(token)
+            if len(output.ids) == len(frame.numbers):
+                self._steady = frame.numbers, output.ids
         for name in BY_SEQUENCE:
             for number, value in getattr(frame, name).items():
                 if (id := names.get(number)) is not None:
@@ -203,6 +211,7 @@ class RemoteEngine:
     def _forget(self, id: str) -> int | None:
         number = self._numbers.pop(id, None)
         if number is not None:
+            self._steady = None
             del self._names[number]
             self._leave(self._terms_of.pop(number, None))
         return number
@@ -224,10 +233,9 @@ class RemoteEngine:
             raise CellarError(self._reason()) from error
 
     def _has_message(self) -> bool:
-        try:
-            return self._pipe.poll()
-        except OSError as error:
-            raise CellarError(self._reason()) from error
+        if self._pipe.closed:
+            raise CellarError(self._reason())
+        return bool(self._incoming.poll(0))
 
     def _receive(self) -> Any:
         try:

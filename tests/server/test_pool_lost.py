@@ -34,7 +34,7 @@ class Scripted:
             raise CellarError("it has gone")
         self.added += requests
 
-    def turn(self, timeout: float | None) -> list[StepOutput]:
+    def take(self) -> list[StepOutput]:
         if self.closed:
             raise OSError("handle is closed")
         return self._turn()

@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Protocol
 
 from cellar.core.errors import CellarError
 from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
+from cellar.server.bell import Bell
 from cellar.server.endpoint import Address
+from cellar.server.pool.history import History
 from cellar.server.pool.stream import Stream, told_once
 from cellar.server.pool.totals import NOTHING, merged, past, summed
 from cellar.server.remote import RemoteEngine
@@ -44,7 +44,13 @@ class Place:
     address: Address
     engine: RemoteEngine
     streams: dict[str, Stream[Place]] = field(default_factory=dict)
+    history: History = field(default_factory=History)
     draining: bool = False
+
+    def take(self, stream: Stream[Place]) -> None:
+        """A stream runs here from now on."""
+        stream.place, stream.since = self, self.history.now
+        self.streams[stream.request.id] = stream
 
 
 class Chooser(Protocol):
@@ -82,9 +88,7 @@ class Pool:
         self._refused: dict[str, str] = {}
         self._questions: list[_Question] = []
         self._past = NOTHING
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._bell = Bell()
         self._mailbox = Mailbox(self.wake)
 
     # -- engines ----------------------------------------------------------------------------------
@@ -97,6 +101,7 @@ class Pool:
     def join(self, address: Address, engine: RemoteEngine) -> None:
         """An engine is there; who waits for one goes there, and so do streams of engines that drain."""
         self._places.append(Place(address, engine))
+        self._bell.listen(engine.connection)
         for id in list(self._homeless):
             del self._homeless[id]
             self._settle(self._streams[id])
@@ -123,8 +128,7 @@ class Pool:
 
     def wake(self) -> None:
         """End a waiting `turn`."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it will wake anyhow; closed: nobody waits
-            os.write(self._wake_write, b"\0")
+        self._bell.ring()
 
     def add(self, *requests: Request) -> None:
         """Queue requests; siblings go to one engine. Where there is no engine they wait for one."""
@@ -193,10 +197,7 @@ class Pool:
         for place in self._places:
             place.engine.close()
         self._places.clear()
-        if self._wake_write >= 0:
-            write, self._wake_write = self._wake_write, -1
-            os.close(write)
-            os.close(self._wake_read)
+        self._bell.close()
 
     # -- how --------------------------------------------------------------------------------------
 
@@ -206,8 +207,10 @@ class Pool:
         for place in self.places:
             if place not in self._places:
                 continue  # lost meanwhile, when it was to go on with what another had
-            with self._losing(place):
-                outputs += [self._seen(place, output) for output in place.engine.turn(0.0)]
+            try:
+                outputs += [self._seen(place, output) for output in place.engine.take()]
+            except CellarError as error:
+                self._lose(place, error)
         if self._refused:
             outputs.append(StepOutput.refusal(self._refused))
             self._refused = {}
@@ -215,10 +218,10 @@ class Pool:
 
     def _seen(self, place: Place, output: StepOutput) -> StepOutput:
         """Note what is about to be delivered."""
-        for id, token in zip(output.ids, output.tokens, strict=True):
-            place.streams[id].tokens.append(token)
-        for id in {*output.prompt_logprobs, *output.num_cached_tokens}:
-            told_once(output, id, place.streams[id])
+        place.history.add(output.ids, output.tokens, place.streams)
+        if output.num_cached_tokens or output.prompt_logprobs:
+            for id in {*output.prompt_logprobs, *output.num_cached_tokens}:
+                told_once(output, id, place.streams[id])
         for id in output.finished:
             self._forget(id)
         return output
@@ -227,14 +230,13 @@ class Pool:
         if self._homeless:
             left = min(self._homeless.values()) + PATIENCE_SECONDS - self._clock()
             timeout = max(0.0, left if timeout is None else min(left, timeout))
-        connections = [place.engine.connection for place in self._places]
-        if self._wake_read in wait([*connections, self._wake_read], timeout):
-            with contextlib.suppress(BlockingIOError):
-                os.read(self._wake_read, 4096)
+        self._bell.wait(timeout)
         self.read()
 
     def _answered(self) -> bool:
         """Pass on answers that are complete; whether there were any."""
+        if not self._questions:
+            return False
         done = [asked for asked in self._questions if not asked.open]
         self._questions = [asked for asked in self._questions if asked.open]
         for asked in done:
@@ -250,8 +252,7 @@ class Pool:
                 return None
             if place not in open:
                 place = self._chooser.choose(stream.request, open)
-            stream.place = place
-            place.streams[stream.request.id] = stream
+            place.take(stream)
             try:
                 place.engine.add(stream.onward())
                 return place
@@ -264,6 +265,7 @@ class Pool:
         """What an engine has goes on elsewhere, unless there is nobody else."""
         if not any(not other.draining for other in self._places):
             return
+        place.history.deal(place.streams)
         moved = list(place.streams.values())
         place.streams.clear()
         for stream in moved:
@@ -280,6 +282,8 @@ class Pool:
         if place not in self._places:
             return
         self._places.remove(place)
+        self._bell.ignore(place.engine.connection)
+        place.history.deal(place.streams)
         self._past = summed([self._past, past(place.engine.stats())])
         place.engine.close()
         self._chooser.gone(place)
@@ -314,6 +318,8 @@ class Pool:
 
     def _give_up(self) -> None:
         """End streams that have waited for an engine for too long."""
+        if not self._homeless:
+            return
         now = self._clock()
         for id in [id for id, since in self._homeless.items() if now >= since + PATIENCE_SECONDS]:
             self._forget(id)

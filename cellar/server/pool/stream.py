@@ -14,7 +14,8 @@ PlaceT = TypeVar("PlaceT")
 
 @dataclass(slots=True, eq=False)
 class Stream(Generic[PlaceT]):
-    """`place` is where it runs, None while there is nowhere; `tokens` are those that were delivered.
+    """`place` is where it runs, None while there is nowhere. `tokens` were delivered, as far as the place's history has
+    been dealt out; its frames from number `since` on tell of this stream.
 
     `scored` counts the prompt positions whose log-probability was delivered. `lost` says how many engines have gone
     down with it, `admitted` that it was delivered what the first engine had found of it and how long it waited there.
@@ -23,6 +24,7 @@ class Stream(Generic[PlaceT]):
     request: Request
     place: PlaceT | None = None
     tokens: list[int] = field(default_factory=list)
+    since: int = 0
     scored: int = 0
     admitted: bool = False
     lost: int = 0
