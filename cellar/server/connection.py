@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from cellar.server.config import LimitConfig
 from cellar.server.doors import Doors, most_connections
 from cellar.server.handshake import Handshake
+from cellar.server.parser import Parser
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, doors: Doors, limits: LimitConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser: Parser = Parser(self)  # type: ignore[assignment]
         self._doors = doors
         self._limits = limits
         self._head_bytes = 0
@@ -107,7 +109,7 @@ class Connection(HttpToolsProtocol):
         super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client may ask for another protocol, and a server need not answer that: nothing for a log."""
+        """What follows a CONNECT is nobody's: nothing for a log."""
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_AHEAD:
@@ -120,6 +122,8 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.asks:
+            return
         self._in_head = False
         self._head_bytes = self._around = 0
         self._doors.speaks(self)
@@ -131,6 +135,8 @@ class Connection(HttpToolsProtocol):
         self._around -= (1 + _AROUND_BODY) * len(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.asks:
+            return
         self._pass_on()
         self._no_timer()
         self._in_head = True

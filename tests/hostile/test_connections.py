@@ -261,6 +261,44 @@ def test_who_closes_its_side_leaves_no_defect(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
+UPGRADES = {
+    "h2c": "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n",
+    "websocket": "connection: upgrade\r\nupgrade: websocket\r\n",
+    "several": "upgrade: x/1, h2c\r\nupgrade: y\r\nconnection: keep-alive\r\nconnection: upgrade\r\n",
+}
+
+
+@pytest.mark.parametrize("name", UPGRADES)
+@pytest.mark.parametrize("cut", [None, 1, 100])
+def test_who_asks_for_another_protocol_gets_this_one(served: Served, name: str, cut: int | None) -> None:
+    """Its body was given up, and the answer was 400; Java's HttpClient asks for h2c every time."""
+    plain = head(len(BODY), UPGRADES[name]) + BODY
+    pieces = head(0, UPGRADES[name]).replace(b"content-length: 0", b"transfer-encoding: chunked")
+    pieces += b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    fetch = f"GET /health HTTP/1.1\r\nhost: localhost\r\n{UPGRADES[name]}\r\n".encode()
+    last = head(len(BODY), UPGRADES[name] + "connection: close\r\n") + BODY
+    sent = plain + fetch + pieces + plain + last
+    with connect(served) as sock:
+        for begin in range(0, len(sent), cut or len(sent)):
+            sock.sendall(sent[begin : begin + (cut or len(sent))])
+        data = rest(sock)
+    assert data.count(b"HTTP/1.1 200 OK") == 5
+    assert data.count(b"HTTP/1.1 ") == 5
+    assert data.count(b'"text_completion"') == 4
+
+
+def test_a_question_for_another_protocol_opens_no_door(served: Served) -> None:
+    """A head that is read twice is held to the same limits, and a second length in it is refused as ever."""
+    wrong = head(len(BODY), UPGRADES["h2c"] + "transfer-encoding: chunked\r\n") + BODY
+    large = head(len(BODY), UPGRADES["h2c"] + "x: " + "x" * 2_000_000 + "\r\n") + BODY
+    tunnel = b"CONNECT localhost:1 HTTP/1.1\r\nhost: localhost\r\n" + UPGRADES["h2c"].encode() + b"\r\n" + BODY
+    for sent, status in ((wrong, b"400"), (large, b"431"), (tunnel, b"400")):
+        with connect(served) as sock:
+            send_all(sock, sent)
+            assert rest(sock)[9:12] in (status, b"")  # nothing, if it was closed while we sent
+    assert answered(served)
+
+
 def test_there_are_no_websockets(served: Served) -> None:
     """Their connections would not be counted."""
     key = "sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
