@@ -76,18 +76,12 @@ def costs(
     known = np.zeros(count)  # seconds of chunks that a faster tier was seen to hold
     anywhere = None if prices.move is None else np.zeros((num_chunks, count), np.float32)
     for tier, where in sorted(held.items()):
-        price = prices.load.get(tier)
-        if tier is Tier.DEVICE:
-            pays, per_chunk, fixed = each, 0.0, 0.0
-        elif price is None:
+        pays = prices.pays(tier, num_chunks)
+        if pays is None:
             continue
-        else:
-            per_chunk, fixed = price.per_chunk, price.fixed
-            pays = np.where(each * (1 + MARGIN) > per_chunk, each, 0.0)
         if anywhere is not None:
             anywhere += where
-        weights = np.stack((pays, (pays > 0).astype(np.float64))).astype(np.float32)
-        seconds, chunks = (weights @ where).astype(np.float64)
+        seconds, chunks = (pays @ where).astype(np.float64)
         if false is not None and tier in false:
             lies = false[tier]
             true = _without(seconds, whole - known, lies)
@@ -98,7 +92,8 @@ def costs(
             spared += seconds
             tokens += chunks * prices.chunk_size
             continue
-        loads = chunks * per_chunk + np.where(chunks > 0, fixed, 0.0)
+        price = prices.load[tier]
+        loads = chunks * price.per_chunk + np.where(chunks > 0, price.fixed, 0.0)
         worth = seconds * (1 + MARGIN) > loads
         load += np.where(worth, loads, 0.0)
         spared += np.where(worth, seconds, 0.0)

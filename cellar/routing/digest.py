@@ -31,9 +31,12 @@ def keys_of(identities: Sequence[bytes]) -> Keys:
 
 
 def positions(keys: Keys, num_bits: int) -> NDArray[np.int64]:
-    """The bits of each key in a filter: [n] -> [n, HASHES]."""
+    """The bits of each key in a filter: [n] -> [HASHES, n]."""
     mask = np.uint64(num_bits - 1)
-    return np.stack((keys & mask, (keys >> np.uint64(32)) & mask), 1).astype(np.int64)
+    found = np.empty((HASHES, len(keys)), np.uint64)
+    np.bitwise_and(keys, mask, out=found[0])
+    np.bitwise_and(keys >> np.uint64(32), mask, out=found[1])
+    return found.view(np.int64)  # as they are below 2**32
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ Held = Mapping[Tier, NDArray[np.float32]]
 
 SENT_BITS = 1 << 20
 
+ALL = np.uint64(2**64 - 1)
+
 
 class Holdings:
     """Columns are the router's numbers of replicas."""
@@ -86,17 +88,17 @@ class Holdings:
         found: dict[Tier, NDArray[np.float32]] = {}
         if not len(keys):
             return found
-        faster = np.zeros((len(keys), self._room // WORD), np.uint64)
+        slower = np.full((len(keys), self._room // WORD), ALL)  # who is not known to hold it in a faster tier
         for tier, columns in self._tiers.items():
             words = columns.find(keys)
             if tier is Tier.DEVICE:
-                words = words | self._sent.find(keys)
+                words |= self._sent.find(keys)
             if tier is Tier.REMOTE:
-                words = np.where(words.any(1, keepdims=True), np.uint64(2**64 - 1), np.uint64(0))
-            words = words & ~faster
+                words = np.where(words.any(1, keepdims=True), ALL, np.uint64(0))
+            words &= slower
             if words.any():
                 found[tier] = unpacked(words, count)
-                faster |= words
+                slower &= ~words
         return found
 
     def false_share(self, count: int) -> dict[Tier, NDArray[np.float64]]:

@@ -33,6 +33,45 @@ class StepPrice:
     per_token: float = 0.0
 
 
+class ChunkTable:
+    """What is known of a sequence's first chunks, whatever is in them; grows to the longest sequence."""
+
+    def __init__(self, curve: CostCurve, chunk_size: int, load: Mapping[Tier, LoadPrice]) -> None:
+        self._curve = curve
+        self._chunk_size = chunk_size
+        self._load = load
+        self._seconds: Floats = np.empty(0)
+        self._pays: dict[Tier, NDArray[np.float32]] = {}
+
+    def seconds(self, count: int) -> Floats:
+        """Of computing each: [count]."""
+        if count > len(self._seconds):
+            self._grow(count)
+        return self._seconds[:count]
+
+    def pays(self, tier: Tier, count: int) -> NDArray[np.float32] | None:
+        """See `RoutePrices.pays`."""
+        self.seconds(count)
+        known = self._pays.get(tier)
+        return None if known is None else known[:, :count]
+
+    def _grow(self, count: int) -> None:
+        size = max(64, count, 2 * len(self._seconds))
+        seconds = self._curve(np.arange(1, size + 1) * self._chunk_size)
+        self._pays = {Tier.DEVICE: _weights(seconds, np.ones(size, np.bool_))}
+        for tier, price in self._load.items():
+            if tier is not Tier.DEVICE:
+                self._pays[tier] = _weights(seconds, seconds * (1 + MARGIN) > price.per_chunk)
+        seconds.flags.writeable = False
+        self._seconds = seconds
+
+
+def _weights(seconds: Floats, taken: NDArray[np.bool_]) -> NDArray[np.float32]:
+    found = np.stack((np.where(taken, seconds, 0.0), taken)).astype(np.float32)
+    found.flags.writeable = False
+    return found
+
+
 @dataclass(frozen=True)
 class RoutePrices:
     """What all replicas of one model on one kind of machine have in common.
@@ -48,9 +87,11 @@ class RoutePrices:
     step: StepPrice = StepPrice()
     move: float | None = None
     _curve: CostCurve = field(init=False, repr=False, compare=False)
+    _table: ChunkTable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_curve", CostCurve(self.compute))
+        object.__setattr__(self, "_table", ChunkTable(self._curve, self.chunk_size, self.load))
 
     @classmethod
     def of(
@@ -71,8 +112,14 @@ class RoutePrices:
         return cls(chunk_size, chunk_costs(prices, chunk_size, max_context), load or {}, step, move)
 
     def chunks(self, count: int) -> Floats:
-        """Seconds of computing each of the first `count` chunks of a sequence: [count]."""
-        return self._curve(np.arange(1, count + 1) * self.chunk_size)
+        """Seconds of computing each of the first `count` chunks of a sequence: [count]. Not to be written to."""
+        return self._table.seconds(count)
+
+    def pays(self, tier: Tier, count: int) -> NDArray[np.float32] | None:
+        """Of the first `count` chunks, [2, count]: the seconds of computing those that are loaded from `tier` rather
+        than computed, 0 of the others; and 1 and 0. On the device all lie ready. None: nothing is loaded from there.
+        """
+        return self._table.pays(tier, count)
 
     def ranges(self, ranges: NDArray[np.integer]) -> float:
         """Seconds of computing positions [start, stop) of sequences: [n, 2]."""

@@ -126,5 +126,5 @@ def test_columns_count_their_bits(changes: list[tuple[int, bool, set[int]]]) -> 
             columns.write(column, np.packbits(bits, bitorder="little"))
         else:
             columns.flip(column, np.flatnonzero(bits).astype(np.uint32))
-        fill = unpacked(columns._rows, 4).sum(0) / columns.num_bits
+        fill = unpacked(columns._words.T, 4).sum(0) / columns.num_bits
         assert np.allclose(columns.false_share(4), fill**2)

@@ -291,9 +291,10 @@ def test_memory_is_bounded() -> None:
 
 
 def calls_of_a_choice(num_replicas: int, num_chunks: int) -> int:
-    """Calls of Python and C functions that one choice makes."""
+    """Calls of Python and C functions that one choice makes, after another of a prompt as long."""
     router = routed(fleet(num_replicas, r1=range(num_chunks)))
     asked = request(range(num_chunks))
+    router.costs(asked, 0.0)
     count = 0
 
     def tell(frame: FrameType, event: str, arg: object) -> None:
