@@ -116,6 +116,28 @@ def test_a_replica_that_is_gone_leaves_nothing() -> None:
     assert not holdings.false_share(4)[Tier.DEVICE].any()
 
 
+def test_a_digest_replaces_the_one_before_it() -> None:
+    holdings = Holdings(SHAPE)
+    holdings.open(0)
+    keeper = DigestKeeper(SHAPE)
+    for held, whole in (((1, 2), True), ((2, 3), True), ((3, 4), False), ((4,), False)):
+        assert holdings.take(0, keeper.digest({Tier.DEVICE: keys(*held)}, whole))
+        found = holdings.held(keys(0, 1, 2, 3, 4), 1)[Tier.DEVICE]
+        assert np.flatnonzero(found[:, 0]).tolist() == list(held)
+
+
+def test_room_for_more_replicas_loses_nobody() -> None:
+    holdings = Holdings(SHAPE)
+    holdings.open(0)
+    assert holdings.take(0, DigestKeeper(SHAPE).digest({Tier.DEVICE: keys(1, 2)}))
+    holdings.send(0, keys(3))
+    holdings.open(64)
+    assert holdings.take(64, DigestKeeper(SHAPE).digest({Tier.DEVICE: keys(2)}))
+    found = holdings.held(keys(1, 2, 3), 65)[Tier.DEVICE]
+    assert found[:, 0].tolist() == [1, 1, 1]
+    assert found[:, 64].tolist() == [0, 1, 0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), Chunks), max_size=12))
 def test_columns_count_their_bits(changes: list[tuple[int, bool, set[int]]]) -> None:
     columns = Columns(1 << 10)

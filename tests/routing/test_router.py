@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -14,7 +16,9 @@ from cellar.core.messages import Tier
 from cellar.routing.digest import DigestShape
 from cellar.routing.flights import MAX_ENDED
 from cellar.routing.prices import LoadPrice, RoutePrices, StepPrice
-from cellar.routing.router import AffinityRouter, Why
+from cellar.routing.request import RoutedRequest
+from cellar.routing.router import FIRST_OUTPUT, AffinityRouter, Why
+from cellar.routing.sessions import Session, Sessions
 from tests.routing.fleet import CHUNK, PRICES, SHAPE, Replica, fleet, request
 
 
@@ -109,6 +113,71 @@ def test_what_a_report_has_not_seen_still_counts() -> None:
     assert router.choose(request(range(500, 505)), 0.0).replica == other.name  # 50 ms against 100
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_what_has_ended_counts_no_more_whatever_a_report_has_seen(begun: bool) -> None:
+    prices = RoutePrices(CHUNK, {1: 0.01}, {}, StepPrice(0.0, 0.001))
+    router = AffinityRouter(prices, SHAPE)
+    replica = Replica("r0", prices=prices)
+    router.report(replica.report(), 0.0)
+    asked = request(range(50, 55))
+    idle = router.costs(asked, 0.0)["r0"]
+    choice = router.choose(request(range(10)), 0.0)
+    assert router.costs(asked, 0.0)["r0"] > idle + 0.1
+    if begun:
+        router.started(choice.number, 0.0)
+        assert router.costs(asked, 0.0)["r0"] > idle + 0.1  # who computes it is not asked yet
+    for _ in range(2):
+        router.ended(choice.number, 0, 0.0)
+    router.report(replica.report({"router": 0}), 0.3)
+    assert router.costs(asked, 0.3)["r0"] == pytest.approx(idle)
+
+
+def test_a_request_ends_once() -> None:
+    prices = RoutePrices(CHUNK, {1: 0.01}, {}, StepPrice(0.0, 0.001))
+    router = AffinityRouter(prices, SHAPE)
+    router.report(Replica("r0", requests=5, prices=prices).report(), 0.0)
+    asked = request(range(50, 55))
+    before = router.costs(asked, 1.0)["r0"]
+    choice = router.choose(request(range(10)), 0.0)
+    for _ in range(3):
+        router.ended(choice.number, 0, 1.0)
+    assert router.costs(asked, 1.0)["r0"] == pytest.approx(before)
+
+
+def test_chunks_of_two_requests_are_known_until_digests_speak_of_both() -> None:
+    replicas = fleet(2)
+    router = routed(replicas)
+    first = router.choose(request(range(10)), 0.0)
+    router.started(first.number, 0.2)
+    mine = next(r for r in replicas if r.name == first.replica)
+    router.report(mine.report({"router": first.number}), 1.0)
+    second = router.choose(request(range(12)), 1.0)
+    assert second.replica == first.replica
+    router.report(mine.report({"router": first.number}), 2.0)  # the first one's are its digest's now, which has none
+    third = router.choose(request(range(12)), 3.0)
+    assert (third.replica, third.why) == (first.replica, Why.CHUNKS)
+    assert third.seconds < 0.01
+
+
+def test_time_without_work_is_not_saved_up() -> None:
+    router = routed(fleet(1))
+    router.choose(request(range(10)), 100.0)
+    assert router.costs(request(range(20, 25)), 100.0)["r0"] > 0.15
+
+
+def test_a_chunk_in_two_tiers_is_there_once() -> None:
+    replica = Replica("r0", {Tier.DEVICE: set(range(4)), Tier.HOST: set(range(6))})
+    choice = routed([replica]).choose(request(range(10)), 0.0)
+    assert choice.seconds == pytest.approx(2 * 0.001 + 4 * 0.01, rel=0.02)
+
+
+def test_later_chunks_cost_what_they_cost_and_a_load_begins_with_its_own_time() -> None:
+    prices = RoutePrices(CHUNK, {CHUNK: 0.01, 11 * CHUNK: 0.11}, {Tier.HOST: LoadPrice(0.05, 0.001)})
+    cold, warm = (cost(request(range(10)), prices, held={Tier.HOST: held}) for held in (set[int](), set(range(5, 10))))
+    assert cold == pytest.approx(sum(0.01 * k for k in range(1, 11)), rel=0.02)
+    assert cold - warm == pytest.approx(sum(0.01 * k for k in range(6, 11)) - 0.05 - 5 * 0.001)
+
+
 def test_chunks_that_no_digest_names_yet_are_known() -> None:
     replicas = fleet(3)
     router = routed(replicas)
@@ -190,6 +259,20 @@ def test_who_is_gone_is_not_chosen_and_its_successor_holds_nothing() -> None:
         router.choose(request(range(10)), 0.0, among=["r1"])
 
 
+def test_who_is_gone_is_not_chosen_however_idle_it_was() -> None:
+    replicas = fleet(2)
+    replicas[1].requests = 5
+    router = routed(replicas)
+    router.remove("r0")
+    assert router.choose(request(range(3)), 0.0).replica == "r1"
+    assert set(router.costs(request(range(3)), 0.0)) == {"r1"}
+
+
+def test_the_last_token_is_computed_wherever_its_chunk_lies() -> None:
+    router = routed(fleet(1, r0=range(4)))
+    assert router.choose(request(range(4), more=0), 0.0).seconds == pytest.approx(0.01, rel=0.01)
+
+
 def test_a_delta_that_does_not_follow_asks_for_a_whole_digest() -> None:
     replica = fleet(1, r0=range(5))[0]
     router = AffinityRouter(PRICES, SHAPE)
@@ -215,6 +298,72 @@ def test_ties_go_to_the_least_loaded_then_to_free_memory_then_in_turn() -> None:
         idle.ended(choice.number, 1, float(k))
         found.append(choice.replica)
     assert Counter(found) == dict.fromkeys(("r0", "r1", "r2", "r3"), 2)
+
+
+def test_equal_replicas_get_requests_in_turn() -> None:
+    replicas = fleet(4)
+    router = routed(replicas)
+    found = []
+    for k in range(8):
+        choice = router.choose(request([], more=5), float(k))
+        router.ended(choice.number, 1, float(k))
+        for replica in replicas:
+            router.report(replica.report({"router": choice.number}), float(k))
+        found.append(choice.replica)
+    assert found[:4] == found[4:]
+    assert len(set(found[:4])) == 4
+
+
+MEMORY = RoutePrices(CHUNK, {1: 0.01}, {}, StepPrice(0.01))
+
+
+def cost(asked: RoutedRequest, prices: RoutePrices = MEMORY, **replica: Any) -> float:
+    """At the only replica."""
+    router = AffinityRouter(prices, SHAPE)
+    router.report(Replica("r0", prices=prices, **replica).report(), 0.0)
+    return router.costs(asked, 0.0)["r0"]
+
+
+def test_what_does_not_fit_waits_for_who_is_there() -> None:
+    asked = request(range(4), more=0)  # 128 tokens, and as many of an answer
+    steps = FIRST_OUTPUT * 0.01
+    roomy = cost(asked, requests=1, context=1000)
+    assert cost(asked, requests=1, context=1000, free=156) == pytest.approx(roomy + 100 / 1000 * steps)
+    assert cost(asked, requests=1, context=1000, free=100, cached=56) == pytest.approx(roomy + 100 / 1000 * steps)
+    assert cost(asked, requests=1, context=1000, free=56, cached=200) == pytest.approx(roomy)
+
+
+def test_what_an_ended_request_held_makes_room() -> None:
+    router = AffinityRouter(MEMORY, SHAPE)
+    router.report(Replica("r0", prices=MEMORY, requests=1, context=1000, free=300).report(), 0.0)
+    asked = request(range(50, 54), more=0)
+    before = router.costs(asked, 0.0)["r0"]
+    choice = router.choose(request(range(4), more=0), 0.0)
+    assert router.costs(asked, 9.0)["r0"] > before + 0.01
+    router.started(choice.number, 0.1)
+    router.ended(choice.number, 0, 0.2)
+    assert router.costs(asked, 9.0)["r0"] == pytest.approx(before)
+
+
+def test_an_answer_is_as_long_as_those_before_it_and_as_it_may_be() -> None:
+    router = AffinityRouter(MEMORY, SHAPE)
+    router.report(Replica("r0", prices=MEMORY).report(), 0.0)
+    asked = request([], more=5)
+    prompt = 5 / CHUNK * 0.01
+    assert router.costs(asked, 0.0)["r0"] == pytest.approx(prompt + FIRST_OUTPUT * 0.01)
+    assert router.costs(replace(asked, max_tokens=7), 0.0)["r0"] == pytest.approx(prompt + 7 * 0.01)
+    for _ in range(400):
+        router.ended(router.choose(asked, 0.0).number, 20, 0.0)
+    assert router.costs(asked, 0.0)["r0"] == pytest.approx(prompt + 20 * 0.01, rel=0.01)
+    assert router.costs(replace(asked, max_tokens=90), 0.0)["r0"] == pytest.approx(prompt + 20 * 0.01, rel=0.01)
+
+
+def test_the_conversations_that_were_heard_of_last_are_remembered() -> None:
+    sessions = Sessions(capacity=3)
+    for k in (0, 1, 2, 0, 3):
+        sessions.note(b"%d" % k, Session(1, k, 1))
+    assert len(sessions) == 3
+    assert [sessions.get(b"%d" % k) is not None for k in range(4)] == [True, False, True, True]
 
 
 def test_company_slows_decodes_and_full_memory_waits() -> None:
