@@ -18,6 +18,7 @@ from cellar.core.specs import HeadRows, LayerSpec, ModelSpec, RopeSpec, TensorSp
 from cellar.models.decoder import Decoder, kv_spec
 from cellar.models.fields import Fields
 from cellar.models.rope import context_length
+from cellar.models.tensors import LayerTensors
 
 ARCHITECTURE = "ChatGLMModel"
 
@@ -52,33 +53,24 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     kv = kv_spec((None,) * num_layers, kv_heads, dim, dtype, chunk_size)
     rows = HeadRows(heads, kv_heads, dim, interleaved=dim // 2, by_head=not grouped)
 
-    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...], stored: str) -> TensorSpec:
-        return TensorSpec(name, shape, dtype, axes, (stored,), heads=rows if axes[0] == "qkv" else None)
-
-    def layer(j: int) -> tuple[TensorSpec, ...]:
-        prefix = f"transformer.encoder.layers.{j}."
-        tensors: list[TensorSpec] = []
-
-        def norm(name: str, stored: str) -> None:
-            tensors.append(tensor(name, (e,), ("embed",), f"{prefix}{stored}.weight"))
-
-        def matrix(name: str, shape: tuple[int, int], axes: tuple[str, str], stored: str, bias: bool) -> None:
-            tensors.append(tensor(name, shape, axes, f"{prefix}{stored}.weight"))
-            if bias:
-                tensors.append(tensor(f"{name}_bias", shape[:1], axes[:1], f"{prefix}{stored}.bias"))
-
+    def layer(prefix: str) -> tuple[TensorSpec, ...]:
+        found = LayerTensors(prefix, e, dtype, rows)
         attention, qkv_bias = "self_attention.", biased or fields.flag("add_qkv_bias", False)
-        norm("input_norm", "input_layernorm")
-        matrix("qkv", ((heads + 2 * kv_heads) * dim, e), ("qkv", "embed"), attention + "query_key_value", qkv_bias)
-        matrix("out", (e, heads * dim), ("embed", "heads"), attention + "dense", biased)
-        norm("post_norm", "post_attention_layernorm")
-        matrix("gate_up", (2 * f, e), ("gate_up", "embed"), "mlp.dense_h_to_4h", biased)
-        matrix("down", (e, f), ("embed", "mlp"), "mlp.dense_4h_to_h", biased)
-        return tuple(tensors)
+        size = (heads + 2 * kv_heads) * dim, e
+        found.norm("input_norm", "input_layernorm")
+        found.matrix("qkv", size, ("qkv", "embed"), attention + "query_key_value", bias=qkv_bias)
+        found.matrix("out", (e, heads * dim), ("embed", "heads"), attention + "dense", bias=biased)
+        found.norm("post_norm", "post_attention_layernorm")
+        found.matrix("gate_up", (2 * f, e), ("gate_up", "embed"), "mlp.dense_h_to_4h", bias=biased)
+        found.matrix("down", (e, f), ("embed", "mlp"), "mlp.dense_4h_to_h", bias=biased)
+        return tuple(found.tensors)
 
-    head = [tensor("lm_head", (vocab, e), ("vocab", "embed"), "transformer.output_layer.weight")]
+    def words(name: str, stored: str) -> TensorSpec:
+        return TensorSpec(name, (vocab, e), dtype, ("vocab", "embed"), ("transformer." + stored,))
+
+    last = LayerTensors("transformer.", e, dtype)
     if fields.flag("post_layer_norm", True):
-        head.insert(0, tensor("norm", (e,), ("embed",), "transformer.encoder.final_layernorm.weight"))
+        last.norm("norm", "encoder.final_layernorm")
     return ModelSpec(
         model_type="chatglm",
         dtype=dtype,
@@ -90,9 +82,11 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         intermediate_size=f,
         vocab_size=vocab,
         max_position=rope.max_position,
-        embedding=(tensor("embed", (vocab, e), ("vocab", "embed"), "transformer.embedding.word_embeddings.weight"),),
-        layers=tuple(LayerSpec(j, layer(j), heads, kv_heads, dim) for j in range(num_layers)),
-        head=tuple(head),
+        embedding=(words("embed", "embedding.word_embeddings.weight"),),
+        layers=tuple(
+            LayerSpec(j, layer(f"transformer.encoder.layers.{j}."), heads, kv_heads, dim) for j in range(num_layers)
+        ),
+        head=(*last.tensors, words("lm_head", "output_layer.weight")),
         kv=kv,
         rope=rope,
         eos_token_ids=fields.token_ids("eos_token_id", 2),

@@ -18,6 +18,7 @@ from cellar.models.decoder import head_dim_of, kv_spec, uniform_layers
 from cellar.models.fields import Fields
 from cellar.models.parallel import ParallelDecoder
 from cellar.models.rope import rope_spec
+from cellar.models.tensors import LayerTensors, head_matrix
 
 ARCHITECTURE = "CohereForCausalLM"
 
@@ -38,33 +39,20 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     biased, tied = fields.flag("attention_bias", False), fields.flag("tie_word_embeddings", True)
     rope = rope_spec(fields, dim, fields.integer("max_position_embeddings", 8192), max_model_len, 500_000.0)
     q, kv = heads * dim, kv_heads * dim
-    rows = HeadRows(heads, kv_heads, dim, interleaved=dim)
-
-    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...], *stored: str, **more: Any) -> TensorSpec:
-        return TensorSpec(name, shape, dtype, axes, tuple("model." + one for one in stored), **more)
 
     def layer(prefix: str) -> tuple[TensorSpec, ...]:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv = tuple(f"{attention}{name}_proj" for name in "qkv")
-        tensors = [tensor("input_norm", (e,), ("embed",), prefix + "input_layernorm.weight")]
+        found = LayerTensors(prefix, e, dtype, HeadRows(heads, kv_heads, dim, interleaved=dim))
+        found.norm("input_norm", "input_layernorm")
+        qkv = (f"self_attn.{name}_proj" for name in "qkv")
+        found.matrix("qkv", (q + 2 * kv, e), ("qkv", "embed"), *qkv, bias=biased, parts=(q, kv, kv))
+        found.matrix("out", (e, q), ("embed", "heads"), "self_attn.o_proj", bias=biased)
+        found.matrix("gate_up", (2 * f, e), ("gate_up", "embed"), "mlp.gate_proj", "mlp.up_proj", bias=False)
+        found.matrix("down", (e, f), ("embed", "mlp"), "mlp.down_proj", bias=False)
+        return tuple(found.tensors)
 
-        def joined(name: str, shape: tuple[int, ...], kind: str) -> None:
-            stored = (f"{one}.{kind}" for one in qkv)
-            tensors.append(tensor(name, shape, ("qkv", "embed")[: len(shape)], *stored, parts=(q, kv, kv), heads=rows))
-
-        joined("qkv", (q + 2 * kv, e), "weight")
-        if biased:
-            joined("qkv_bias", (q + 2 * kv,), "bias")
-        tensors.append(tensor("out", (e, q), ("embed", "heads"), attention + "o_proj.weight"))
-        if biased:
-            tensors.append(tensor("out_bias", (e,), ("embed",), attention + "o_proj.bias"))
-        halves = mlp + "gate_proj.weight", mlp + "up_proj.weight"
-        tensors.append(tensor("gate_up", (2 * f, e), ("gate_up", "embed"), *halves, parts=(f, f)))
-        tensors.append(tensor("down", (e, f), ("embed", "mlp"), mlp + "down_proj.weight"))
-        return tuple(tensors)
-
-    embed = tensor("embed", (vocab, e), ("vocab", "embed"), "embed_tokens.weight")
-    source = embed.stored if tied else ("lm_head.weight",)
+    embed = TensorSpec("embed", (vocab, e), dtype, ("vocab", "embed"), ("model.embed_tokens.weight",))
+    last = LayerTensors("model.", e, dtype)
+    last.norm("norm", "norm")
     return ModelSpec(
         model_type="cohere",
         dtype=dtype,
@@ -77,11 +65,8 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         vocab_size=vocab,
         max_position=rope.max_position,
         embedding=(embed,),
-        layers=tuple(LayerSpec(j, layer(f"layers.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
-        head=(
-            tensor("norm", (e,), ("embed",), "norm.weight"),
-            TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), source),
-        ),
+        layers=tuple(LayerSpec(j, layer(f"model.layers.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
+        head=(*last.tensors, head_matrix(embed, tied)),
         kv=kv_spec((None,) * num_layers, kv_heads, dim, dtype, chunk_size),
         rope=rope,
         eos_token_ids=fields.token_ids("eos_token_id", 255001),

@@ -23,6 +23,7 @@ from cellar.models import points
 from cellar.models.fields import Fields
 from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import rope_spec
+from cellar.models.tensors import LayerTensors, head_matrix
 from cellar.ops.linear.definition import linear
 from cellar.ops.norm import rms_norm
 
@@ -112,7 +113,6 @@ def decoder_spec(
     embed = TensorSpec(
         "embed", (shape.vocab_size, shape.hidden_size), dtype, ("vocab", "embed"), ("model.embed_tokens.weight",)
     )
-    head_source = embed.stored if shape.tied_head else ("lm_head.weight",)
     return ModelSpec(
         model_type=shape.model_type,
         dtype=dtype,
@@ -139,7 +139,7 @@ def decoder_spec(
         ),
         head=(
             TensorSpec("norm", (shape.hidden_size,), dtype, ("embed",), ("model.norm.weight",)),
-            TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), head_source),
+            head_matrix(embed, shape.tied_head),
         ),
         kv=kv,
         rope=rope,
@@ -154,39 +154,20 @@ def _layer_tensors(shape: DecoderShape, dtype: str, prefix: str) -> tuple[Tensor
     """The tensors of one layer in the order of use; `prefix` is that of their names in the checkpoint."""
     e, f = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv = tuple(attention + name for name in ("q_proj", "k_proj", "v_proj"))
-    gate_up = tuple(mlp + name for name in ("gate_proj", "up_proj"))
-
-    def matrix(name: str, rows: tuple[int, ...], columns: int, axes: tuple[str, str], *stored: str) -> TensorSpec:
-        return TensorSpec(name, (sum(rows), columns), dtype, axes, tuple(s + ".weight" for s in stored), parts=rows)
-
-    def vector(name: str, rows: tuple[int, ...], axis: str, *stored: str) -> TensorSpec:
-        return TensorSpec(name, (sum(rows),), dtype, (axis,), stored, parts=rows)
-
-    def bias(name: str, rows: tuple[int, ...], axis: str, *stored: str) -> TensorSpec:
-        return vector(name, rows, axis, *(s + ".bias" for s in stored))
-
-    tensors = [
-        vector("input_norm", (e,), "embed", prefix + "input_layernorm.weight"),
-        matrix("qkv", (q, kv, kv), e, ("qkv", "embed"), *qkv),
-    ]
-    if shape.qkv_bias:
-        tensors.append(bias("qkv_bias", (q, kv, kv), "qkv", *qkv))
+    found = LayerTensors(prefix, e, dtype)
+    qkv = (f"self_attn.{name}_proj" for name in "qkv")
+    found.norm("input_norm", "input_layernorm")
+    found.matrix("qkv", (q + 2 * kv, e), ("qkv", "embed"), *qkv, bias=shape.qkv_bias, parts=(q, kv, kv))
     if shape.qk_norm:
-        tensors.append(vector("q_norm", (shape.head_dim,), "head_dim", attention + "q_norm.weight"))
-        tensors.append(vector("k_norm", (shape.head_dim,), "head_dim", attention + "k_norm.weight"))
-    tensors.append(matrix("out", (e,), q, ("embed", "heads"), attention + "o_proj"))
-    if shape.out_bias:
-        tensors.append(bias("out_bias", (e,), "embed", attention + "o_proj"))
-    tensors.append(vector("post_norm", (e,), "embed", prefix + "post_attention_layernorm.weight"))
-    tensors.append(matrix("gate_up", (f, f), e, ("gate_up", "embed"), *gate_up))
-    if shape.mlp_bias:
-        tensors.append(bias("gate_up_bias", (f, f), "gate_up", *gate_up))
-    tensors.append(matrix("down", (e,), f, ("embed", "mlp"), mlp + "down_proj"))
-    if shape.mlp_bias:
-        tensors.append(bias("down_bias", (e,), "embed", mlp + "down_proj"))
-    return tuple(tensors)
+        for name in ("q_norm", "k_norm"):
+            stored = (f"{prefix}self_attn.{name}.weight",)
+            found.tensors.append(TensorSpec(name, (shape.head_dim,), dtype, ("head_dim",), stored))
+    found.matrix("out", (e, q), ("embed", "heads"), "self_attn.o_proj", bias=shape.out_bias)
+    found.norm("post_norm", "post_attention_layernorm")
+    gate_up = "mlp.gate_proj", "mlp.up_proj"
+    found.matrix("gate_up", (2 * f, e), ("gate_up", "embed"), *gate_up, bias=shape.mlp_bias, parts=(f, f))
+    found.matrix("down", (e, f), ("embed", "mlp"), "mlp.down_proj", bias=shape.mlp_bias)
+    return tuple(found.tensors)
 
 
 class Decoder:

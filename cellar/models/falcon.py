@@ -23,6 +23,7 @@ from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
 from cellar.models.parallel import ParallelDecoder
 from cellar.models.rope import rope_spec
+from cellar.models.tensors import LayerTensors, head_matrix
 
 ARCHITECTURE = "FalconForCausalLM"
 
@@ -48,29 +49,19 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     rows = None if shared else HeadRows(heads, heads, dim, by_head=True)
     rope = rope_spec(fields, dim, fields.integer("max_position_embeddings", 2048), max_model_len)
 
-    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...], stored: str) -> TensorSpec:
-        stored = "transformer." + stored
-        return TensorSpec(name, shape, dtype, axes, (stored,), heads=rows if axes[0] == "qkv" else None)
-
     def layer(prefix: str) -> tuple[TensorSpec, ...]:
-        tensors = [
-            tensor("input_norm", (e,), ("embed",), prefix + "input_layernorm.weight"),
-            tensor("input_norm_bias", (e,), ("embed",), prefix + "input_layernorm.bias"),
-        ]
+        found = LayerTensors(prefix, e, dtype, rows)
+        found.norm("input_norm", "input_layernorm", bias=True)
+        size = (heads + 2 * kv_heads) * dim, e
+        found.matrix("qkv", size, ("qkv", "embed"), "self_attention.query_key_value", bias=biased)
+        found.matrix("out", (e, e), ("embed", "heads"), "self_attention.dense", bias=biased)
+        found.matrix("up", (f, e), ("mlp", "embed"), "mlp.dense_h_to_4h", bias=biased)
+        found.matrix("down", (e, f), ("embed", "mlp"), "mlp.dense_4h_to_h", bias=biased)
+        return tuple(found.tensors)
 
-        def matrix(name: str, shape: tuple[int, int], axes: tuple[str, str], stored: str) -> None:
-            tensors.append(tensor(name, shape, axes, f"{prefix}{stored}.weight"))
-            if biased:
-                tensors.append(tensor(name + "_bias", shape[:1], axes[:1], f"{prefix}{stored}.bias"))
-
-        matrix("qkv", ((heads + 2 * kv_heads) * dim, e), ("qkv", "embed"), "self_attention.query_key_value")
-        matrix("out", (e, e), ("embed", "heads"), "self_attention.dense")
-        matrix("up", (f, e), ("mlp", "embed"), "mlp.dense_h_to_4h")
-        matrix("down", (e, f), ("embed", "mlp"), "mlp.dense_4h_to_h")
-        return tuple(tensors)
-
-    embed = tensor("embed", (vocab, e), ("vocab", "embed"), "word_embeddings.weight")
-    source = embed.stored if tied else ("lm_head.weight",)
+    embed = TensorSpec("embed", (vocab, e), dtype, ("vocab", "embed"), ("transformer.word_embeddings.weight",))
+    last = LayerTensors("transformer.", e, dtype)
+    last.norm("norm", "ln_f", bias=True)
     return ModelSpec(
         model_type="falcon",
         dtype=dtype,
@@ -83,12 +74,8 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         vocab_size=vocab,
         max_position=rope.max_position,
         embedding=(embed,),
-        layers=tuple(LayerSpec(j, layer(f"h.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
-        head=(
-            tensor("norm", (e,), ("embed",), "ln_f.weight"),
-            tensor("norm_bias", (e,), ("embed",), "ln_f.bias"),
-            TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), source),
-        ),
+        layers=tuple(LayerSpec(j, layer(f"transformer.h.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
+        head=(*last.tensors, head_matrix(embed, tied)),
         kv=kv_spec((None,) * num_layers, kv_heads, dim, dtype, chunk_size),
         rope=rope,
         eos_token_ids=fields.token_ids("eos_token_id", 11),

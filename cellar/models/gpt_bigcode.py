@@ -25,6 +25,7 @@ from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
 from cellar.models.opt import OPT
 from cellar.models.rope import context_length
+from cellar.models.tensors import LayerTensors, head_matrix
 
 ARCHITECTURE = "GPTBigCodeForCausalLM"
 
@@ -43,32 +44,20 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     kv_heads = 1 if shared else heads
     rows = None if shared else HeadRows(heads, heads, dim, by_head=True)
 
-    def tensor(name: str, shape: tuple[int, ...], axes: tuple[str, ...], stored: str) -> TensorSpec:
-        return TensorSpec(
-            name, shape, dtype, axes, ("transformer." + stored,), heads=rows if axes[0] == "qkv" else None
-        )
-
     def layer(prefix: str) -> tuple[TensorSpec, ...]:
-        tensors: list[TensorSpec] = []
+        found = LayerTensors(prefix, e, dtype, rows)
+        found.norm("input_norm", "ln_1", bias=True)
+        found.matrix("qkv", ((heads + 2 * kv_heads) * dim, e), ("qkv", "embed"), "attn.c_attn", bias=True)
+        found.matrix("out", (e, e), ("embed", "heads"), "attn.c_proj", bias=True)
+        found.norm("post_norm", "ln_2", bias=True)
+        found.matrix("up", (f, e), ("mlp", "embed"), "mlp.c_fc", bias=True)
+        found.matrix("down", (e, f), ("embed", "mlp"), "mlp.c_proj", bias=True)
+        return tuple(found.tensors)
 
-        def norm(name: str, stored: str) -> None:
-            tensors.append(tensor(name, (e,), ("embed",), f"{prefix}{stored}.weight"))
-            tensors.append(tensor(name + "_bias", (e,), ("embed",), f"{prefix}{stored}.bias"))
-
-        def matrix(name: str, shape: tuple[int, int], axes: tuple[str, str], stored: str) -> None:
-            tensors.append(tensor(name, shape, axes, f"{prefix}{stored}.weight"))
-            tensors.append(tensor(name + "_bias", shape[:1], axes[:1], f"{prefix}{stored}.bias"))
-
-        norm("input_norm", "ln_1")
-        matrix("qkv", ((heads + 2 * kv_heads) * dim, e), ("qkv", "embed"), "attn.c_attn")
-        matrix("out", (e, e), ("embed", "heads"), "attn.c_proj")
-        norm("post_norm", "ln_2")
-        matrix("up", (f, e), ("mlp", "embed"), "mlp.c_fc")
-        matrix("down", (e, f), ("embed", "mlp"), "mlp.c_proj")
-        return tuple(tensors)
-
-    embed = tensor("embed", (vocab, e), ("vocab", "embed"), "wte.weight")
-    source = embed.stored if tied else ("lm_head.weight",)
+    embed = TensorSpec("embed", (vocab, e), dtype, ("vocab", "embed"), ("transformer.wte.weight",))
+    table = TensorSpec("positions", (positions, e), dtype, ("position", "embed"), ("transformer.wpe.weight",))
+    last = LayerTensors("transformer.", e, dtype)
+    last.norm("norm", "ln_f", bias=True)
     return ModelSpec(
         model_type="gpt_bigcode",
         dtype=dtype,
@@ -80,13 +69,9 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         intermediate_size=f,
         vocab_size=vocab,
         max_position=context_length(positions, positions, max_model_len),
-        embedding=(embed, tensor("positions", (positions, e), ("position", "embed"), "wpe.weight")),
-        layers=tuple(LayerSpec(j, layer(f"h.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
-        head=(
-            tensor("norm", (e,), ("embed",), "ln_f.weight"),
-            tensor("norm_bias", (e,), ("embed",), "ln_f.bias"),
-            TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), source),
-        ),
+        embedding=(embed, table),
+        layers=tuple(LayerSpec(j, layer(f"transformer.h.{j}."), heads, kv_heads, dim) for j in range(num_layers)),
+        head=(*last.tensors, head_matrix(embed, tied)),
         kv=kv_spec((None,) * num_layers, kv_heads, dim, dtype, chunk_size),
         eos_token_ids=fields.token_ids("eos_token_id", 50256),
         bos_token_id=fields.first_token_id("bos_token_id", 50256),

@@ -29,6 +29,7 @@ from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
 from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import context_length
+from cellar.models.tensors import LayerTensors, head_matrix
 from cellar.ops.embedding import embedding
 from cellar.ops.linear.definition import linear
 
@@ -67,8 +68,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
     if words != e:
         embeddings.append(tensor("project_in", (e, words), ("embed", "words"), "project_in.weight"))
         head.append(tensor("project_out", (words, e), ("words", "embed"), "project_out.weight"))
-    source = embed.stored if tied else ("lm_head.weight",)
-    head.append(TensorSpec("lm_head", embed.shape, dtype, ("vocab", "embed"), source))
+    head.append(head_matrix(embed, tied))
     kv = kv_spec((None,) * num_layers, heads, e // heads, dtype, chunk_size)
     return ModelSpec(
         model_type="opt",
@@ -107,28 +107,15 @@ def model(spec: ModelSpec) -> OPT:
 
 def _layer_tensors(e: int, f: int, bias: bool, dtype: str, prefix: str) -> tuple[TensorSpec, ...]:
     """The tensors of one layer in the order of use; `prefix` is that of their names in the checkpoint."""
-    norms, qkv = {"input": "self_attn_layer_norm", "post": "final_layer_norm"}, ("q_proj", "k_proj", "v_proj")
-    tensors: list[TensorSpec] = []
-
-    def add(name: str, shape: tuple[int, ...], axes: tuple[str, ...], *stored: str) -> None:
-        tensors.append(TensorSpec(name, shape, dtype, axes, tuple(prefix + s for s in stored)))
-
-    def add_norm(name: str) -> None:
-        add(name + "_norm", (e,), ("embed",), norms[name] + ".weight")
-        add(name + "_norm_bias", (e,), ("embed",), norms[name] + ".bias")
-
-    def add_linear(name: str, rows: int, columns: int, axes: tuple[str, str], *stored: str) -> None:
-        add(name, (rows, columns), axes, *(s + ".weight" for s in stored))
-        if bias:
-            add(name + "_bias", (rows,), axes[:1], *(s + ".bias" for s in stored))
-
-    add_norm("input")
-    add_linear("qkv", 3 * e, e, ("qkv", "embed"), *("self_attn." + name for name in qkv))
-    add_linear("out", e, e, ("embed", "heads"), "self_attn.out_proj")
-    add_norm("post")
-    add_linear("up", f, e, ("mlp", "embed"), "fc1")
-    add_linear("down", e, f, ("embed", "mlp"), "fc2")
-    return tuple(tensors)
+    found = LayerTensors(prefix, e, dtype)
+    qkv = (f"self_attn.{name}_proj" for name in "qkv")
+    found.norm("input_norm", "self_attn_layer_norm", bias=True)
+    found.matrix("qkv", (3 * e, e), ("qkv", "embed"), *qkv, bias=bias)
+    found.matrix("out", (e, e), ("embed", "heads"), "self_attn.out_proj", bias=bias)
+    found.norm("post_norm", "final_layer_norm", bias=True)
+    found.matrix("up", (f, e), ("mlp", "embed"), "fc1", bias=bias)
+    found.matrix("down", (e, f), ("embed", "mlp"), "fc2", bias=bias)
+    return tuple(found.tensors)
 
 
 class OPT:
