@@ -15,10 +15,12 @@ from cellar import demo
 def test_a_turn_is_timed_by_where_its_past_lies(tmp_path: Path) -> None:
     found = tmp_path / "out.json"
     model = ["--model", str(demo.path()), "--dtype", "float32", "--device", "cpu", "--context", "128", "--new", "8"]
-    load = ["--kv", "0.01", "--host", "0.03", "--rounds", "1", "--prompts", "4", "--answer", "4", "--json", str(found)]
-    tiers.main([*model, *load])
+    load = ["--kv", "0.01", "--host", "0.03", "--rounds", "1", "--rows", "2", "--prompts", "4", "--answer", "4"]
+    tiers.main([*model, *load, "--json", str(found)])
     report = json.loads(found.read_text(encoding="utf-8"))
     (turn,) = report["turns"]
     assert (turn["context"], turn["new"]) == (128, 8)
     assert 0 < turn["device"] < turn["computed"]  # 8 tokens instead of 136
     assert all(rate > 0 for rate in (turn["bytes_per_second"], report["saved"], report["with"], report["without"]))
+    copying = report["copying"]
+    assert all(copying[name] > 0 for name in ("nbytes", "quiet", "copying"))
