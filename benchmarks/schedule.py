@@ -94,18 +94,19 @@ def _timing(requests: int, steps: int, seconds: list[float], limit: float | None
 def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_ahead: int = 2) -> Timing:
     """A plan with `chunks` chunks of conversations of `TALK_CHUNKS` at rest in device, host and disk.
 
-    The device has room for what runs and a tenth of the chunks, so chunks leave as decodes need slots; each copy's
+    What runs and what rests fill the device, so for each chunk that a decode begins another one leaves; each copy's
     result comes with the next step.
     """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(16, 513, requests)
     warm_up = 40
     output = steps + warm_up + run_ahead + 2
-    running = sum(-(-(int(n) + output) // CHUNK_SIZE) for n in lengths)
-    shares = {Tier.DEVICE: chunks // 10, Tier.HOST: 4 * chunks // 10, Tier.DISK: chunks // 2}
+    begun = sum(-(-int(n) // CHUNK_SIZE) for n in lengths)
+    growth = sum(-(-(int(n) + output) // CHUNK_SIZE) for n in lengths) - begun
+    shares = {Tier.DEVICE: chunks // 10 + growth, Tier.HOST: 4 * chunks // 10, Tier.DISK: chunks // 2}
     config = ScheduleConfig(max_num_seqs=requests, max_num_batched_tokens=1 << 20, run_ahead=run_ahead)
     scheduler = StepScheduler(
-        running + shares[Tier.DEVICE],
+        begun + shares[Tier.DEVICE],
         requests,
         CHUNK_SIZE,
         1024 + output,
