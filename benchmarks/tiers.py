@@ -240,9 +240,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     without, runtime = opened(options)
     with with_tier, without:
         found["ready"] = time.perf_counter() - begin
-        for new in options.new:
-            found["turns"].append(next_turn(with_tier, options.context, new, options.rounds))
-            print(report(found["turns"][-1]), flush=True)
         out = found["copying"] = copying(without, runtime, options.rows, options.answer, options.rounds)
         print(
             f"{options.rows} decodes: {1e3 * out['quiet']:.3f} ms a step, {1e3 * out['copying']:.3f} while "
@@ -260,11 +257,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found |= {name: statistics.median(each) for name, each in speeds.items()}
         found["ratio"] = statistics.median([a / b for a, b in zip(*speeds.values(), strict=True)])
         found["saved"] = with_tier.stats().tiers[-1].save_nbytes - saved
-    print(
-        f"no hits: {found['with']:.0f} tok/s with the tier, {found['without']:.0f} without ({found['ratio']:.3f}), "
-        f"{found['saved'] / GIB:.1f} GiB copied out; ready after {found['ready']:.0f} s, all in "
-        f"{time.perf_counter() - begin:.0f}"
-    )
+        print(
+            f"no hits: {found['with']:.0f} tok/s with the tier, {found['without']:.0f} without "
+            f"({found['ratio']:.3f}), {found['saved'] / GIB:.1f} GiB copied out",
+            flush=True,
+        )
+        for new in options.new:
+            found["turns"].append(next_turn(with_tier, options.context, new, options.rounds))
+            print(report(found["turns"][-1]), flush=True)
+    found["seconds"] = time.perf_counter() - begin
     print(json.dumps(found))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

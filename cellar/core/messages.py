@@ -211,9 +211,10 @@ class CopyBatch:
     """Chunks to be copied from one tier to another, or within one: source_slots[k] -> target_slots[k], int32 [n].
 
     The copies begin when step `after_step` has been computed (-1: at once) and have ended when step `before_step`
-    begins (-1: no step waits for them); `layerwise` lets that step begin, and each of its layers wait for its own part.
-    Slots that a batch reads are not written, and those that it writes are not used, before its result. `labels` say
-    what the chunks are, if source or target is persistent.
+    begins (-1: no step waits for them). The result of a load may come `lead` seconds before its last bytes: whoever
+    uses the slots then waits in the runtime, each layer for its own part. Slots that a batch reads are not written, and
+    those that it writes are not used, before its result. `labels` say what the chunks are, if source or target is
+    persistent.
     """
 
     number: int
@@ -223,7 +224,7 @@ class CopyBatch:
     target_slots: IntArray
     after_step: int = -1
     before_step: int = -1
-    layerwise: bool = False
+    lead: float = 0.0
     labels: tuple[ChunkLabel, ...] = ()
 
     def __len__(self) -> int:

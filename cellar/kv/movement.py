@@ -120,9 +120,11 @@ class Movement:
         moving = self._moving.get(batch)
         return 0.0 if moving is None else self.links[moving.source].wait(now, batch)
 
-    def load(self, source: int, source_slots: Slots, target_slots: Slots, chunks: Chunks, now: float) -> int:
-        """Fill slots of the device, which are LOADING, from any tier; -> the batch."""
-        number = self._order(source, source_slots, 0, target_slots, chunks)
+    def load(
+        self, source: int, source_slots: Slots, target_slots: Slots, chunks: Chunks, now: float, lead: float = 0.0
+    ) -> int:
+        """Fill slots of the device, which are LOADING, from any tier; -> the batch. `lead`: see CopyBatch."""
+        number = self._order(source, source_slots, 0, target_slots, chunks, lead)
         self.links[source].ordered(number, len(source_slots), now)
         for slot in target_slots.tolist():
             self._loading[slot] = number
@@ -333,7 +335,9 @@ class Movement:
         shelves.classify(moving.chunks[mine & ok])
         return failed
 
-    def _order(self, source: int, source_slots: Slots, target: int, target_slots: Slots, chunks: Chunks) -> int:
+    def _order(
+        self, source: int, source_slots: Slots, target: int, target_slots: Slots, chunks: Chunks, lead: float = 0.0
+    ) -> int:
         shelves = self._shelves
         number = self._numbers
         self._numbers += 1
@@ -343,7 +347,7 @@ class Movement:
         shelves.pools[source].pins[source_slots] += 1
         shelves.pools[target].pins[target_slots] += 1
         tiers = shelves.tiers
-        batch = CopyBatch(number, tiers[source], source_slots, tiers[target], target_slots, labels=labels)
+        batch = CopyBatch(number, tiers[source], source_slots, tiers[target], target_slots, lead=lead, labels=labels)
         self._orders.append(batch)
         self._moving[number] = Moving(batch, source, target, chunks)
         return number

@@ -58,6 +58,15 @@ class Recovery:
         both, square = self._sums
         return both / square if square else None
 
+    def seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
+        """Of computing the first `most` of the positions in ascending half-open `ranges`; 0: nothing is known."""
+        rate, found = self.seconds_per_cost or 0.0, 0.0
+        for start, stop in ranges:
+            stop = min(stop, start + most)
+            most -= stop - start
+            found += rate * float(self.cost(np.array([start]), np.array([stop]), chunk_size)[0])
+        return found
+
     def loads(
         self, tier: NDArray[np.integer], cost: Floats, links: Sequence[Link], now: float, floor: float = 0.0
     ) -> NDArray[np.bool_]:

@@ -169,13 +169,14 @@ class KVStore:
         tenant: str = "",
         now: float = 0.0,
         before: Sequence[tuple[int, int]] = (),
+        step_tokens: int = 0,
     ) -> Reservation | None:
         """References on what was found on the device, and new slots for the rest of `num_tokens` tokens.
 
         What other tiers hold is loaded, or computed again if the request ends earlier so; the ranges `before` of other
-        sequences are to be computed before it. `name` is the conversation's; without one the sequence belongs to that
-        of the deepest chunk that it extends. `tenant`: whose it is, if anybody's. None, and nothing is changed, if
-        fewer than `keep_free` slots would stay available.
+        sequences are to be computed before it, and a step computes `step_tokens` of its own. `name` is the
+        conversation's; without one the sequence belongs to that of the deepest chunk that it extends. `tenant`: whose
+        it is, if anybody's. None, and nothing is changed, if fewer than `keep_free` slots would stay available.
         """
         shelves, size = self._shelves, self.chunk_size
         slots = np.full(-(-num_tokens // size), -1, np.int32)
@@ -203,15 +204,17 @@ class KVStore:
         shelves.hold(hits)  # before taking, or a hit could be reclaimed
         awaits = {self._movement.fills(slot) for slot in hits.tolist()} if self._has_tiers else set()
         slots[new] = self._take(int(new.sum()), PRIVATE, now)
+        compute = _ranges(filled, size, num_tokens)
         if found is not None and load.any():
             slots[load] = self._take(int(load.sum()), LOADING, now)
-            awaits |= self._load(found, load[: len(found.chunk)], slots, now)
+            lead = self.recovery.seconds(compute, size, step_tokens)
+            awaits |= self._load(found, load[: len(found.chunk)], slots, now, lead)
         if len(chunks):
             shelves.share(chunks, conversation, now)
         awaits.discard(-1)
         return Reservation(
             slots=slots,
-            compute=_ranges(filled, size, num_tokens),
+            compute=compute,
             num_cached_tokens=int(filled.sum()),
             conversation=conversation,
             awaits=frozenset(awaits),
@@ -458,7 +461,7 @@ class KVStore:
             wanted[places] = recovery.loads(found.tier[places], cost, movement.links, now, floor)
         return wanted
 
-    def _load(self, found: Residency, columns: NDArray[np.bool_], slots: Slots, now: float) -> set[int]:
+    def _load(self, found: Residency, columns: NDArray[np.bool_], slots: Slots, now: float, lead: float) -> set[int]:
         """Have the chunks in `columns` copied to their new slots; -> the batches."""
         batches = set()
         for tier in np.unique(found.tier[columns]).tolist():
@@ -467,7 +470,7 @@ class KVStore:
             chunks = np.where(found.tokens[part] == self.chunk_size, found.chunk[part], np.int32(-1))
             whole = part[chunks >= 0]
             self._shelves.expect(slots[whole], found.chunk[whole])
-            batches.add(self._movement.load(tier, found.slot[part], slots[part], chunks, now))
+            batches.add(self._movement.load(tier, found.slot[part], slots[part], chunks, now, lead))
         return batches
 
     def _inherited(self, found: Residency) -> int:

@@ -77,6 +77,11 @@ class Arena:
         return keys, values
 
     @property
+    def layers(self) -> Sequence[Sequence[int]]:
+        """Of each buffer, whose layers it holds."""
+        return [group.layers for group in self._groups]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)

@@ -27,11 +27,12 @@ from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.comm import RankComm
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.steps.forward import Forward, Layers, select
+from cellar.runtime.steps.forward import Forward, Gate, Layers, select
 from cellar.runtime.steps.graphs import StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.rows import Drawing, Rows
+from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.transfer import Upload, to_host, uploader
 
 # Logits of scored prompts, and states of pooled ones, are made in pieces of about this many bytes in float32.
@@ -73,7 +74,8 @@ class StepExecutor:
 
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
     bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
-    `comm`: the other ranks, if this is one of several: rank 0 samples, and the others take its tokens.
+    `comm`: the other ranks, if this is one of several: rank 0 samples, and the others take its tokens. `arrivals`:
+    loads that a step may have to wait for, layer by layer.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class StepExecutor:
         batch: int | None = None,
         comm: RankComm | None = None,
         host_kv: HostKV | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         spec = model.spec
         self._device = device
@@ -99,6 +102,7 @@ class StepExecutor:
         self._upload = upload or uploader(device)
         self.arena = Arena(spec.kv, num_slots, device, memory) if host_kv is None else host_kv.there
         self.forward = Forward(model, weights, self.arena, device, comm, layers, batch)
+        self._arrivals = Arrivals() if arrivals is None else arrivals
         self._comm = comm
         self._samples = comm is None or comm.rank == 0
         self._begun = 0
@@ -141,7 +145,11 @@ class StepExecutor:
         # On the CPU a step's masks have nearly always come when its logits are there, so its rows are grouped then.
         later = bool(plan.masked_rows) and self._device.type == "cpu" and self._samples
         groups = [] if later else self._groups(plan, inputs)
-        if self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
+        awaited = self._awaited(inputs)
+        if awaited:
+            pace = None  # a layer that waits says nothing about threads
+            clock = _not_measured(clock)
+        if not awaited and self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping])
@@ -159,14 +167,15 @@ class StepExecutor:
             self.rows.mirror(*tensors[changed])
         if not inputs.num_tokens:
             return _Finish(plan.step, [], {}, {}, clock())
-        h = None if self._graphs is None else self._graphs.hidden(inputs)
+        h = None if self._graphs is None or awaited else self._graphs.hidden(inputs)
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
             batches = self.forward.batches(inputs)
             if pace is not None:
                 _begin(pace, inputs)
-            h = self.forward.run_batches(batches, tokens, positions, slot_mapping, self.rows.table, pace)
+            gate = _gate(awaited) if awaited else None
+            h = self.forward.run_batches(batches, tokens, positions, slot_mapping, self.rows.table, pace, gate)
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
@@ -181,6 +190,14 @@ class StepExecutor:
                 drawn = [self._upload(group.arrays()) for group in groups]
             outcomes = self._chosen(plan.step, logits, groups, drawn, masks)
         return _Finish(plan.step, outcomes, prompt_scores, states, clock())
+
+    def _awaited(self, inputs: StepInputs) -> list[Arrival]:
+        """Loads on their way into slots that the step uses."""
+        if not self._arrivals:
+            return []
+        ends = -(-inputs.stop // self._chunk_size)
+        used = [self.rows.table_host[row, :end] for row, end in zip(inputs.row.tolist(), ends.tolist(), strict=True)]
+        return self._arrivals.touching(np.concatenate(used)) if used else []
 
     def _replay(
         self,
@@ -339,6 +356,16 @@ class StepExecutor:
         return found
 
 
+def _gate(awaited: Sequence[Arrival]) -> Gate:
+    """Each layer waits for its own part of all loads."""
+
+    def gate(layer: int) -> None:
+        for arrival in awaited:
+            arrival.before(layer)
+
+    return gate
+
+
 def _begin(pace: Pace, inputs: StepInputs) -> None:
     """Decodes read all weights, however many rows there are; a layer of prompts takes as long as it has tokens."""
     if inputs.num_tokens == len(inputs.row):
@@ -469,6 +496,21 @@ def _downloaded(chosen: Sampled, how: SamplingRows) -> tuple[Tensor, Tensor, Tok
 
 def _to_host(found: TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(*(to_host(tensor) for tensor in found))
+
+
+def _not_measured(clock: Callable[[], Callable[[], float]]) -> Callable[[], Callable[[], float]]:
+    """A clock that waits for the end as well, and says 0: nothing is to be learned from a step that waited."""
+
+    def stop() -> Callable[[], float]:
+        wait = clock()
+
+        def nothing() -> float:
+            wait()
+            return 0.0
+
+        return nothing
+
+    return stop
 
 
 def _clock(device: torch.device) -> Callable[[], Callable[[], float]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ from cellar.runtime.pace import Pace
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.transfer import uploader
+
+Gate = Callable[[int], None]
 
 
 class Cache(Protocol):
@@ -270,8 +272,9 @@ class Forward:
         slot_mapping: Tensor,
         table: Tensor,
         pace: Pace | None = None,
+        gate: Gate | None = None,
     ) -> Hidden:
-        """`run`, in GPU batches."""
+        """`run`, in GPU batches. `gate` is called with each layer's number before it."""
         parts: list[tuple[Tensor, LayerContext]] = []
         for batch in batches:
             part = slice(batch.start, batch.stop)
@@ -282,7 +285,7 @@ class Forward:
             else:
                 context = self._divided(batch.divided, positions[part], slot_mapping[part], table)
             parts.append((tokens[part], context))
-        found = self._pass(parts, pace)
+        found = self._pass(parts, pace, gate)
         if len(found) == 1:
             return found[0]
         deltas = [h.delta for h in found if h.delta is not None]
@@ -320,12 +323,16 @@ class Forward:
             works[j] = works[j].with_maximum
         return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, self._comm)
 
-    def _pass(self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None) -> list[Hidden]:
+    def _pass(
+        self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None, gate: Gate | None = None
+    ) -> list[Hidden]:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         model = self.model
         hidden = [model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]
         self._layers.begin(sum(len(tokens) for tokens, _ in batches))
         for j in range(len(self._layers)):
+            if gate is not None:
+                gate(j)
             with self._layers.at(j) as layer_weights:
                 for k, (_, context) in enumerate(batches):
                     hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)

@@ -49,6 +49,7 @@ from cellar.runtime.steps.placed import PlacedBytes, check_resident, read_back
 from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.arrivals import Arrivals
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.lookup import Lookup
 from cellar.runtime.tiers.opened import close_tiers, open_tiers
@@ -98,6 +99,7 @@ class LocalRuntime:
         self._offloaded = offloaded
         self._device = device
         self._host_kv = None if offloaded is None else offloaded.host_kv(spec.kv, num_slots, device)
+        arrivals = Arrivals()
         self.executor: StepExecutor | None = StepExecutor(
             model,
             weights,
@@ -110,6 +112,7 @@ class LocalRuntime:
             batch=None if offloaded is None else offloaded.batch,
             comm=comm,
             host_kv=self._host_kv,
+            arrivals=arrivals,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
@@ -121,7 +124,7 @@ class LocalRuntime:
             torch.cuda.synchronize(device)
         self._copier: Copier | None = None
         if tiers:
-            self._copier = Copier(ArenaChunks(self.executor.arena, device), tiers, self._results.put)
+            self._copier = Copier(ArenaChunks(self.executor.arena, device), tiers, self._results.put, arrivals)
         shared = tiers.get(Tier.REMOTE)
         self.lookup: Lookup | None = Lookup(shared) if isinstance(shared, RemoteTier) else None
         self._capacity = Capacity(

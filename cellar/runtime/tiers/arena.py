@@ -12,11 +12,18 @@ from torch import Tensor
 
 from cellar.runtime.steps.arena import Arena
 
+_MOST_PARTS = 8
+_PART_NBYTES = 512 * 2**10
+"""Copies of less do not fill a link: at 50 GB/s this takes 10 us, about what it takes to ask for it."""
+
 
 class ArenaChunks:
-    """An arena's buffers, seen so that a slot is one piece: contiguous, or on the CPU gathered, group after group."""
+    """An arena's buffers, seen so that a slot is one piece: contiguous, or on the CPU gathered, group after group.
 
-    def __init__(self, arena: Arena, device: torch.device) -> None:
+    `part_of_layer` [layer]: a chunk is written whole, or in parts, which are runs of layers of `part_nbytes` or more.
+    """
+
+    def __init__(self, arena: Arena, device: torch.device, part_nbytes: int = _PART_NBYTES) -> None:
         self.device = device
         self._views: list[Tensor] = []
         self._sizes: list[int] = []
@@ -26,11 +33,24 @@ class ArenaChunks:
             view = raw.permute(2, 0, 1, 3, 4, 5) if device.type == "cpu" else raw
             self._views.append(view)
             self._sizes.append(view[0].numel())
+        num_layers = sum(map(len, arena.layers))
+        count = max(1, min(_MOST_PARTS, num_layers, self.chunk_nbytes // part_nbytes))
+        self.part_of_layer = [j * count // num_layers for j in range(num_layers)]
+        # Of each part, the layers [begin, end) of each group, by their places in it.
+        self._ranges: list[list[tuple[int, int]]] = []
+        for part in range(count):
+            held = [[k for k, j in enumerate(layers) if self.part_of_layer[j] == part] for layers in arena.layers]
+            self._ranges.append([(min(places), max(places) + 1) if places else (0, 0) for places in held])
 
     @property
     def chunk_nbytes(self) -> int:
         """Bytes of one chunk over all layer groups."""
         return sum(self._sizes)
+
+    @property
+    def num_parts(self) -> int:
+        """Of a chunk."""
+        return len(self._ranges)
 
     def read(self, slot: int, chunk: Tensor) -> None:
         """Copy a slot's bytes to `chunk`, uint8 [chunk_nbytes] on the host; asynchronous on a stream."""
@@ -41,6 +61,25 @@ class ArenaChunks:
         """Copy `chunk` to a slot; asynchronous on a stream."""
         for view, part in zip(self._views, self._parts(chunk), strict=True):
             self._copy(view[slot], part.view(view.shape[1:]))
+
+    def write_part(self, part: int, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
+        """Copy one part of each of `chunks` to its slot; asynchronous on a stream."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        at = 0
+        for view, size, (begin, end) in zip(self._views, self._sizes, self._ranges[part], strict=True):
+            if begin < end:
+                layer = size // view.shape[1]
+                targets += [view[slot, begin:end] for slot in slots]
+                first, last = at + begin * layer, at + end * layer
+                sources += [chunk[first:last].view(end - begin, *view.shape[2:]) for chunk in chunks]
+            at += size
+        if self.device.type == "cpu":
+            for target, source in zip(targets, sources, strict=True):
+                self._copy(target, source)
+        else:
+            # All at once: this thread asks for the interpreter once, not for each of hundreds of copies.
+            torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot to another one; asynchronous on a stream."""

@@ -3,7 +3,8 @@
     copy -> lane of the slower tier -> [loads before stores] -> a thread copies a piece -> CopyResult after the last
 
 A slow disk holds up no copy from the host. Loads go first: somebody waits for them (Pensieve §3.5.1). The scheduler
-orders no copy whose slots a step or another copy uses, so copies need no order among themselves, nor against steps.
+orders no copy whose slots a step or another copy uses, so copies need no order among themselves, nor against steps, but
+for those that are answered before they end: `arrivals` has these.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 from cellar.core.errors import ConfigError, DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, KeptChunk, Tier, TierOrder
 from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.arrivals import Arrivals
+from cellar.runtime.tiers.early import Answer, EarlyLoads
 from cellar.runtime.tiers.host import HostTier
 from cellar.runtime.tiers.storage import Bytes, DistantStorage, Storage
 
@@ -47,15 +50,25 @@ class _Job:
 
 
 class Copier:
-    """Copies between the device's chunks and `tiers`; `publish` takes each result, from threads of the copier."""
+    """Copies between the device's chunks and `tiers`; `publish` takes each result, from threads of the copier.
 
-    def __init__(self, device: ArenaChunks, tiers: Mapping[Tier, Storage], publish: Publish) -> None:
+    With `arrivals` loads from the host may be answered before they end; whoever uses their slots asks there.
+    """
+
+    def __init__(
+        self,
+        device: ArenaChunks,
+        tiers: Mapping[Tier, Storage],
+        publish: Publish,
+        arrivals: Arrivals | None = None,
+    ) -> None:
         self._tiers = dict(tiers)
         self._closed = False
         self._lanes = {
-            tier: _Lane(device, self._tiers, tier, storage.num_threads, publish) for tier, storage in tiers.items()
+            tier: _Lane(device, self._tiers, tier, storage.num_threads, publish, arrivals)
+            for tier, storage in tiers.items()
         }
-        self._lanes.setdefault(Tier.DEVICE, _Lane(device, self._tiers, Tier.DEVICE, 1, publish))
+        self._lanes.setdefault(Tier.DEVICE, _Lane(device, self._tiers, Tier.DEVICE, 1, publish, arrivals))
 
     @property
     def kept(self) -> Mapping[Tier, Sequence[KeptChunk]]:
@@ -89,9 +102,16 @@ class _Lane:
     """The threads that copy to and from one tier (or within the device)."""
 
     def __init__(
-        self, device: ArenaChunks, tiers: Mapping[Tier, Storage], tier: Tier, num_threads: int, publish: Publish
+        self,
+        device: ArenaChunks,
+        tiers: Mapping[Tier, Storage],
+        tier: Tier,
+        num_threads: int,
+        publish: Publish,
+        arrivals: Arrivals | None,
     ) -> None:
         self._device = device
+        self._arrivals = arrivals
         self._tiers = tiers
         self._publish = publish
         self._several = num_threads > 1
@@ -129,7 +149,7 @@ class _Lane:
     def _run(self) -> None:
         cuda = self._device.device.type == "cuda"
         stream = torch.cuda.Stream(self._device.device) if cuda else None  # type: ignore[no-untyped-call]
-        hand = _Hand(self._device, self._tiers, stream)
+        hand = _Hand(self._device, self._tiers, stream, self._arrivals)
         with torch.inference_mode(), torch.cuda.stream(stream):  # None: nothing changes
             while (found := self._next()) is not None:
                 self._work(hand, *found)
@@ -148,6 +168,9 @@ class _Lane:
         batch = job.batch
         with job.lock:
             job.begin = job.begin or time.perf_counter()
+        if isinstance(batch, CopyBatch) and not self._several and hand.loads_early(batch):
+            self._load_early(hand, batch, job.begin)
+            return
         ok, said = hand.carry_out(batch, part)
         with job.lock:
             job.ok[part.start : part.stop] = ok
@@ -162,12 +185,39 @@ class _Lane:
         nbytes = int(job.ok.sum()) * self._device.chunk_nbytes
         self._publish(CopyResult(batch.number, job.ok, nbytes, time.perf_counter() - job.begin, job.said))
 
+    def _load_early(self, hand: _Hand, batch: CopyBatch, begin: float) -> None:
+        """A load that may be answered before it ends. If it fails after that, who uses its slots is told."""
+        count, answered = len(batch), False
+
+        def answer(seconds: float) -> None:
+            nonlocal answered
+            answered = True
+            nbytes = count * self._device.chunk_nbytes
+            self._publish(CopyResult(batch.number, np.ones(count, np.bool_), nbytes, seconds))
+
+        try:
+            hand.load_early(batch, answer)
+        except Exception as error:  # whatever it is, somebody waits for the result
+            said = f"{_way(batch)}: {error}"
+            logger.warning("%d of %d chunks were not copied from %s", count, count, said)
+            if not answered:
+                seconds = time.perf_counter() - begin
+                self._publish(CopyResult(batch.number, np.zeros(count, np.bool_), 0, seconds, said))
+
 
 class _Hand:
     """What one thread copies with: a stream, and a chunk's room on the way to or from a tier that is not memory."""
 
-    def __init__(self, device: ArenaChunks, tiers: Mapping[Tier, Storage], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self,
+        device: ArenaChunks,
+        tiers: Mapping[Tier, Storage],
+        stream: torch.cuda.Stream | None,
+        arrivals: Arrivals | None,
+    ) -> None:
         self._device = device
+        self._arrivals = arrivals
+        self._early = None if arrivals is None else EarlyLoads(device, arrivals)
         self._tiers = tiers
         self._stream = stream
         self._staging = np.empty(device.chunk_nbytes, np.uint8)
@@ -177,6 +227,7 @@ class _Hand:
     def carry_out(self, batch: TierOrder, part: range) -> tuple[NDArray[np.bool_], str | None]:
         """-> which of a piece have arrived, and why the first of the others has not."""
         ok = np.zeros(len(part), np.bool_)
+        self._join_arrivals(batch)
         slowest = batch.tier if isinstance(batch, EraseBatch) else max(batch.source, batch.target)
         distant = self._tiers.get(slowest)
         if isinstance(distant, DistantStorage):
@@ -197,6 +248,29 @@ class _Hand:
             ok[:] = False
             said = said or str(error)
         return ok, said
+
+    def loads_early(self, batch: CopyBatch) -> bool:
+        """Whether a batch may be answered before it ends."""
+        held = isinstance(self._tiers.get(batch.source), HostTier)
+        return self._early is not None and held and batch.target is Tier.DEVICE and self._early.may(batch)
+
+    def load_early(self, batch: CopyBatch, answer: Answer) -> None:
+        """Load a batch that may be answered before it ends."""
+        assert self._early is not None
+        self._join_arrivals(batch)
+        try:
+            self._early.run(batch, [self._memory(batch.source, slot) for slot in batch.source_slots.tolist()], answer)
+        finally:
+            self._wait()
+
+    def _join_arrivals(self, batch: TierOrder) -> None:
+        """Wait for what is still on its way into slots of the device that a batch reads or writes."""
+        if not self._arrivals or isinstance(batch, EraseBatch):
+            return
+        for tier, slots in ((batch.source, batch.source_slots), (batch.target, batch.target_slots)):
+            if tier is Tier.DEVICE:
+                for arrival in self._arrivals.touching(slots):
+                    arrival.join()
 
     def _carry_far(
         self, distant: DistantStorage, batch: TierOrder, part: range

@@ -133,7 +133,7 @@ class Prompts:
         holders = self._holders
         has_row = holders.rows.num_free > len(holders.loading)
         try:
-            reservation = self._reserve(state) if has_row else None
+            reservation = self._reserve(state, batch.room(state)) if has_row else None
         except Exception as error:
             self._fail(state, error, batch)
             return True
@@ -150,8 +150,10 @@ class Prompts:
             self._start(batch, state, reservation)
         return True
 
-    def _reserve(self, state: RequestState) -> Reservation | None:
-        """Memory for all known tokens. 10 % stay free for running decodes, unless nothing runs (§3.4.3.5)."""
+    def _reserve(self, state: RequestState, step_tokens: int) -> Reservation | None:
+        """Memory for all known tokens, `step_tokens` of which the next step may compute. 10 % stay free for running
+        decodes, unless nothing runs (§3.4.3.5).
+        """
         holders, request, found = self._holders, state.request, None
         if self._caching and not state.needs_all:
             found = holders.store.find(state.chain, state.known)
@@ -165,6 +167,7 @@ class Prompts:
             tenant=request.tenant,
             now=holders.now,
             before=[span for other in holders.prompts for span in other.todo],
+            step_tokens=step_tokens,
         )
 
     def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:

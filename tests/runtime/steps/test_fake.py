@@ -343,7 +343,7 @@ def test_copy_takes_its_polls_and_a_step_waits_for_it() -> None:
     runtime = tiered(copy_delay=2)
     runtime.copy(batch(0, Tier.DEVICE, [3], Tier.HOST, [0]))
     assert [len(polled(runtime)) for _ in range(3)] == [0, 0, 1]
-    runtime.copy(batch(1, Tier.HOST, [0], Tier.DEVICE, [6], before_step=1, layerwise=True))
+    runtime.copy(batch(1, Tier.HOST, [0], Tier.DEVICE, [6], before_step=1))
     runtime.workers[0].submit(going_on(1, (6, 7)))
     assert not runtime.poll(0)
     assert not runtime.poll(0)

@@ -1,0 +1,122 @@
+"""EarlyLoads: loads from the host's memory, some layers after others, answered before they end (decision 0057)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from cellar.core.messages import CopyBatch
+from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.arrivals import Arrival, Arrivals, EventMark, ThreadMark
+
+Answer = Callable[[float], None]
+"""All has come, or will: the load takes so many seconds in all."""
+
+_NEWEST = 0.25
+"""What the newest load weighs in what is expected of the next."""
+
+
+class EarlyLoads:
+    """One thread's loads, in its queue of the device."""
+
+    def __init__(self, device: ArenaChunks, arrivals: Arrivals) -> None:
+        self._device = device
+        self._arrivals = arrivals
+        self._rate: float | None = None  # bytes per second so far
+
+    def may(self, batch: CopyBatch) -> bool:
+        """Whether a load can be answered before its end."""
+        return batch.lead > 0 and self._device.num_parts > 1
+
+    def run(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
+        """Copy `chunks` to the batch's slots, and return when all is there; `answer` is called once, then or before.
+
+        What it raises before `answer` was called has failed; after that whoever waits is told.
+        """
+        if self._device.device.type == "cpu":
+            self._by_hand(batch, chunks, answer)
+        else:
+            self._in_queue(batch, chunks, answer)
+
+    def _in_queue(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
+        """All copies are asked for at once."""
+        device, slots = self._device, batch.target_slots.tolist()
+        watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
+        marks = [EventMark() for _ in range(device.num_parts)]
+        for part, mark in enumerate(marks):
+            device.write_part(part, slots, chunks)
+            mark.record()
+        arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
+        self._arrivals.add(arrival)
+        try:
+            answered = False
+            for done, mark in enumerate(marks, 1):
+                # The moment to answer, if it comes while this part is copied.
+                pause = watch.left() - batch.lead
+                if not answered and pause < watch.expected / len(marks):
+                    time.sleep(max(0.0, pause))
+                    answer(watch.expected)
+                    answered = True
+                mark.join()
+                watch.reached(done / len(marks))
+            self._rate = watch.rate()
+            if not answered:
+                answer(watch.expected)
+        finally:
+            self._arrivals.remove(arrival)
+
+    def _by_hand(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
+        """This thread copies part after part."""
+        device, slots = self._device, batch.target_slots.tolist()
+        watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
+        marks = [ThreadMark() for _ in range(device.num_parts)]
+        arrival: Arrival | None = None
+        done = 0
+        try:
+            for mark in marks:
+                if arrival is None and watch.left() <= batch.lead:
+                    arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
+                    self._arrivals.add(arrival)
+                    answer(watch.expected)
+                device.write_part(done, slots, chunks)
+                mark.set()
+                done += 1
+                watch.reached(done / len(marks))
+            self._rate = watch.rate()
+            if arrival is None:
+                answer(watch.expected)
+        except Exception as error:
+            if arrival is None:
+                raise
+            for mark in marks[done:]:
+                mark.set(error)
+        finally:
+            if arrival is not None:
+                self._arrivals.remove(arrival)
+
+
+class _Watch:
+    """How long a load of so many bytes takes; `rate`: bytes per second of those before, if there were any."""
+
+    def __init__(self, nbytes: int, rate: float | None) -> None:
+        self._begin = time.perf_counter()
+        self._nbytes = nbytes
+        self._before = rate
+        self.expected = math.inf if rate is None else nbytes / rate
+        """Seconds of all of it."""
+
+    def left(self) -> float:
+        """Seconds until the end."""
+        return max(0.0, self.expected - (time.perf_counter() - self._begin))
+
+    def reached(self, share: float) -> None:
+        """So much of it is there."""
+        self.expected = (time.perf_counter() - self._begin) / share
+
+    def rate(self) -> float:
+        """Bytes per second to expect from the next, when this one has ended."""
+        now = self._nbytes / self.expected
+        return now if self._before is None else (1 - _NEWEST) * self._before + _NEWEST * now
