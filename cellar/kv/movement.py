@@ -25,8 +25,9 @@ from cellar.kv.states import ERASING, LOADING, PRIVATE, RESIDENT, SAVING
 RECLAIMABLE_SHARE = 0.25
 """Of a tier's slots: below it, chunks are copied to the next tier (Pensieve §3.4.3.2)."""
 
-_STAGED_SHARE = 8
-"""One in so many slots of the device may wait for a tier that is not memory: it may be slow."""
+_WAITING_SHARE = 16
+"""One in so many slots of the device may wait for a tier that is not memory, which may be slow, or behind loads, which
+go first: less than is kept free for decodes (§3.4.3.5), which get no slot that a copy reads."""
 
 _PAUSE_SECONDS = (1.0, 60.0)
 """A tier that could keep nothing of a batch is given no other for so long, at first and at most."""
@@ -192,13 +193,13 @@ class Movement:
         return min(moments) if moments else None
 
     def _room(self, tier: int, target: int) -> int:
-        """Most chunks that may leave a tier with one order: those of the device wait for no slow tier in numbers."""
+        """Most chunks that may leave a tier with one order: those of the device do not wait in numbers."""
         shelves = self._shelves
-        if tier > 0 or not shelves.tiers[target].persistent:
+        if tier > 0 or not (shelves.tiers[target].persistent or self._loading):
             return self._max_batch
-        most = max(1, shelves.pools[tier].num_slots // _STAGED_SHARE)
-        staged = sum(len(m.batch) for m in self._moving.values() if m.source == 0 and m.batch.target.persistent)
-        return max(0, min(self._max_batch, most - staged))
+        most = max(1, shelves.pools[tier].num_slots // _WAITING_SHARE)
+        waiting = sum(len(m.batch) for m in self._moving.values() if m.source == 0 and m.target > 0)
+        return max(0, min(self._max_batch, most - waiting))
 
     def _num_leaving(self, tier: int) -> int:
         """Chunks on their way out whose slots could be reclaimed then."""

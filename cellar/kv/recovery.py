@@ -58,9 +58,14 @@ class Recovery:
         both, square = self._sums
         return both / square if square else None
 
-    def seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
-        """Of computing the first `most` of the positions in ascending half-open `ranges`; 0: nothing is known."""
-        rate, found = self.seconds_per_cost or 0.0, 0.0
+    def step_seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
+        """Of a step that computes the first `most` of the positions in ascending half-open `ranges` beside decodes; 0:
+        nothing is known.
+        """
+        rate = self.seconds_per_cost
+        if rate is None:
+            return 0.0
+        found = self._decode_seconds
         for start, stop in ranges:
             stop = min(stop, start + most)
             most -= stop - start

@@ -20,8 +20,8 @@ class LinkModel:
     """Bytes per second to the device (`load_rate`) and from it (`save_rate`), and seconds that each chunk takes on top.
 
     While both directions are busy each has `duplex` of its rate. `layerwise` overlaps a load with the step that needs
-    it: the chunks count as arrived with their first layer, and layer j of the step waits for layer j of the chunks
-    (§3.4.3.3); otherwise the scheduler hears of a load when all of it is there.
+    it: the scheduler hears of a load when the rest takes no longer than its `lead`, if its first layer is there, and
+    layer j of the step waits for layer j of the chunks (§3.4.3.3); otherwise it hears of it when all is there.
     """
 
     load_rate: float
@@ -117,14 +117,14 @@ class Link:
         share = self._share()
         found = [self._now + transfer.left / share for transfer in self._running()]
         if self._loads and self._is_early(self._loads[0]):
-            found.append(self._now + max(0.0, self._loads[0].left - self._after_first(self._loads[0])) / share)
+            found.append(self._now + max(0.0, self._loads[0].left - self._early(self._loads[0])) / share)
         return min(found, default=np.inf)
 
     def _advance(self, until: float) -> None:
         while (at := self._next_event()) <= until:
             self._pass(at)
             first = self._loads[0] if self._loads else None
-            if first is not None and self._is_early(first) and first.left <= self._after_first(first) + _NOTHING:
+            if first is not None and self._is_early(first) and first.left <= self._early(first) + _NOTHING:
                 first.told = True
                 self._results.append((at, self._result(first, at)))
             for transfer in self._running():
@@ -143,7 +143,11 @@ class Link:
 
     def _is_early(self, transfer: Transfer) -> bool:
         """True for a load that counts as arrived before its end, and has not been told of."""
-        return self._model.layerwise and not transfer.told and self._num_layers > 1
+        return self._model.layerwise and not transfer.told and transfer.batch.lead > 0 and self._num_layers > 1
+
+    def _early(self, transfer: Transfer) -> float:
+        """Seconds of work that may be left when a load counts as arrived."""
+        return min(transfer.batch.lead, self._after_first(transfer))
 
     def _after_first(self, transfer: Transfer) -> float:
         """Seconds of work that all layers but the first take."""

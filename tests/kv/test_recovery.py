@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cellar.core.messages import CopyResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, Tier
 from cellar.kv import recovery as recovery_module
 from cellar.kv.links import Line, Link
 from cellar.kv.recovery import MARGIN, RETRY_SECONDS, Recovery
@@ -194,6 +194,16 @@ def test_seconds_of_prompts_are_those_beyond_a_step_of_decodes() -> None:
     assert made.cost(np.array([0, 32]), np.array([32, 48]), 32).tolist() == [10.0, 5.0]
 
 
+def test_a_step_takes_what_decodes_take_and_the_first_of_what_is_to_be_computed() -> None:
+    made = Recovery("faster", {1: 10.0, 1024: 10.0})
+    made.measured(0.0, 1.0)
+    assert made.step_seconds([(0, 32)], 32, 100) == 0.0, "nothing is known of prompts"
+    made.measured(20.0, 5.0)
+    assert made.step_seconds([(0, 32)], 32, 100) == pytest.approx(1.0 + 2.0)
+    assert made.step_seconds([(0, 32), (64, 128)], 32, 64) == pytest.approx(1.0 + 2.0 + 2.0)
+    assert made.step_seconds([(0, 32), (64, 128)], 32, 16) == pytest.approx(1.0 + 1.0)
+
+
 # -- in the store --------------------------------------------------------------------------------------
 
 
@@ -233,6 +243,16 @@ def test_chunk_is_computed_where_that_is_faster(seconds: float, loaded: int) -> 
     assert [tier for tier, _, _ in bench.where(talk(1, 8))] == [0, 0], "the device has it, however it came"
     moved = bench.stats(Tier.HOST)
     assert moved.load_nbytes == (16 if loaded else 8)
+
+
+def test_a_load_says_how_long_the_step_that_needs_it_will_compute() -> None:
+    bench = Chooser(5.0)
+    bench.spill(talk(1, 8))
+    tokens = np.array([*talk(1, 8), *range(50, 60)], np.int32)
+    found = bench.store.find(bench.store.chain(b""), tokens)
+    assert bench.store.reserve(found, len(tokens), now=bench.now, step_tokens=CHUNK) is not None
+    (batch,) = (b for b in bench.store.copies(bench.now) if isinstance(b, CopyBatch) and b.target is Tier.DEVICE)
+    assert batch.lead == pytest.approx(5.0), "as long as a chunk took"
 
 
 def test_queue_on_the_link_makes_computing_faster() -> None:

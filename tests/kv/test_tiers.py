@@ -376,10 +376,24 @@ def test_chunks_at_rest_reach_the_disk_and_later_ones_wait_for_their_moment() ->
 
 
 def test_little_of_the_device_waits_for_a_slow_disk() -> None:
-    bench = Disk(device=16)
-    bench.serve(talk(0, 48))
+    bench = Disk(device=32)
+    bench.serve(talk(0, 96))
     assert sum(len(order) for order in bench.store.copies(LINGER_SECONDS)) == 2
     assert not bench.store.copies(100.0), "one after the other"
+
+
+def test_what_goes_out_behind_loads_takes_no_more_slots_than_are_kept_free() -> None:
+    """All of the device is short of copies in the host, but what is copied out cannot be given away meanwhile."""
+    bench = Bench(device=64, host=200)
+    for k in range(4):
+        bench.spill(talk(k, 16))
+    bench.serve(talk(9, 192))
+    bench.answer()
+    bench.open([*talk(0, 16), 7])
+    orders = [bench.store.copies(0.0) for _ in range(20)]
+    assert sum(len(b) for batches in orders for b in batches if b.target is Tier.DEVICE) == 4
+    assert sum(len(b) for batches in orders for b in batches if b.source is Tier.DEVICE) <= 4
+    assert bench.store.extend(7) is not None
 
 
 def test_next_process_finds_chunks_tails_and_conversations() -> None:

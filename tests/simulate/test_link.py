@@ -14,10 +14,10 @@ from cellar.simulate.link import Link, LinkModel
 IN_AND_OUT = LinkModel(load_rate=10.0, save_rate=5.0, layerwise=False)
 
 
-def batch(number: int, chunks: int, inwards: bool) -> CopyBatch:
+def batch(number: int, chunks: int, inwards: bool, lead: float = 0.0) -> CopyBatch:
     slots = np.arange(chunks, dtype=np.int32)
     tiers = (Tier.HOST, Tier.DEVICE) if inwards else (Tier.DEVICE, Tier.HOST)
-    return CopyBatch(number, tiers[0], slots, tiers[1], slots)
+    return CopyBatch(number, tiers[0], slots, tiers[1], slots, lead=lead)
 
 
 def told(link: Link, until: float = np.inf) -> dict[int, float]:
@@ -68,10 +68,19 @@ def test_both_directions_at_once_slow_each_other() -> None:
     assert found[1] == pytest.approx(2.25 + 1.0)
 
 
+def test_a_load_is_told_of_when_the_rest_takes_no_longer_than_its_lead() -> None:
+    link = Link(LinkModel(10.0, 10.0), 10.0, 5)
+    link.submit(batch(0, 5, True, lead=2.0), 0.0)
+    link.submit(batch(1, 5, True), 0.0)
+    assert told(link, 3.0) == {0: 3.0}
+    assert link.last_layer(0, 3.0) == pytest.approx((1.0, 5.0))
+    assert told(link) == {1: 10.0}, "without a lead at its end"
+
+
 def test_layers_are_told_of_with_the_first_and_arrive_one_after_another() -> None:
     link = Link(LinkModel(10.0, 10.0), 10.0, 5)
-    link.submit(batch(0, 5, True), 0.0)
-    link.submit(batch(1, 5, True), 0.0)
+    link.submit(batch(0, 5, True, lead=9.0), 0.0)
+    link.submit(batch(1, 5, True, lead=9.0), 0.0)
     assert told(link, 1.0) == {0: 1.0}
     assert link.last_layer(0, 2.0) == pytest.approx((1.0, 5.0))
     assert link.last_layer(1, 2.0) is None
@@ -82,19 +91,19 @@ def test_layers_are_told_of_with_the_first_and_arrive_one_after_another() -> Non
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.floats(0, 3)), min_size=1, max_size=12),
+    st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.floats(0, 3), st.floats(0, 8)), min_size=1, max_size=12),
     st.sampled_from([0.5, 0.8, 1.0]),
     st.booleans(),
 )
 def test_every_batch_ends_once_and_no_sooner_than_its_bytes_allow(
-    given_: list[tuple[int, bool, float]], duplex: float, layerwise: bool
+    given_: list[tuple[int, bool, float, float]], duplex: float, layerwise: bool
 ) -> None:
     link = Link(LinkModel(10.0, 5.0, 0.1, duplex, layerwise), 10.0, 5)
     now, work, found = 0.0, [0.0, 0.0], {}
-    for number, (chunks, inwards, pause) in enumerate(given_):
+    for number, (chunks, inwards, pause, lead) in enumerate(given_):
         now += pause
         found |= told(link, now)
-        link.submit(batch(number, chunks, inwards), now)
+        link.submit(batch(number, chunks, inwards, lead), now)
         work[inwards] += chunks * (1.1 if inwards else 2.1)
     found |= told(link)
     assert sorted(found) == list(range(len(given_)))

@@ -348,6 +348,49 @@ def test_a_load_delays_the_step_that_needs_it(layerwise: bool) -> None:
         assert waited == pytest.approx(seconds + step, rel=0.01)
 
 
+CONVOY = 100
+
+
+def convoy(num_slots: int, link: LinkModel) -> tuple[SimulatedRun, list[NDArray[np.float64]]]:
+    """A hundred users come back at once, 2,000 tokens of each lie in the host, while four answers are being made, and
+    then somebody has something new to ask five times a second; -> seconds until each token of these, answers first.
+    """
+    begin = 100.0
+    back = [
+        Talk((Turn(2000, 2, first=3000 * k), Turn(20, 3, think_time=begin - 0.5 * k, first=9000 + 3000 * k)))
+        for k in range(CONVOY)
+    ]
+    pushing = [Talk((Turn(2000, 2, first=1_000_000 + 3000 * k),)) for k in range(CONVOY + 20)]
+    answers = [Talk((Turn(40, 1500, first=2_000_000 + 3000 * k),)) for k in range(4)]
+    new = [Talk((Turn(40, 20, first=3_000_000 + 3000 * k),)) for k in range(20)]
+    arrivals = [0.5 * np.arange(100), 52.0 + 0.3 * np.arange(120), np.full(4, begin - 1), begin + 0.2 * np.arange(20)]
+    load = Load([*back, *pushing, *answers, *new], np.concatenate(arrivals))
+    run = simulation(load, num_slots=num_slots, rows=256, host=20_000, links={Tier.HOST: link}).run()
+    first = len(back) + len(pushing)
+    return run, [np.array(r.token_times) - r.arrival for r in run.requests if r.conversation >= first]
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_convoy_of_loads_delays_nobody_who_needs_none(layerwise: bool) -> None:
+    """Five seconds of copying: whoever needs none of it is as fast as with a link that takes no time."""
+    run, waited = convoy(16_000, replace(SLOW, layerwise=layerwise))
+    _, at_best = convoy(16_000, LinkModel(load_rate=1e18, save_rate=1e18))
+    assert run.stats.tiers[1].loaded > 12_000
+    assert max(r.finish - r.arrival for r in run.requests if r.turn == 1) > 4.5, "the last of the convoy has waited"
+    for found, best in zip(waited, at_best, strict=True):
+        assert found[0] < best[0] + 0.005
+        assert found[-1] < 1.02 * best[-1] + 0.005
+        assert np.diff(found).max() < 0.005, "a step takes about 1 ms"
+
+
+def test_a_convoy_that_takes_all_memory_delays_no_decode() -> None:
+    """What is copied out waits behind what is copied in; meanwhile decodes need the slots that were kept free."""
+    run, waited = convoy(14_000, SLOW)
+    assert run.stats.preemptions == 0
+    for found in waited[:4]:
+        assert np.diff(found).max() < 0.005
+
+
 def test_phases_apart_never_share_a_step_and_take_longer_to_answer() -> None:
     load = talks(40, 4, 1.0, gap=0.05)
     unified, apart = (simulation(load, num_slots=20_000, phases_apart=k).run() for k in (False, True))
