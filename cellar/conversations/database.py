@@ -18,6 +18,7 @@ from sqlalchemy.pool import NullPool, QueuePool, StaticPool
 
 from cellar.conversations.errors import Duplicate, StoreError, StoreFull, StoreUnavailable
 from cellar.conversations.liveness import AdvisoryLocks, FileLocks, Liveness
+from cellar.conversations.reach import Reach
 from cellar.core.errors import ConfigError
 
 FILE = "conversations.db"
@@ -25,10 +26,17 @@ READERS = 4
 BUSY_SECONDS = 5.0
 """How long a write waits for another process's transaction before it is refused."""
 
+SILENCE_SECONDS = 10
+"""After this time without a sign of PostgreSQL's host a connection is lost, and half of it is too long to make one."""
+
+GONE_SECONDS = 60
+"""So long PostgreSQL waits for a sign of ours; what it was asked to do for who was only cut off for a while goes on."""
+
 
 @dataclass(frozen=True)
 class Database:
-    """Engines to read and to write with, and who is alive. Who migrates does so within `alone`.
+    """Engines to read and to write with, to be connected through `reach`, and who is alive. Who migrates does so within
+    `alone`.
 
     `check` raises StoreUnavailable if what is written would not be found again.
     """
@@ -40,6 +48,7 @@ class Database:
     name: str
     is_remote: bool
     check: Callable[[], None]
+    reach: Reach
 
     def close(self) -> None:
         """Close all connections."""
@@ -100,6 +109,7 @@ def _sqlite(directory: Path, worker: str) -> Database:
         str(path),
         is_remote=False,
         check=partial(_check, path, path.stat()),
+        reach=Reach(meaning),
     )
 
 
@@ -157,11 +167,7 @@ def _postgresql(place: str, worker: str) -> Database:
     except ImportError as error:
         raise ConfigError("PostgreSQL needs psycopg; install cellar-llm[postgres].") from error
     url = url.set(drivername="postgresql+psycopg")
-    options = (
-        f"-c synchronous_commit=on -c lock_timeout={int(BUSY_SECONDS * 1e3)} "
-        f"-c idle_in_transaction_session_timeout={int(4 * BUSY_SECONDS * 1e3)}"
-    )
-    arguments = {"options": options, "connect_timeout": 10, "keepalives_idle": 30, "application_name": "cellar"}
+    arguments = _watched(SILENCE_SECONDS) | {"options": _session_options(), "application_name": "cellar"}
     readers = create_engine(
         url, pool_size=READERS, max_overflow=0, pool_timeout=60, pool_pre_ping=True, connect_args=arguments
     )
@@ -169,7 +175,31 @@ def _postgresql(place: str, worker: str) -> Database:
     alone = create_engine(url, poolclass=NullPool, connect_args=arguments)
     name = url.render_as_string(hide_password=True)
     locks = AdvisoryLocks(alone, worker)
-    return Database(readers, writer, locks, nullcontext, name, is_remote=True, check=lambda: None)
+    return Database(readers, writer, locks, nullcontext, name, True, lambda: None, Reach(meaning))
+
+
+def _watched(seconds: int) -> dict[str, int]:
+    """How libpq finds out that nobody is there any more: a system left to itself goes on sending for a quarter of an
+    hour, and waits for an answer for two."""
+    probe = max(1, seconds // 6)
+    return {
+        "connect_timeout": max(2, seconds // 2),
+        "tcp_user_timeout": seconds * 1000,
+        "keepalives_idle": max(1, seconds // 2),
+        "keepalives_interval": probe,
+        "keepalives_count": 3,
+    }
+
+
+def _session_options() -> str:
+    """What the server is told for our sessions; those of a host that is gone, and their locks, end within a minute."""
+    probe = GONE_SECONDS // 6
+    return (
+        f"-c synchronous_commit=on -c lock_timeout={int(BUSY_SECONDS * 1e3)} "
+        f"-c idle_in_transaction_session_timeout={int(4 * BUSY_SECONDS * 1e3)} "
+        f"-c tcp_user_timeout={GONE_SECONDS * 1000} -c tcp_keepalives_idle={3 * probe} "
+        f"-c tcp_keepalives_interval={probe} -c tcp_keepalives_count=3"
+    )
 
 
 def meaning(error: DBAPIError | sqlite3.Error) -> StoreError:

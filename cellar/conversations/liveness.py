@@ -141,8 +141,16 @@ class AdvisoryLocks:
                     return
                 except DBAPIError:
                     self._drop()
-            self._connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-            self._connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": int(self._worker, 16)})
+            connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+            try:
+                key = int(self._worker, 16)
+                # No other has our name: who holds its lock is the session that we have lost and the server has not.
+                connection.execute(_END_HOLDER, {"high": key >> 32, "low": key & 0xFFFFFFFF})
+                connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": key})
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
 
     def alive(self, worker: str) -> bool:
         """True while a worker holds its lock."""
@@ -172,3 +180,11 @@ class AdvisoryLocks:
             with contextlib.suppress(DBAPIError):
                 self._connection.close()
             self._connection = None
+
+
+_END_HOLDER = text(
+    "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted "
+    "AND classid = :high AND objid = :low AND objsubid = 1 "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+"""A key of 64 bits is shown as two of 32 (PostgreSQL, 52.12, "pg_locks")."""

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from cellar.conversations import responses, sweep
 from cellar.conversations.database import READERS, Database, meaning, open_database
-from cellar.conversations.errors import StoreError, StoreUnavailable
+from cellar.conversations.errors import StoreError
 from cellar.conversations.inbox import Inbox
 from cellar.conversations.migrate import migrate
+from cellar.conversations.reach import OutOfReach
 from cellar.conversations.records import Thread
 from cellar.conversations.session import Clock, Session
 from cellar.conversations.statements import Cursor, Statements
@@ -112,13 +112,17 @@ class Store:
 
     def read(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """What an operation finds, at one moment. Raises what it raises, and StoreUnavailable."""
+        return self.read_asked(time.monotonic(), operation, *args, **kwargs)
+
+    def read_asked(self, asked: float, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
+        """The same of what was asked at that time of `time.monotonic()`, and has waited since."""
         try:
-            with self._database.readers.connect() as connection:
+            with self._database.reach.connection(self._database.readers, asked) as connection:
                 return operation(self._session(Cursor(connection, self._statements)), *args, **kwargs)
         except DBAPIError as error:
             raise meaning(error) from error
-        except PoolTimeout as error:
-            raise StoreUnavailable("too many reads wait for the conversation store; try again soon.") from error
+        except OutOfReach as error:
+            raise error.why from error
 
     def write(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """What an operation does, when it is stored for good. Raises what it raises, and StoreUnavailable."""
@@ -228,7 +232,8 @@ class AsyncStore:
 
     async def read_long(self, operation: Operation[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
         """The same for what may take long: beside all else."""
-        work = self._readers.submit(lambda: self.store.read(operation, *args, **kwargs))
+        asked = time.monotonic()
+        work = self._readers.submit(lambda: self.store.read_asked(asked, operation, *args, **kwargs))
         found: ResultT = await self._inbox().result(work)
         return found
 

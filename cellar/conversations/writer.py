@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from cellar.conversations.database import Database, meaning
 from cellar.conversations.errors import StoreUnavailable
+from cellar.conversations.reach import OutOfReach
 from cellar.conversations.statements import Cursor, Statements
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class _Job:
     future: Future[Any]
     told: Callable[[], None] | None
     reads: bool
+    asked: float = field(default_factory=time.monotonic)
 
 
 class Writer:
@@ -108,12 +111,15 @@ class Writer:
         """All of one moment; each fails by itself."""
         left = deque(jobs)
         try:
-            with self._database.readers.connect() as connection:
+            with self._database.reach.connection(self._database.readers, left[-1].asked) as connection:
                 cursor = Cursor(connection, self._statements)
                 while left:
                     result, error = _tried(cursor, left[0])
                     _answer(left.popleft(), result, error)
                 cursor.close()
+        except OutOfReach as error:
+            for job in left:
+                _answer(job, None, error.why)
         except BaseException as error:  # whatever it is, nobody may wait for ever
             for job in left:
                 _answer(job, None, meaning(error) if isinstance(error, DBAPIError) else error)
@@ -131,7 +137,7 @@ class Writer:
         committing = False
         try:
             self._database.check()
-            with self._database.writer.connect() as connection:
+            with self._database.reach.connection(self._database.writer, jobs[-1].asked) as connection:
                 transaction = connection.begin()
                 try:
                     cursor = Cursor(connection, self._statements)
@@ -143,6 +149,11 @@ class Writer:
                 except BaseException:
                     transaction.rollback()
                     raise
+        except OutOfReach as error:
+            logger.error("the conversation store is out of reach: %s", error.why)
+            for job in jobs:
+                job.future.set_exception(error.why)
+            return True
         except DBAPIError as error:
             if len(jobs) > 1 and not (committing and error.connection_invalidated):
                 return False
