@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -17,16 +18,23 @@ from cellar.kv.store import KVStore
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from tests.conformance.test_models import Case, saved_model
+from tests.e2e import test_tiers
 from tests.e2e.test_tiers import FAMILIES, talk
 
 HURRY = 0.05
 """Seconds that a load waits for a step that needs it, before it goes on."""
 
+SLEEP_CYCLES = 5_000_000
+"""Of a device: 3 ms, about."""
+
 
 class Watched:
-    """Loads that stop behind their first part until a step has come to them; `waited` counts layers that waited."""
+    """Loads that stop behind their first part until a step has come to them; `waited` counts layers that waited.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    With `on_device` each part but the first takes some ms of the device's time instead.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, on_device: bool = False) -> None:
         self.waited = 0
         self.unmeasured = 0
         self._come = threading.Event()
@@ -44,7 +52,9 @@ class Watched:
             before(arrival, layer)
 
         def slow(chunks: ArenaChunks, part: int, slots: Sequence[int], held: Sequence[Tensor]) -> None:
-            if part:
+            if part and on_device:
+                torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+            elif part:
                 self._come.wait(HURRY)
             else:
                 self._come.clear()
@@ -72,4 +82,26 @@ def test_tokens_are_those_of_plenty(case: Case, tmp_path: Path, monkeypatch: pyt
     assert tiers[1].loaded > 20
     assert watched.waited > 20, "layers had to wait"
     assert watched.unmeasured > 5, "what such a step takes says nothing of computing"
+    assert scarce == plenty
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FAMILIES[:3], ids=lambda case: case.name)
+def test_tokens_on_an_accelerator_are_those_of_plenty(
+    case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that wait leave their graphs, and others keep theirs."""
+    saved_model(case, tmp_path)
+    on_cpu = test_tiers.small_options
+    monkeypatch.setattr(
+        test_tiers,
+        "small_options",
+        lambda *args, **more: on_cpu(*args, **more) | {"device": "cuda", "num_threads": None},
+    )
+    plenty, _, _ = talk(tmp_path, 400)
+    watched = Watched(monkeypatch, on_device=True)
+    scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=0.01)
+    assert tiers[1].failed == 0
+    assert tiers[1].loaded > 20
+    assert watched.waited > 20
     assert scarce == plenty
