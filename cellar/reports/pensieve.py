@@ -109,12 +109,15 @@ LINES = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What a curve is of: a model, a way to serve it, seconds of thinking, and fewest turns of a conversation."""
+    """What a curve is of: a model, a way to serve it, seconds of thinking, fewest turns of a conversation, and which of
+    all such loads it is (`seed`).
+    """
 
     model: str
     line: str
     think: float = 60.0
     min_turns: int = 1
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,17 +169,17 @@ def conversations(count: int, think: float, min_turns: int, seed: int) -> tuple[
     return with_think_times(found[:count], think, seed=seed)
 
 
-def run(cell: Cell, offered: float, window: Window, seed: int = 0, costs: Mapping[int, float] | None = None) -> Point:
+def run(cell: Cell, offered: float, window: Window, costs: Mapping[int, float] | None = None) -> Point:
     """Simulate `offered` requests per second. `costs` are what the policy assumes, instead of the model's own."""
     served, line = MODELS[cell.model], LINES[cell.line]
-    load = offered_load(cell, offered, window, seed)
+    load = offered_load(cell, offered, window, cell.seed)
     capacity = Capacity(
         served.slots(KV_BYTES), MAX_SEQS, CHUNK, MAX_CONTEXT, {Tier.HOST: served.slots(HOST_BYTES)} if line.host else {}
     )
     known = chunk_costs(served.prices, CHUNK, MAX_CONTEXT) if costs is None else costs
     simulation: Simulation[Turn] = Simulation(
         load,
-        Vocabulary(0, served.spec.vocab_size, seed).tokens,
+        Vocabulary(0, served.spec.vocab_size, cell.seed).tokens,
         served.prices,
         capacity,
         ScheduleConfig(max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_STEP_TOKENS),

@@ -14,6 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.reports import pensieve_figures
 from cellar.reports.pensieve import MODELS, Cell, Point, Window, conversations, offered_load, run
 from cellar.reports.pensieve_figures import (
+    Claim,
     Figure,
     Panel,
     claims_table,
@@ -140,6 +141,23 @@ def test_policies_are_compared_at_equal_rates() -> None:
     assert found[1].values["percent"] == pytest.approx(20.0)
     assert found[2].values["points"] == pytest.approx(5.0)
     assert not seconds({value: worse, lru: better}).holds
+
+
+def test_policies_are_compared_over_several_loads() -> None:
+    """One load says little: what is lost differs more between loads than between policies."""
+    value, lru = Cell("OPT-13B", "tiers"), Cell("OPT-13B", "lru")
+
+    def found(*pairs: tuple[float, float]) -> Claim:
+        curves = {}
+        for seed, (mine, others) in enumerate(pairs):
+            curves[replace(value, seed=seed)] = points((1.0, 0.1), recomputed_seconds=mine)
+            curves[replace(lru, seed=seed)] = points((1.0, 0.1), recomputed_seconds=others)
+        return policies(value, lru, len(pairs))[0](curves)
+
+    assert found((0.016, 0.014), (0.006, 0.010), (0.003, 0.004)).holds
+    assert found((0.016, 0.014), (0.006, 0.006), (0.003, 0.0035)).holds, "more, but not more than by chance"
+    assert not found((0.016, 0.014), (0.008, 0.006), (0.0055, 0.0035)).holds
+    assert "means of 3 loads" in found((1.0, 1.0), (2.0, 2.0), (3.0, 3.0)).what
 
 
 # -- traces --------------------------------------------------------------------------------------------
