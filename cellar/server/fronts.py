@@ -22,7 +22,7 @@ from types import FrameType
 from cellar.core.errors import CellarError
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
-from cellar.server.heap import one_heap
+from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import ServedModel
 from cellar.server.metrics import FRONT_RESTARTS
 from cellar.server.priority import yield_to_engine
@@ -208,6 +208,7 @@ def run_front(pipe: Connection, plan: FrontPlan) -> None:
         pipe.send("ready")
 
     keep_what_is_here()
+    return_spare_memory()
     serving.append(FrontServer(server_config(app, server, plan.limits), ready))
     serving[0].run([listener])
 

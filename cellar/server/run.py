@@ -15,7 +15,7 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.directory import PrivateDirectory
 from cellar.server.engine_process import Opener
 from cellar.server.fronts import FrontPlan, Fronts
-from cellar.server.heap import one_heap
+from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import EngineHost, SameProcess, ServedModel
 from cellar.server.keys import check_quota, owners_of, with_keys
 from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
@@ -52,6 +52,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
         app = build_app(host, ServedModel.of(host.opened, names), server, limits)
         host.on_restart(app.state.api.metrics.restarted)
         yield_to_engine()
+        return_spare_memory()
     port = listener.getsockname()[1]
     run(app, listener, server, limits, lambda: say(served_at(names, server, port)))
 

@@ -8,6 +8,7 @@ asked gets one sentence if it needs more. The next call starts another.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -23,10 +24,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cellar.core.errors import RequestError
+from cellar.core.memory import give_back
 
 _LENGTH = struct.Struct("<Q")
 _PATIENCE = 8
 """Wall-clock seconds per second of CPU time, after which a process that sleeps, or never gets a core, is ended."""
+
+_LARGE = 2**16
+"""Bytes of a call from which on the process tidies up behind it, before the next."""
 
 Worker = Callable[..., Any]
 
@@ -184,6 +189,10 @@ def serve(descriptor: int) -> None:
                 answer = _answered(worker, message, budget)
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 _send(pipe, answer)
+                if len(message) + len(answer) >= _LARGE:
+                    del message, answer
+                    gc.collect()
+                    give_back()
 
 
 def _answered(worker: Worker, message: bytearray, budget: Budget) -> bytes:

@@ -11,15 +11,14 @@ Nothing is computed here: a `MaskRow` is what somebody may compute, in whatever 
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
+from cellar.core.memory import resident_bytes
 from cellar.core.messages import Emit, Flag, StepPlan, StepResult
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.text.grammar import GrammarCompiler, Mask, Matcher
@@ -27,14 +26,6 @@ from cellar.text.grammar import GrammarCompiler, Mask, Matcher
 logger = logging.getLogger(__name__)
 
 _CHOSEN = (Flag.OK, Flag.FELL_BACK)
-
-
-def resident_bytes(path: Path = Path("/proc/self/statm")) -> int:
-    """Bytes of memory that this process has; 0 where the system does not say (not Linux)."""
-    try:
-        return int(path.read_text().split()[1]) * mmap.PAGESIZE
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 @dataclass(slots=True, eq=False)

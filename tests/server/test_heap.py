@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from cellar.server.heap import SpareMemory
 from tests.limits import run_python
 
 CODE = """
@@ -37,3 +38,41 @@ def test_what_steps_will_use_is_taken_once_and_kept() -> None:
     assert first - before == pytest.approx(nbytes, abs=20 * 2**20)
     assert abs(again - first) < 4 * 2**20  # it is there already
     assert most - before == pytest.approx(256 * 2**20, abs=20 * 2**20)
+
+
+def test_spare_memory_is_returned_once_nobody_asks_for_more() -> None:
+    sizes = [100, 100, 400, 600, 600, 150, 150, 150, 300, 301, 290, 295]
+    mebibytes = iter(sizes)
+    given: list[int] = []
+    spare = SpareMemory(lambda: next(mebibytes) * 2**20, lambda: given.append(1))
+    looks = [spare.look() for _ in range(9)]
+    # at first; it grows, twice; it rests: returned, 150 are left and are used; again; it grows for good
+    assert looks == [False, False, False, True, False, False, False, True, False]
+    assert len(given) == 2
+    assert next(mebibytes, None) is None
+
+
+HOLES = """
+import json
+from cellar.core.memory import resident_bytes
+from cellar.server.heap import SpareMemory, one_heap
+
+one_heap()
+spare = SpareMemory()
+sizes = [resident_bytes()]
+blocks = [b"x" * (4000 + k % 2) for k in range(50_000)]  # more than Python keeps itself, in pieces of the heap
+kept = blocks[::100]
+del blocks
+spare.look()
+sizes.append(resident_bytes())
+spare.look()
+sizes.append(resident_bytes())
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_what_lies_between_pieces_that_stay_is_returned() -> None:
+    before, holes, after = json.loads(run_python(HOLES))
+    assert holes - before > 150e6
+    assert after - before < 20e6

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from cellar.core.memory import resident_bytes
 from cellar.core.sampling import StructuredOutputsParams
-from cellar.text.masker import Masker, resident_bytes
+from cellar.text.masker import Masker
 from tests.limits import ROOT, SECONDS
 
 
@@ -62,7 +63,8 @@ import sys
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.server.heap import one_heap
 from cellar.text.grammar import GrammarCompiler
-from cellar.text.masker import Masker, resident_bytes
+from cellar.core.memory import resident_bytes
+from cellar.text.masker import Masker
 from tests.fake_front import TOKENIZER
 from cellar.text.tokenizer import Tokenizer
 
