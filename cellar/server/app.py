@@ -124,18 +124,17 @@ class Api:
 
     # -- text -------------------------------------------------------------------------------------
 
-    async def tokenize(self, body: TokenizeRequest) -> Response:
+    async def tokenize(self, body: TokenizeRequest, request: Request) -> Response:
         """Ids of a text, or of a conversation as the model would see it."""
         _no_extra(body.model_extra)
         self.prepare.name(body.model)
         tokenizer = self.prepare.tokenizer
         if (body.prompt is None) == (body.messages is None):
             raise refused("give either prompt or messages.", "prompt")
-        if body.prompt is not None:
-            ids = await beside(len(body.prompt), lambda: self.prepare.encode(body.prompt, body.add_special_tokens))
-        else:
-            special = bool(body.add_special_tokens)
-            ids = await self.prepare.conversation(body, body.tools, lambda text: self.prepare.encode(text, special))
+        try:
+            ids = await until_gone(request, self.prepare.ids(body))
+        except ClientGone:
+            return GONE
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
         pieces = (tokenizer.id_to_piece(id) for id in ids.tolist())
         found["token_strs"] = lazily(pieces, len(ids)) if body.return_token_strs else None

@@ -6,7 +6,9 @@ Every endpoint that answers a conversation goes through `Preparer.chat`, whateve
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from time import perf_counter
@@ -160,7 +162,16 @@ class Preparer:
         """Tokens of a chat's prompt. Raises RequestError, ApiError."""
         tools = tool_use(body, self._tool_call_parser)
         special = bool(body.add_special_tokens)
-        return await self.conversation(body, tools.tools, lambda text: len(self.encode(text, special)))
+        with _until_left() as gone:
+            return await self.conversation(body, tools.tools, lambda text: len(self.encode(text, special, gone)))
+
+    async def ids(self, body: TokenizeRequest) -> IntArray:
+        """Ids of a text or a conversation, int32 [n]; any length. Raises RequestError, ApiError."""
+        with _until_left() as gone:
+            if (text := body.prompt) is not None:
+                return await beside(len(text), lambda: self.encode(text, body.add_special_tokens, gone))
+            special = bool(body.add_special_tokens)
+            return await self.conversation(body, body.tools, lambda text: self.encode(text, special, gone))
 
     async def conversation(
         self,
@@ -281,17 +292,28 @@ class Preparer:
             return None
         return self._desk.read({"prompt": text, "prompt_token_ids": np.concatenate((known.ids, more))})
 
-    def encode(self, text: str | None, add_special_tokens: bool | None) -> IntArray:
-        """Token ids of a text, int32 [n]. Raises ApiError if it is no text, RequestError if it cannot be tokenized."""
-        return self.tokenizer.encode_array(
-            whole_characters(text or ""), add_special_tokens=add_special_tokens is not False
-        )
+    def encode(
+        self, text: str | None, add_special_tokens: bool | None, gone: threading.Event | None = None
+    ) -> IntArray:
+        """Token ids of a text, int32 [n]. Raises ApiError if it is no text, RequestError if it cannot be tokenized, or
+        is `gone` before its end."""
+        return self.tokenizer.encode_array(whole_characters(text or ""), add_special_tokens is not False, gone)
 
 
 def _timed(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T, float]:
     """What comes of it, and how many seconds it took."""
     begun = perf_counter()
     return work(*args, **kwargs), perf_counter() - begun
+
+
+@contextmanager
+def _until_left() -> Iterator[threading.Event]:
+    """Says when it is left, also because whoever asked has hung up: a thread cannot be cancelled, but may look."""
+    gone = threading.Event()
+    try:
+        yield gone
+    finally:
+        gone.set()
 
 
 async def beside(size: int, work: Callable[[], T]) -> T:

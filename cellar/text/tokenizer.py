@@ -121,8 +121,10 @@ class Tokenizer:
         ids: list[int] = self.encode_array(text, add_special_tokens).tolist()
         return ids
 
-    def encode_array(self, text: str, add_special_tokens: bool = True) -> IntArray:
-        """`encode` as int32 [n]. A long text is tokenized part by part, where it may be cut."""
+    def encode_array(self, text: str, add_special_tokens: bool = True, gone: threading.Event | None = None) -> IntArray:
+        """`encode` as int32 [n]. A long text is tokenized part by part, where it may be cut; once it is `gone`, which
+        another thread may say, no other part is, and RequestError is raised.
+        """
         if len(text) <= PART:
             return np.array(self.encode(text, add_special_tokens), np.int32)
         parts = list(self._parts(text))
@@ -135,7 +137,7 @@ class Tokenizer:
             if where is None or len(around) != extra:  # what stands around depends on the text
                 return np.array(self._encoded([text], True)[0], np.int32)
             before, after = first[:where], first[where + len(inside) :]
-        return np.concatenate([np.array(ids, np.int32) for ids in (before, *self.encode_all(parts), after)])
+        return np.concatenate([np.array(ids, np.int32) for ids in (before, *self.encode_all(parts, gone), after)])
 
     def _parts(self, text: str) -> Iterator[str]:
         """A text cut into parts of at least PART characters, as long as there are cuts."""
@@ -145,10 +147,12 @@ class Tokenizer:
             begin = match.start()
         yield text[begin:]
 
-    def encode_all(self, texts: Sequence[str]) -> list[IntArray]:
-        """Ids of texts, int32, without special tokens around them; not all at once. Raises as `encode` does."""
+    def encode_all(self, texts: Sequence[str], gone: threading.Event | None = None) -> list[IntArray]:
+        """Ids of texts, int32, without special tokens around them; not all at once. Raises as `encode_array` does."""
         found, some, size = list[IntArray](), list[str](), 0
         for text in texts:
+            if gone is not None and gone.is_set():
+                raise RequestError("nobody waits for the text any more.")
             some.append(text)
             size += len(text)
             if size >= PART:

@@ -19,7 +19,7 @@ from cellar.server.messages.prompt import chat_request
 from cellar.server.pieces import answered
 from cellar.server.prepare import Preparer
 from cellar.server.request_id import name_of, new_id
-from cellar.server.stream import EventStream
+from cellar.server.stream import GONE, ClientGone, EventStream, until_gone
 
 _NAMES = {"prompt": "messages", "stop": "stop_sequences", "tools": "tools", "request_id": "X-Request-Id"}
 
@@ -59,11 +59,14 @@ class MessagesApi:
             return EventStream(answer.events(session), _NAMES, self._limits.request_timeout)
         return await answered(request, answer.whole(session), self._limits.request_timeout)
 
-    async def count_tokens(self, body: PromptBody) -> Response:
+    async def count_tokens(self, body: PromptBody, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
         chat = chat_request(body, self._prepare.reasoning)
         self._prepare.check(chat.model, None)
-        return JSONResponse({"input_tokens": await self._prepare.count(chat)})
+        try:
+            return JSONResponse({"input_tokens": await until_gone(request, self._prepare.count(chat))})
+        except ClientGone:
+            return GONE
 
 
 def install(app: FastAPI, api: MessagesApi, responses: dict[int | str, dict[str, Any]]) -> None:
