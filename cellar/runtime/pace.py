@@ -24,10 +24,12 @@ class Pace:
         self._clock = clock
         self._choice = ThreadChoice(self.threads) if fixed is None and self.threads > 1 else None
 
-    def begin(self, kind: Hashable, size: float) -> None:
-        """A piece of work begins; its laps take about the same time per `size` as others of its kind."""
+    def begin(self, kind: Hashable, size: float, work: float | None = None) -> None:
+        """A piece of work begins; its laps take about the same time per `size` as others of its kind. `work` compares
+        it with pieces of other kinds; without it `size` does.
+        """
         if self._choice is not None:
-            self._set(self._choice.begin(kind, size, self._clock()))
+            self._set(self._choice.begin(kind, size, self._clock(), work))
 
     def lap(self) -> None:
         """A lap of the piece has ended."""

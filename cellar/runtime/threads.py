@@ -10,6 +10,7 @@ A decision: no clock is read here, `now` and all durations are arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -29,6 +30,8 @@ PATIENCE_LEAST, PATIENCE_MOST = 0.1, 1.0
 """Seconds until a larger number is tried again: doubled by every try that fails."""
 REST = 10.0
 """Seconds until a smaller number is tried again where nothing has changed."""
+ALIKE = 4.0
+"""A piece of work says how many threads suit another that has up to so many times its work."""
 WAIT_MOST = 2.0
 """Seconds after which the next try may begin, whatever the last one has cost."""
 
@@ -47,14 +50,15 @@ class ThreadChoice:
         self._size = 0.0
         self._begun = 0.0
 
-    def begin(self, kind: Hashable, size: float, now: float) -> int:
-        """A piece of work begins whose laps have `size` each. -> threads for its first lap"""
-        last = self._now
+    def begin(self, kind: Hashable, size: float, now: float, work: float | None = None) -> int:
+        """A piece of work begins whose laps have `size` each. -> threads for its first lap
+
+        `work` compares pieces of different kinds; without it their sizes do.
+        """
         found = self._kinds.get(kind)
         if found is None:
-            # What is next to it on the same machine is the best guess.
-            start = self._counts[-1] if last is None else last.settled
-            found = self._kinds[kind] = _Kind(self._counts, start, self._bill)
+            work = size if work is None else work
+            found = self._kinds[kind] = _Kind(self._counts, self._guess(work), self._bill, work)
         self._now, self._size, self._begun = found, size, now
         return found.running
 
@@ -65,6 +69,12 @@ class ThreadChoice:
         kind.record(now - self._begun, self._size, now)
         self._begun = now
         return kind.running
+
+    def _guess(self, work: float) -> int:
+        """What suits the kind whose work is most like it; all threads if every one has far less. A single token goes
+        best on one thread, and a prompt of 2,000 after it would take twice as long there."""
+        likest = min(self._kinds.values(), key=lambda one: abs(math.log(one.work / work)), default=None)
+        return self._counts[-1] if likest is None or likest.work * ALIKE < work else likest.settled
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:
@@ -83,7 +93,8 @@ class _Bill:
 class _Kind:
     """Laps of one kind: the number that is `settled`, and the one that is `running`, which is another during a try."""
 
-    def __init__(self, counts: tuple[int, ...], start: int, bill: _Bill) -> None:
+    def __init__(self, counts: tuple[int, ...], start: int, bill: _Bill, work: float) -> None:
+        self.work = work
         self.settled = self.running = start
         self._counts = counts
         self._recent: float | None = None  # seconds per size with the settled number

@@ -174,6 +174,21 @@ def test_a_new_kind_begins_with_what_its_neighbour_has_found() -> None:
     assert choice.begin("decode", 1.0, now) == 1
 
 
+def test_far_more_work_begins_with_all_threads() -> None:
+    """A prompt of 2,000 took twice as long on the one thread that single tokens go best on as the next one did."""
+    choice, now = ThreadChoice(8), 0.0
+    for _ in range(200):
+        count = choice.begin("token", 1.0, now, 1.0)
+        for _ in range(LAYERS):
+            now += 0.001 * count
+            count = choice.lap(now)
+    assert choice.begin("token", 1.0, now, 1.0) == 1
+    assert choice.begin("four tokens", 1.0, now, 4.0) == 1
+    assert choice.begin("prompt", 2000.0, now) == 8
+    assert choice.begin("another prompt", 1900.0, now) == 8
+    assert choice.begin("two tokens", 1.0, now, 2.0) == 1
+
+
 def test_what_is_tried() -> None:
     assert counts_up_to(1) == (1,)
     assert counts_up_to(2) == (1, 2)

@@ -369,7 +369,7 @@ def _gate(awaited: Sequence[Arrival]) -> Gate:
 def _begin(pace: Pace, inputs: StepInputs) -> None:
     """Decodes read all weights, however many rows there are; a layer of prompts takes as long as it has tokens."""
     if inputs.num_tokens == len(inputs.row):
-        pace.begin(("decode", magnitude(inputs.num_tokens)), 1.0)
+        pace.begin(("decode", magnitude(inputs.num_tokens)), 1.0, inputs.num_tokens)
     else:
         pace.begin(("prompt", inputs.num_tokens.bit_length()), inputs.num_tokens)
 
