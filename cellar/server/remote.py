@@ -18,6 +18,7 @@ from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
 from cellar.server.bell import Bell
 from cellar.server.endpoint import Address, connect
+from cellar.server.outlet import Outlet
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told
 
 
@@ -44,6 +45,7 @@ class RemoteEngine:
 
     def __init__(self, address: Address, reason: Callable[[], str] = lambda: "the engine process has ended") -> None:
         self._pipe: Connection = connect(address)
+        self._outlet = Outlet(self._pipe)
         self._reason = reason
         self._count = 0
         self._numbers: dict[str, int] = {}
@@ -158,7 +160,7 @@ class RemoteEngine:
         """Leave the engine, which drops what was running; a second call does nothing."""
         if self.ended.is_set():
             return
-        self._pipe.close()
+        self._outlet.close()
         self.ended.set()
         self._bell.close()
 
@@ -228,7 +230,7 @@ class RemoteEngine:
 
     def _send(self, call: Call | Add | Terms) -> None:
         try:
-            self._pipe.send(call)
+            self._outlet.send(call)
         except OSError as error:
             raise CellarError(self._reason()) from error
 
