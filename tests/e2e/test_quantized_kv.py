@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import kv_accuracy
+from benchmarks import accuracy, kv_accuracy
 from cellar import LLM, SamplingParams, demo
 from cellar.core.errors import ConfigError
 from cellar.core.messages import Tier
@@ -106,13 +106,13 @@ def test_memory_holds_more_chunks(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_what_it_costs_a_text() -> None:
-    """Bits per byte of the model that ships; three bits cost more than four may."""
+    """Bits per byte of the model that ships; three bits cost more than four do."""
     tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
     windows = [tokenizer.encode(TEXT, add_special_tokens=False).ids]
     found = {}
     for name in kv_accuracy.FORMATS:
-        with kv_accuracy.engine(None, name, "float32") as llm:
-            found[name] = kv_accuracy.bits_per_byte(llm, windows, tokenizer)
+        with kv_accuracy.engine(demo.path(), name, "float32") as llm:
+            found[name] = accuracy.bits_per_byte(llm, windows, tokenizer)
     lost = {name: bits / found["auto"] - 1 for name, bits in found.items()}
     assert 0 < abs(lost["fp8"]) < 0.003, lost
     assert 0 < abs(lost["int4"]) < 0.03, lost
