@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from cellar.ops.triton_support import triton_available
 
@@ -71,3 +73,27 @@ def is_out_of_resources(error: Exception) -> bool:
     from triton.runtime.errors import OutOfResources
 
     return isinstance(error, OutOfResources)
+
+
+class Sizes(Protocol):
+    """Sizes of a kernel, of which there may be smaller ones."""
+
+    def smaller(self) -> Self | None:
+        """The next to try where a device refuses these; None: no smaller ones."""
+        ...
+
+
+AnySizes = TypeVar("AnySizes", bound=Sizes)
+
+
+def in_room(launch: Callable[[AnySizes], Tensor], sizes: AnySizes) -> Tensor | None:
+    """What a launch gives with these sizes, or the first smaller ones that the device accepts; None: with none."""
+    tried: AnySizes | None = sizes
+    while tried is not None:
+        try:
+            return launch(tried)
+        except Exception as error:
+            if not is_out_of_resources(error):
+                raise
+            tried = tried.smaller()
+    return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cellar.ops.room import is_out_of_resources
+from cellar.ops.room import in_room
 from cellar.ops.triton_support import dependent_launch, interpreted, kernel
 from cellar.quant.choice import Kernel, Tiles
 from cellar.quant.packed import Packed
@@ -80,7 +80,10 @@ def multiply_packed(
     arrivals: int32 zeros for `Tiles` that are split, which they leave zero; None or too few: they are made.
     """
     if kernel is not None:
-        return _tiles_that_fit(x.contiguous(), matrix, bias, kernel, arrivals)
+        x = x.contiguous()
+        done = in_room(lambda sizes: _tiles(x, matrix, bias, sizes, arrivals), kernel)
+        if done is not None:
+            return done
     whole = expanded(matrix, x.dtype)
     if x.is_meta:  # only listed (runtime/steps/warmup.py); torch's own way there imports its compiler, for a second
         return x.new_empty((x.shape[0], matrix.shape[0]))
@@ -96,19 +99,6 @@ def expanded(matrix: Packed, dtype: torch.dtype) -> Tensor:
         matrix.words, matrix.scales, _zeros(matrix), out, n, k=k, ROWS=rows, **_constants(matrix, out), num_warps=4
     )
     return out
-
-
-def _tiles_that_fit(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrivals: Tensor | None) -> Tensor:
-    """Tiles; smaller ones, and at last the library's product, where the device refuses these."""
-    tried: Tiles | None = sizes
-    while tried is not None:
-        try:
-            return _tiles(x, matrix, bias, tried, arrivals)
-        except Exception as error:
-            if not is_out_of_resources(error):
-                raise
-            tried = tried.smaller()
-    return multiply_packed(x, matrix, bias, None)
 
 
 def _tiles(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrivals: Tensor | None) -> Tensor:

@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 
 from cellar.core.errors import RequestError
@@ -21,11 +20,12 @@ from cellar.server.chat import Chat
 from cellar.server.completions import Completions
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.desk import Desk
+from cellar.server.doorway import guard
 from cellar.server.errors import as_api_error, refused
 from cellar.server.fields import unknown
-from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit, LastWords
+from cellar.server.guard import LastWords
 from cellar.server.host import EngineHost, ServedModel
-from cellar.server.hosts import AllowedHosts, hosts_of
+from cellar.server.hosts import hosts_of
 from cellar.server.keys import owner_of, read_keys
 from cellar.server.messages import routes as messages
 from cellar.server.messages.routes import MessagesApi
@@ -34,7 +34,7 @@ from cellar.server.pieces import answered, lazily, respond
 from cellar.server.pooling import routes as pooling
 from cellar.server.pooling.routes import PoolingApi
 from cellar.server.prepare import Preparer, beside
-from cellar.server.request_id import HEADER, RequestIds, name_of, new_id
+from cellar.server.request_id import RequestIds, name_of, new_id
 from cellar.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cellar.server.responses.service import Service
 from cellar.server.shared import Shared
@@ -296,18 +296,7 @@ def build_app(
     memory.install(app, api.desk, answers, len(keys))
     messages.install(app, MessagesApi(api.prepare, api.desk, limits), answers)
     pooling.install(app, PoolingApi(api.prepare, api.desk, model, limits), answers)
-    # The last added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    if keys:
-        app.add_middleware(ApiKeys, keys=keys)
-    if hosts is not None:
-        app.add_middleware(AllowedHosts, hosts=hosts)
-    if server.allowed_origins:
-        origins = [origin.strip() for origin in server.allowed_origins.split(",")]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[HEADER]
-        )
-    app.add_middleware(AnswerCount, count=api.metrics.answered)
+    guard(app, server, limits, keys, hosts, api.metrics.answered)
     app.add_middleware(LastWords)
     app.add_middleware(RequestIds)
     return app

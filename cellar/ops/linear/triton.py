@@ -21,7 +21,7 @@ from torch import Tensor
 
 from cellar.ops.linear.choice import Flat, Fused, Gemv, Kernel, Wide
 from cellar.ops.linear.hopper import wide
-from cellar.ops.room import is_out_of_resources
+from cellar.ops.room import in_room
 from cellar.ops.triton_support import dependent_launch, interpreted, kernel
 
 if TYPE_CHECKING:
@@ -37,7 +37,9 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, arr
     if isinstance(kernel, Gemv):
         return _gemv(x.contiguous(), weight, bias, kernel)
     if isinstance(kernel, Flat):
-        return _flat_that_fits(x.contiguous(), weight, bias, kernel, arrivals)
+        x = x.contiguous()
+        done = in_room(lambda sizes: _flat(x, weight, bias, sizes, arrivals), kernel)
+        return torch.nn.functional.linear(x, weight, bias) if done is None else done
     if isinstance(kernel, Wide):
         return wide(x.contiguous(), weight, bias, kernel)
     if x.is_meta:  # only listed (runtime/steps/warmup.py); torch's own way there imports its compiler, for a second
@@ -64,19 +66,6 @@ def _gemv(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Gemv) -> Tensor
         **dependent_launch(x),
     )
     return out
-
-
-def _flat_that_fits(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Flat, arrivals: Tensor | None) -> Tensor:
-    """The flat product; in smaller sizes, and at last by the library, where the device refuses these."""
-    tried: Flat | None = sizes
-    while tried is not None:
-        try:
-            return _flat(x, weight, bias, tried, arrivals)
-        except Exception as error:
-            if not is_out_of_resources(error):
-                raise
-            tried = tried.smaller()
-    return torch.nn.functional.linear(x, weight, bias)
 
 
 def _flat(x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Flat, arrivals: Tensor | None) -> Tensor:

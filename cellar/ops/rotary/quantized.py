@@ -50,13 +50,7 @@ def write_quantized(
         0 if cos_sin is None else cos_sin.shape[1],
         queries.stride(0),
         queries.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_cache.stride(0),
-        v_cache.stride(0),
-        k_cache.stride(1),
+        *strides(k, v, k_cache, v_cache),
         Q_HEADS=heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -70,6 +64,14 @@ def write_quantized(
         **dependent_launch(k),
         num_warps=4,
     )
+
+
+def strides(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, ...]:
+    """What all kernels that write a cache are told last: from token to token and head to head of k and of v, from slot
+    to slot of both caches, from head to head of the caches.
+    """
+    within = k.stride(0), k.stride(1), v.stride(0), v.stride(1)
+    return *within, k_cache.stride(0), v_cache.stride(0), k_cache.stride(1)
 
 
 @kernel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cellar.ops.kv_format import format_of
-from cellar.ops.rotary.quantized import write_quantized
+from cellar.ops.rotary.quantized import strides, write_quantized
 from cellar.ops.triton_support import dependent_launch, kernel
 
 if TYPE_CHECKING:
@@ -62,13 +62,7 @@ def write_kv_kernel(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot
         k_cache,
         v_cache,
         slot_mapping,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_cache.stride(0),
-        v_cache.stride(0),
-        k_cache.stride(1),
+        *strides(k, v, k_cache, v_cache),
         KV_HEADS=kv_heads,
         DIM=dim,
         CHUNK=k_cache.shape[2],
@@ -116,13 +110,7 @@ def rotary_kv_kernel(
             cos_sin.shape[1],
             q.stride(0),
             q.stride(1),
-            k.stride(0),
-            k.stride(1),
-            v.stride(0),
-            v.stride(1),
-            k_cache.stride(0),
-            v_cache.stride(0),
-            k_cache.stride(1),
+            *strides(k, v, k_cache, v_cache),
             Q_HEADS=heads,
             KV_HEADS=kv_heads,
             DIM=dim,

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 
@@ -23,12 +22,12 @@ from cellar.server.cells import body as cells_body
 from cellar.server.cells.fields import grows, plain, read_body, request_type, response_schema
 from cellar.server.cells.metrics import CellMetrics, CellTiming
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.doorway import guard
 from cellar.server.errors import ApiError, refused, unavailable
-from cellar.server.guard import AnswerCount, ApiKeys, BodyLimit
-from cellar.server.hosts import AllowedHosts, hosts_of
+from cellar.server.hosts import hosts_of
 from cellar.server.keys import owner_of, read_keys
 from cellar.server.metrics import CONTENT_TYPE
-from cellar.server.request_id import HEADER, RequestIds, new_id
+from cellar.server.request_id import RequestIds, new_id
 from cellar.server.stream import ClientGone, EventStream, event, until_gone
 from cellar.version import __version__
 
@@ -242,18 +241,7 @@ def build_cells_app(
     app.add_api_route(f"{PATH}/{{model}}", api.absent, methods=["POST"], response_model=None, include_in_schema=False)
     for path, endpoint in (("/health", api.health), ("/version", api.version), ("/metrics", api.metrics_text)):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-    # The last added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=limits.max_body_bytes)
-    if keys:
-        app.add_middleware(ApiKeys, keys=keys)
-    if hosts is not None:
-        app.add_middleware(AllowedHosts, hosts=hosts)
-    if server.allowed_origins:
-        origins = [origin.strip() for origin in server.allowed_origins.split(",")]
-        app.add_middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=[HEADER]
-        )
-    app.add_middleware(AnswerCount, count=api.metrics.answered)
+    guard(app, server, limits, keys, hosts, api.metrics.answered)
     app.add_middleware(RequestIds)
     return app
 
