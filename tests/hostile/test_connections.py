@@ -252,10 +252,13 @@ def test_a_slow_reader_gets_all(served: Served) -> None:
 def test_who_closes_its_side_leaves_no_defect(caplog: pytest.LogCaptureFixture) -> None:
     """Answers met a transport that was closed already, and each of them was a traceback in the log."""
     with serve(latency=0.001) as served, caplog.at_level(logging.ERROR), ExitStack() as held:
+        socks = []
         for _ in range(60):
-            sock = held.enter_context(connect(served))
-            sock.sendall(head(len(BODY)) + BODY)
-            sock.shutdown(socket.SHUT_WR)
+            socks.append(held.enter_context(connect(served)))
+            socks[-1].sendall(head(len(BODY)) + BODY)
+            socks[-1].shutdown(socket.SHUT_WR)
+        for sock in socks:  # the last may not have been read yet when the first are done with
+            rest(sock)
         served.settle()
         assert answered(served)
     assert not caplog.records
