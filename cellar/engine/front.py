@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cellar.core.errors import RequestError
 from cellar.core.messages import MemoryAnswer, MemoryQuestion, Request, RequestOutput, StepOutput
@@ -12,6 +13,7 @@ from cellar.engine.client import StepClient
 from cellar.engine.outputs import OutputProcessor, Processed
 from cellar.engine.prompts import Prompt, PromptReader
 from cellar.text.chat import ChatTemplate
+from cellar.text.prefill import begun_answer
 from cellar.text.tokenizer import Tokenizer
 
 
@@ -45,6 +47,20 @@ class Front:
         self.templates = templates
         self._outputs = OutputProcessor(tokenizer)
         self._siblings: dict[str, tuple[Request, ...]] = {}
+
+    def read_chat(
+        self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any], continues: bool = False
+    ) -> Prompt:
+        """The prompt of a conversation, whose last message is gone on with if it `continues`; `variables` go to the
+        template. Raises RequestError.
+        """
+        if self.templates is None:
+            raise RequestError(
+                "messages need a tokenizer, but there is none; open the LLM without skip_tokenizer_init."
+            )
+        text = self.templates.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        text = begun_answer(text, messages) if continues else text
+        return self.reader.read_text(text, add_special_tokens=False)
 
     def prepare(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -27,6 +26,7 @@ from cellar.core.pooling import (
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
+from cellar.engine.inboxes import Inboxes
 from cellar.engine.interrupt import DeferredInterrupt
 from cellar.engine.opened import Opened, open_front
 from cellar.engine.progress import Progress
@@ -36,11 +36,9 @@ from cellar.planner.saved import SavedPlan
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.text.generation import GenerationConfig
 from cellar.text.pooling import read_pooling
-from cellar.text.prefill import begun_answer
 from cellar.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-Inbox = deque[RequestOutput]
 
 
 class LLM:
@@ -68,7 +66,7 @@ class LLM:
         self._front: Front = opened.front
         self._opened = opened
         self._count = 0
-        self._inboxes: dict[str, Inbox] = {}
+        self._inboxes = Inboxes(opened.front)
 
     # -- generating -------------------------------------------------------------------------------
 
@@ -118,7 +116,7 @@ class LLM:
         conversations = messages if many else [messages]
         extra = dict(chat_template_kwargs or {})
         prompts = [
-            self._chat_prompt(one, add_generation_prompt, extra, continue_final_message) for one in conversations
+            self._front.read_chat(one, add_generation_prompt, extra, continue_final_message) for one in conversations
         ]
         return self._complete(prompts, sampling_params, use_tqdm)
 
@@ -175,7 +173,7 @@ class LLM:
         self, messages: Sequence[Any], sampling_params: SamplingParams | None = None, **variables: Any
     ) -> Iterator[RequestOutput]:
         """Answer one conversation; yields as `stream` does. `variables` go to the chat template."""
-        return self._stream(self._chat_prompt(messages, True, variables), sampling_params)
+        return self._stream(self._front.read_chat(messages, True, variables), sampling_params)
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -247,18 +245,6 @@ class LLM:
 
     # -- how --------------------------------------------------------------------------------------
 
-    def _chat_prompt(
-        self, messages: Any, add_generation_prompt: bool, variables: Mapping[str, Any], continues: bool = False
-    ) -> Prompt:
-        templates = self._front.templates
-        if templates is None:
-            raise RequestError(
-                "messages need a tokenizer, but there is none; open the LLM without skip_tokenizer_init."
-            )
-        text = templates.render(messages, add_generation_prompt=add_generation_prompt, **variables)
-        text = begun_answer(text, messages) if continues else text
-        return self._front.reader.read_text(text, add_special_tokens=False)
-
     def _complete(
         self, prompts: list[Prompt], sampling_params: Params, use_tqdm: bool, priority: Sequence[int] | None = None
     ) -> list[RequestOutput]:
@@ -275,62 +261,31 @@ class LLM:
         ]
         self._count += len(prepared)
         ids = [one.id for one in prepared]
-        inbox = self._open(ids)
         done: dict[str, RequestOutput] = {}
-        try:
+        with self._inboxes.open(ids) as inbox:
             self._front.start(prepared)
             predicted = predicted_rate(self._opened.plan, len(ids))
             with Progress(len(ids), use_tqdm, predicted) as progress, DeferredInterrupt() as interrupt:
                 while len(done) < len(ids):
                     interrupt.check()
-                    for output in self._turn(inbox):
+                    for output in self._inboxes.read(inbox):
                         done[output.request_id] = output
                         progress.finished(output)
-        finally:
-            self._leave(ids)
         return [done[id] for id in ids]
 
     def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[RequestOutput]:
         id = str(self._count)
         prepared = self._front.prepare(id, prompt, sampling_params or self.get_default_sampling_params())
         self._count += 1
-        inbox = self._open([id])
-        try:
+        with self._inboxes.open([id]) as inbox:
             self._front.start([prepared], stream=True)
             finished = False
             while not finished:
                 with DeferredInterrupt():
-                    news = self._turn(inbox)
+                    news = self._inboxes.read(inbox)
                 for output in news:
                     yield output
                     finished = output.finished
-        finally:
-            self._leave([id])
-
-    def _open(self, ids: Sequence[str]) -> Inbox:
-        """One inbox for some requests."""
-        inbox: Inbox = deque()
-        self._inboxes |= dict.fromkeys(ids, inbox)
-        return inbox
-
-    def _turn(self, inbox: Inbox) -> list[RequestOutput]:
-        """What lies in an inbox, after a turn of the engine if it is empty. News of others go to their inboxes."""
-        if not inbox:
-            news = self._front.turn()
-            ended = {output.request_id for output in news.finished}
-            for id in {delta.request_id for delta in news.deltas} - ended:
-                self._inboxes[id].append(self._front.output(id))
-            for output in news.finished:
-                self._inboxes[output.request_id].append(output)
-        found = list(inbox)
-        inbox.clear()
-        return found
-
-    def _leave(self, ids: Sequence[str]) -> None:
-        """Forget requests; those that still run are dropped."""
-        for id in ids:
-            self._front.abort(id)
-            del self._inboxes[id]
 
 
 def _one_for_each(sampling_params: SamplingParams | Sequence[SamplingParams], count: int) -> Sequence[SamplingParams]:

@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 from itertools import count
 from os import PathLike
 from types import TracebackType
 from typing import Any
 
 from cellar.core.config import EngineConfig
-from cellar.core.errors import CellarError, IntegrityError, RequestError
+from cellar.core.errors import RequestError
 from cellar.core.messages import IntArray, MemoryAnswer, MemoryQuestion, RequestOutput, SchedulerStats, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
-from cellar.engine.driver import Driver
 from cellar.engine.front import Front, Prepared
+from cellar.engine.open_streams import OpenStreams
 from cellar.engine.opened import Opened, open_front
-from cellar.engine.outputs import Delta, Processed
+from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt, PromptReader
 from cellar.text.tokenizer import Tokenizer
-
-News = Delta | RequestOutput | BaseException
-
-
-@dataclass(slots=True, eq=False)
-class _Stream:
-    """Where a request's news go: a queue of the event loop that waits for them."""
-
-    loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[News]
-    deltas: bool
 
 
 class AsyncLLM:
     """A model that many coroutines use at a time; options as those of `LLM`.
 
-    The front and its engine belong to a thread: what coroutines want of them is a message to the engine, read once
-    per turn. An error of the engine itself reaches every stream, and every later call.
+    The front and its engine belong to a thread (`OpenStreams`). An error of the engine itself reaches every stream, and
+    every later call.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
@@ -56,14 +43,11 @@ class AsyncLLM:
         return llm
 
     def _take(self, opened: Opened, begin: Callable[[], None] | None = None) -> None:
-        self._begin = begin
         self._opened = opened
         self._front: Front = opened.front
-        self._streams: dict[str, _Stream] = {}
-        self._questions: set[asyncio.Future[MemoryAnswer]] = set()
         self._numbers = count()
-        self._driver = Driver(self._front.engine, self._turn, self._end, "cellar-engine")
-        self._driver.start(begin)
+        self._streams = OpenStreams(opened.front)
+        self._streams.start(begin)
 
     # -- for coroutines ---------------------------------------------------------------------------
 
@@ -100,7 +84,7 @@ class AsyncLLM:
         one `owner` share its turns; without a name the request has turns of its own. Tenants take turns, too.
         """
         prepared = self._prepare(prompt, sampling_params, request_id, priority, conversation, salt, owner, tenant)
-        return self._news(prepared, deltas=True)
+        return self._streams.news(prepared, deltas=True)
 
     def read(self, prompt: object, room: int = 1) -> Prompt:
         """A prompt, checked and as token ids; `generate` takes it. See `PromptReader.read`. Raises RequestError."""
@@ -113,7 +97,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Drop a request; its iterator ends with what there is, finish_reason "abort". Unknown ids are ignored."""
-        self._driver.post(lambda: self._abort(request_id))
+        self._streams.abort(request_id)
 
     async def memory(
         self,
@@ -130,10 +114,8 @@ class AsyncLLM:
         for so long. With `flush` a tier drops whatever nobody uses, and the answer ends with how many chunks that were.
         Raises CellarError if the engine has ended.
         """
-        told: asyncio.Future[MemoryAnswer] = asyncio.get_running_loop().create_future()
         question = MemoryQuestion(conversations, forget, pin_seconds, flush, tuple(keep))
-        self._driver.post(lambda: self._ask(question, told))
-        return await told
+        return await self._streams.ask(question)
 
     # -- what it is -------------------------------------------------------------------------------
 
@@ -159,7 +141,7 @@ class AsyncLLM:
     @property
     def running(self) -> bool:
         """False once the loop has ended, by `close` or by an error."""
-        return self._driver.ended is None
+        return self._streams.running
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer. Raises RequestError if it was skipped."""
@@ -173,7 +155,7 @@ class AsyncLLM:
 
     def close(self) -> None:
         """End the loop and free the model's memory; streams still open get a CellarError."""
-        self._driver.close()
+        self._streams.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -183,7 +165,7 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.close)
 
-    # -- one stream -------------------------------------------------------------------------------
+    # -- how --------------------------------------------------------------------------------------
 
     def _prepare(
         self,
@@ -201,115 +183,6 @@ class AsyncLLM:
         return self._front.prepare(id, self.read(prompt), params, priority, conversation, salt, owner, tenant)
 
     async def _outputs(self, prepared: Prepared) -> AsyncIterator[RequestOutput]:
-        async for news in self._news(prepared, deltas=False):
+        async for news in self._streams.news(prepared, deltas=False):
             assert isinstance(news, RequestOutput)
             yield news
-
-    async def _news(self, prepared: Prepared, deltas: bool) -> AsyncIterator[Delta | RequestOutput]:
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), deltas)
-        self._driver.post(lambda: self._start(prepared, stream))
-        finished = False
-        try:
-            while not finished:
-                news = await stream.queue.get()
-                if isinstance(news, BaseException):
-                    finished = True
-                    raise news
-                finished = isinstance(news, RequestOutput) and news.finished
-                yield news
-        finally:
-            if not finished:
-                with contextlib.suppress(CellarError):  # an engine that has ended has dropped it already
-                    self._driver.post(lambda: self._leave(prepared.id, stream))
-
-    # -- the engine's thread ----------------------------------------------------------------------
-
-    def _turn(self) -> None:
-        self._deliver(self._front.turn())
-
-    def _end(self, error: BaseException) -> None:
-        """Nobody may wait for ever."""
-        for stream in self._streams.values():
-            _hand_over({stream.loop: [(stream, error)]})
-        self._streams.clear()
-        for told in tuple(self._questions):
-            self._tell(told, error)
-        self._front.close()
-
-    def _start(self, prepared: Prepared, stream: _Stream) -> None:
-        if self._driver.ended is not None:
-            _hand_over({stream.loop: [(stream, self._driver.ended)]})
-            return
-        try:
-            self._front.add(prepared, stream=True)
-        except IntegrityError:
-            raise
-        except Exception as error:  # the request's own fault, whatever it is
-            _hand_over({stream.loop: [(stream, error)]})
-        else:
-            self._streams[prepared.id] = stream
-
-    def _ask(self, question: MemoryQuestion, told: asyncio.Future[MemoryAnswer]) -> None:
-        self._questions.add(told)
-        if self._driver.ended is not None:
-            self._tell(told, self._driver.ended)
-        else:
-            self._front.memory(question, lambda answer: self._tell(told, answer))
-
-    def _tell(self, told: asyncio.Future[MemoryAnswer], answer: MemoryAnswer | BaseException) -> None:
-        self._questions.discard(told)
-        with contextlib.suppress(RuntimeError):  # that event loop is closed, and nobody waits in it
-            told.get_loop().call_soon_threadsafe(_settle, told, answer)
-
-    def _leave(self, request_id: str, stream: _Stream) -> None:
-        """The iterator was left. Its id may belong to another stream by now, or never have been its own."""
-        if self._driver.ended is None and self._streams.get(request_id) is stream:
-            del self._streams[request_id]
-            self._front.abort(request_id)
-
-    def _abort(self, request_id: str) -> None:
-        if self._driver.ended is not None:
-            return
-        output = self._front.abort(request_id)
-        stream = self._streams.pop(request_id, None)
-        if output is not None and stream is not None:
-            _hand_over({stream.loop: [(stream, output)]})
-
-    def _deliver(self, news: Processed) -> None:
-        """One call into each event loop per turn, however many streams got something."""
-        news_of: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, News]]] = {}
-        ended = {output.request_id for output in news.finished}
-        told: set[str] = set()
-        for delta in news.deltas:
-            stream = self._streams[delta.request_id]
-            if stream.deltas:
-                news_of.setdefault(stream.loop, []).append((stream, delta))
-            elif delta.request_id not in ended and delta.request_id not in told:
-                told.add(delta.request_id)
-                news_of.setdefault(stream.loop, []).append((stream, self._front.output(delta.request_id)))
-        for output in news.finished:
-            stream = self._streams.pop(output.request_id)
-            news_of.setdefault(stream.loop, []).append((stream, output))
-        _hand_over(news_of)
-
-
-def _hand_over(news_of: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, News]]]) -> None:
-    for loop, pairs in news_of.items():
-        try:
-            loop.call_soon_threadsafe(_put, pairs)
-        except RuntimeError:  # that event loop is closed, and nobody waits in it
-            continue
-
-
-def _settle(told: asyncio.Future[MemoryAnswer], answer: MemoryAnswer | BaseException) -> None:
-    if told.done():
-        return  # nobody waits any more
-    if isinstance(answer, BaseException):
-        told.set_exception(answer)
-    else:
-        told.set_result(answer)
-
-
-def _put(pairs: list[tuple[_Stream, News]]) -> None:
-    for stream, news in pairs:
-        stream.queue.put_nowait(news)
