@@ -1,8 +1,5 @@
-"""A Redis server as a tier that several engines share: an entry for each chunk, under its identity.
-
-    cellar:1:FINGERPRINT:c:IDENTITY   head | label, sealed | chunk, sealed      expires after the time to live
-    cellar:1:FINGERPRINT:t:PARENT     label of the last tail that was written after PARENT, sealed
-    cellar:1:FINGERPRINT:a:WRITER     there while the engine that calls itself so is
+"""A Redis server as a tier that several engines share: an entry for each chunk, under its identity (`entries.py`), that
+expires after the time to live.
 
 The server may drop, lose or change any of it at any moment, and may be away: see `docs/decisions/0034-remote-tier.md`.
 """
@@ -10,21 +7,17 @@ The server may drop, lose or change any of it at any moment, and may be away: se
 from __future__ import annotations
 
 import logging
-import os
-import struct
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import human
+from cellar.runtime.tiers.entries import ENTRY_OVERHEAD_NBYTES, HEAD_NBYTES, WRITER_RANGE, Entries, Head
 from cellar.runtime.tiers.forgotten import Forgotten, state_home
 from cellar.runtime.tiers.redis_link import TEND_SECONDS, Command, RedisAway, RedisLink, Replies, named
-from cellar.runtime.tiers.sealed import LABEL_NBYTES, OVERHEAD_NBYTES, Seal, pack_label, unpack_label
 from cellar.runtime.tiers.storage import Bytes
 
 logger = logging.getLogger(__name__)
@@ -36,10 +29,6 @@ _START_SECONDS = 3.0
 
 _LOOKUP_SECONDS = 0.25
 _ALIVE_SECONDS = int(3 * TEND_SECONDS)
-_HEAD = struct.Struct("<4s8sd")  # magic, writer, seconds since 1970
-_MAGIC = b"CK01"
-_HEAD_NBYTES = _HEAD.size + LABEL_NBYTES + OVERHEAD_NBYTES
-_OVERHEAD_NBYTES = _HEAD_NBYTES + OVERHEAD_NBYTES
 _SCANNED = 1000
 _ERASED_AT_ONCE = 500
 
@@ -70,17 +59,14 @@ class RemoteTier:
     """
 
     def __init__(self, options: RemoteOptions, fingerprint: bytes, chunk_nbytes: int) -> None:
-        self._chunk_nbytes = chunk_nbytes
-        self._num_slots = options.size // (chunk_nbytes + _OVERHEAD_NBYTES)
+        self._num_slots = options.size // (chunk_nbytes + ENTRY_OVERHEAD_NBYTES)
         if self._num_slots < 1:
             raise CapacityError(
                 f"kv_remote_size asks for {human(options.size)}, but one chunk takes "
-                f"{human(chunk_nbytes + _OVERHEAD_NBYTES)}; ask for more, or leave it out."
+                f"{human(chunk_nbytes + ENTRY_OVERHEAD_NBYTES)}; ask for more, or leave it out."
             )
         self._ttl = max(1, round(options.ttl))
-        self._seal = Seal(options.key, fingerprint)
-        self._prefix = b"cellar:1:" + fingerprint.hex().encode() + b":"
-        self._me = os.urandom(8)
+        self._entries = Entries(options.key, fingerprint, chunk_nbytes)
         self._lock = threading.Lock()
         self._slots: dict[int, _Held] = {}
         self._missed: set[int] = set()  # slots whose chunk could not be read last time
@@ -147,9 +133,10 @@ class RemoteTier:
         try:
             self._drop([held for held in before if held is not None and held.writer is not None])
             for label, name, chunk in zip(said, names, chunks, strict=True):
-                commands.append(("SET", name, self._entry(label, chunk), "EX", self._ttl))
+                commands.append(("SET", name, self._entries.sealed(label, chunk), "EX", self._ttl))
             tails = [label for label in said if label.tokens]
-            commands += [("SET", self._tail_name(t.parent), self._tail(t), "EX", self._ttl) for t in tails]
+            told = [(self._entries.tail_name(tail.parent), self._entries.sealed_tail(tail)) for tail in tails]
+            commands += [("SET", name, sealed, "EX", self._ttl) for name, sealed in told]
             replies = self._link.exchange(commands)
         except OSError as error:
             with self._lock:  # some of it may have arrived
@@ -162,7 +149,7 @@ class RemoteTier:
                 if isinstance(reply, Exception):
                     failed.append(OSError(f"{self._link.name} does not take it: {reply}"))
                 else:
-                    self._slots[slot] = _Held(label, self._me)
+                    self._slots[slot] = _Held(label, self._entries.writer)
                     failed.append(None)
         try:  # who writes it anew may have it
             self._forgotten.discard(label.identity for label, error in zip(said, failed, strict=True) if error is None)
@@ -211,7 +198,7 @@ class RemoteTier:
             held = [self._slots.pop(slot, None) for slot in slots]
             missed = self._missed.intersection(slots)
             self._missed -= missed
-        labels = [one.label for one in held if one is not None]
+        names = [name for one in held if one is not None for name in self._entries.names(one.label)]
         journal: OSError | None = None
         try:
             pairs = zip(slots, held, strict=True)
@@ -219,7 +206,7 @@ class RemoteTier:
         except OSError as error:
             journal = error
         try:
-            _accepted(self._link.exchange(self._deletions(labels)))
+            _accepted(self._link.exchange([("DEL", name) for name in names]))
         except OSError as error:
             if journal is not None:
                 with self._lock:
@@ -227,12 +214,12 @@ class RemoteTier:
                 said = f"what is forgotten can be written neither to the journal ({journal}) nor to {error}"
                 return [OSError(said)] * len(slots)
             with self._lock:
-                self._unsure.update(command[1] for command in self._deletions(labels) if isinstance(command[1], bytes))
+                self._unsure.update(names)
         return [None] * len(slots)
 
     def close(self) -> None:
         """Let go of the server; what it has stays there for the next engine."""
-        self._try([("DEL", self._alive(self._me))])
+        self._try([("DEL", self._entries.alive())])
         self._link.close()
 
     # -- what other engines have written ----------------------------------------------------------
@@ -244,17 +231,17 @@ class RemoteTier:
         wanted = [label for label in wanted if label.identity not in self._forgotten]
         commands: list[Command] = [("EXISTS", self._name(label)) for label in wanted]
         if parents:
-            commands.append(("MGET", *(self._tail_name(parent) for parent in parents)))
+            commands.append(("MGET", *(self._entries.tail_name(parent) for parent in parents)))
         begin = time.monotonic()
         replies = self._link.exchange(commands, _LOOKUP_SECONDS)
         found = [label for label, reply in zip(wanted, replies, strict=False) if reply == 1]
         tails = []
         for parent, sealed in zip(parents, replies[-1] if parents else (), strict=False):
             try:
-                tail = unpack_label(self._seal.open(sealed or b"", b"tail" + parent))
+                tail = self._entries.open_tail(parent, sealed)
             except OSError:
                 continue
-            if tail.parent == parent and tail.identity not in self._forgotten:
+            if tail.identity not in self._forgotten:
                 tails.append(tail)
         left = _LOOKUP_SECONDS - (time.monotonic() - begin)
         there = self._link.exchange([("EXISTS", self._name(tail)) for tail in tails], max(0.01, left))
@@ -295,13 +282,13 @@ class RemoteTier:
         forgotten = self._forgotten.all()
         for first in range(0, len(forgotten), _ERASED_AT_ONCE):
             part = forgotten[first : first + _ERASED_AT_ONCE]
-            _accepted(self._link.greeting([("DEL", *(self._chunk_name(identity) for identity in part))]))
+            _accepted(self._link.greeting([("DEL", *(self._entries.name(identity) for identity in part))]))
         self._sweep(greeting=True)
-        self._link.greeting([("SET", self._alive(self._me), b"", "EX", _ALIVE_SECONDS)])
+        self._link.greeting([("SET", self._entries.alive(), b"", "EX", _ALIVE_SECONDS)])
 
     def _tend(self) -> None:
         """Say that this engine is there, and delete what has lost its slot."""
-        self._link.exchange([("SET", self._alive(self._me), b"", "EX", _ALIVE_SECONDS)])
+        self._link.exchange([("SET", self._entries.alive(), b"", "EX", _ALIVE_SECONDS)])
         self._sweep()
 
     def _sweep(self, greeting: bool = False) -> None:
@@ -319,43 +306,39 @@ class RemoteTier:
 
     def _scan(self, deadline: float) -> list[KeptChunk]:
         """The youngest chunks of this fingerprint, each with a slot."""
-        found: dict[bytes, tuple[float, ChunkLabel, bytes]] = {}
+        found: dict[bytes, Head] = {}
         cursor: bytes | None = None
         while cursor != b"0" and time.monotonic() < deadline:
-            replies = self._link.exchange([("SCAN", cursor or 0, "MATCH", self._prefix + b"c:*", "COUNT", _SCANNED)])
-            cursor, names = _accepted(replies)[0]
-            heads = self._link.exchange([("GETRANGE", name, 0, _HEAD_NBYTES - 1) for name in names])
-            for name, head in zip(names, heads, strict=True):
-                if isinstance(head, bytes) and (opened := self._head(name, head)) is not None:
-                    found[opened[1].identity] = opened
-        entries = sorted(found.values(), key=lambda entry: -entry[0])[: self._num_slots]
-        writers = sorted({writer for *_, writer in entries})
-        alive = self._link.exchange([("EXISTS", self._alive(writer)) for writer in writers])
+            scan = ("SCAN", cursor or 0, "MATCH", self._entries.pattern, "COUNT", _SCANNED)
+            cursor, names = _accepted(self._link.exchange([scan]))[0]
+            entries = self._link.exchange([("GETRANGE", name, 0, HEAD_NBYTES - 1) for name in names])
+            for name, entry in zip(names, entries, strict=True):
+                if isinstance(entry, bytes) and (head := self._head(name, entry)) is not None:
+                    found[head.label.identity] = head
+        heads = sorted(found.values(), key=lambda head: -head.since)[: self._num_slots]
+        writers = sorted({head.writer for head in heads})
+        alive = self._link.exchange([("EXISTS", self._entries.alive(writer)) for writer in writers])
         mine = {writer for writer, reply in zip(writers, alive, strict=True) if reply == 0}
         now = time.time()
-        for slot, (_, label, writer) in enumerate(entries):
-            self._slots[slot] = _Held(label, writer if writer in mine else None)
-        return [KeptChunk(slot, label, max(0.0, now - since)) for slot, (since, label, _) in enumerate(entries)]
+        for slot, head in enumerate(heads):
+            self._slots[slot] = _Held(head.label, head.writer if head.writer in mine else None)
+        return [KeptChunk(slot, head.label, max(0.0, now - head.since)) for slot, head in enumerate(heads)]
 
-    def _head(self, name: bytes, head: bytes) -> tuple[float, ChunkLabel, bytes] | None:
-        """When an entry was written, what it says it is, and by whom; None for what is none of ours."""
+    def _head(self, name: bytes, entry: bytes) -> Head | None:
+        """What an entry says of itself; None for what is none of ours, or forgotten."""
         try:
-            identity = bytes.fromhex(name.removeprefix(self._prefix + b"c:").decode())
-            magic, writer, since = _HEAD.unpack_from(head)
-            label = unpack_label(self._seal.open(head[_HEAD.size :], b"label" + identity + head[12 : _HEAD.size]))
-        except (OSError, ValueError, struct.error):
+            head = self._entries.head(name, entry)
+        except OSError:
             self.num_damaged += 1
             return None
-        if magic != _MAGIC or label.identity != identity or identity in self._forgotten:
-            return None
-        return since, label, writer
+        return None if head is None or head.label.identity in self._forgotten else head
 
     def _drop(self, gone: Sequence[_Held]) -> None:
         """Delete entries that lost their slots, unless another engine has written them since. Raises RedisAway."""
         if not gone:
             return
         names = [self._name(held.label) for held in gone]
-        writers = self._link.exchange([("GETRANGE", name, 4, 11) for name in names])
+        writers = self._link.exchange([("GETRANGE", name, *WRITER_RANGE) for name in names])
         theirs = zip(names, gone, writers, strict=True)
         self._link.exchange([("DEL", name) for name, held, writer in theirs if writer == held.writer])
 
@@ -366,44 +349,16 @@ class RemoteTier:
         except RedisAway:
             logger.debug("the remote tier has gone away")
 
-    # -- entries ----------------------------------------------------------------------------------
-
-    def _entry(self, label: ChunkLabel, chunk: Bytes) -> bytes:
-        head = _HEAD.pack(_MAGIC, self._me, time.time())
-        sealed = self._seal.seal(pack_label(label), b"label" + label.identity + head[12:])
-        return head + sealed + self._seal.seal(np.ascontiguousarray(chunk).data, b"chunk" + label.identity)
-
     def _read(self, label: ChunkLabel, entry: object, chunk: Bytes) -> None:
-        """Fill `chunk` from an entry. Raises OSError."""
+        """Fill `chunk` from what the server brought. Raises OSError."""
         if label.identity in self._forgotten:
             raise OSError("the chunk was forgotten")
         if not isinstance(entry, bytes):
             raise OSError(f"{self._link.name} does not have the chunk any more" if entry is None else str(entry))
-        if entry[:4] != _MAGIC:
-            raise OSError("an entry is of another form")
-        data = self._seal.open(memoryview(entry)[_HEAD_NBYTES:], b"chunk" + label.identity)
-        if len(data) != self._chunk_nbytes:
-            raise OSError(f"an entry has {len(data)} bytes of KV, but a chunk has {self._chunk_nbytes}")
-        chunk[:] = np.frombuffer(data, np.uint8)
-
-    def _tail(self, label: ChunkLabel) -> bytes:
-        return self._seal.seal(pack_label(label), b"tail" + label.parent)
-
-    def _deletions(self, labels: Iterable[ChunkLabel]) -> list[Command]:
-        names = [("DEL", self._name(label)) for label in labels]
-        return [*names, *(("DEL", self._tail_name(label.parent)) for label in labels if label.tokens)]
+        self._entries.open(entry, label, chunk)
 
     def _name(self, label: ChunkLabel) -> bytes:
-        return self._chunk_name(label.identity)
-
-    def _chunk_name(self, identity: bytes) -> bytes:
-        return self._prefix + b"c:" + identity.hex().encode()
-
-    def _tail_name(self, parent: bytes) -> bytes:
-        return self._prefix + b"t:" + parent.hex().encode()
-
-    def _alive(self, writer: bytes) -> bytes:
-        return self._prefix + b"a:" + writer.hex().encode()
+        return self._entries.name(label.identity)
 
 
 def _known(label: ChunkLabel | None) -> ChunkLabel:
