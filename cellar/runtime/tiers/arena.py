@@ -6,6 +6,7 @@ On an accelerator a slot of a layer group is one contiguous piece, on the CPU it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,14 @@ from cellar.runtime.steps.arena import Arena
 _MOST_PARTS = 8
 _PART_NBYTES = 512 * 2**10
 """Copies of less do not fill a link: at 50 GB/s this takes 10 us, about what it takes to ask for it."""
+
+
+class _Slice(NamedTuple):
+    """A part of all slots [slots, ...], and where it lies in a chunk's bytes."""
+
+    there: Tensor
+    begin: int
+    end: int
 
 
 class ArenaChunks:
@@ -36,11 +45,21 @@ class ArenaChunks:
         num_layers = sum(map(len, arena.layers))
         count = max(1, min(_MOST_PARTS, num_layers, self.chunk_nbytes // part_nbytes))
         self.part_of_layer = [j * count // num_layers for j in range(num_layers)]
-        # Of each part, the layers [begin, end) of each group, by their places in it.
-        self._ranges: list[list[tuple[int, int]]] = []
-        for part in range(count):
-            held = [[k for k, j in enumerate(layers) if self.part_of_layer[j] == part] for layers in arena.layers]
-            self._ranges.append([(min(places), max(places) + 1) if places else (0, 0) for places in held])
+        self._slices = [self._slices_of(part, arena.layers) for part in range(count)]
+
+    def _slices_of(self, part: int, groups: Sequence[Sequence[int]]) -> list[_Slice]:
+        found, at = [], 0
+        for view, size, layers in zip(self._views, self._sizes, groups, strict=True):
+            places = [k for k, j in enumerate(layers) if self.part_of_layer[j] == part]
+            if places:
+                begin, end = min(places), max(places) + 1
+                nbytes = size // len(layers)
+                there = view[:, begin:end]
+                if self.device.type != "cpu":
+                    there = view.view(len(view), size)[:, begin * nbytes : end * nbytes]
+                found.append(_Slice(there, at + begin * nbytes, at + end * nbytes))
+            at += size
+        return found
 
     @property
     def chunk_nbytes(self) -> int:
@@ -50,7 +69,7 @@ class ArenaChunks:
     @property
     def num_parts(self) -> int:
         """Of a chunk."""
-        return len(self._ranges)
+        return len(self._slices)
 
     def read(self, slot: int, chunk: Tensor) -> None:
         """Copy a slot's bytes to `chunk`, uint8 [chunk_nbytes] on the host; asynchronous on a stream."""
@@ -64,22 +83,13 @@ class ArenaChunks:
 
     def write_part(self, part: int, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
         """Copy one part of each of `chunks` to its slot; asynchronous on a stream."""
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        at = 0
-        for view, size, (begin, end) in zip(self._views, self._sizes, self._ranges[part], strict=True):
-            if begin < end:
-                layer = size // view.shape[1]
-                targets += [view[slot, begin:end] for slot in slots]
-                first, last = at + begin * layer, at + end * layer
-                sources += [chunk[first:last].view(end - begin, *view.shape[2:]) for chunk in chunks]
-            at += size
-        if self.device.type == "cpu":
-            for target, source in zip(targets, sources, strict=True):
-                self._copy(target, source)
-        else:
-            # All at once: this thread asks for the interpreter once, not for each of hundreds of copies.
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for there, begin, end in self._slices[part]:
+            if self.device.type == "cpu":
+                for slot, chunk in zip(slots, chunks, strict=True):
+                    self._copy(there[slot], chunk[begin:end].view(there.shape[1:]))
+            else:
+                # All at once: this thread asks for the interpreter once, not for each of hundreds of copies.
+                torch._foreach_copy_([there[s] for s in slots], [c[begin:end] for c in chunks], non_blocking=True)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot to another one; asynchronous on a stream."""
