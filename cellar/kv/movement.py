@@ -197,7 +197,7 @@ class Movement:
         shelves = self._shelves
         if tier > 0 or not (shelves.tiers[target].persistent or self._loading):
             return self._max_batch
-        most = max(1, shelves.pools[tier].num_slots // _WAITING_SHARE)
+        most = max(2, shelves.pools[tier].num_slots // _WAITING_SHARE)
         waiting = sum(len(m.batch) for m in self._moving.values() if m.source == 0 and m.target > 0)
         return max(0, min(self._max_batch, most - waiting))
 

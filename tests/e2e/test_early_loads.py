@@ -79,7 +79,7 @@ def test_tokens_are_those_of_plenty(case: Case, tmp_path: Path, monkeypatch: pyt
     watched = Watched(monkeypatch)
     scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=0.01)
     assert tiers[1].failed == 0
-    assert tiers[1].loaded > 20
+    assert tiers[1].loaded > 10
     assert watched.waited > 0, "layers had to wait"
     assert watched.unmeasured > 0, "what such a step takes says nothing of computing"
     assert scarce == plenty
@@ -102,6 +102,6 @@ def test_tokens_on_an_accelerator_are_those_of_plenty(
     watched = Watched(monkeypatch, on_device=True)
     scarce, tiers, _ = talk(tmp_path, 12, kv_offloading_size=0.01)
     assert tiers[1].failed == 0
-    assert tiers[1].loaded > 20
+    assert tiers[1].loaded > 10
     assert watched.waited > 20
     assert scarce == plenty

@@ -92,8 +92,8 @@ def test_tokens_from_the_host_are_those_of_plenty(case: Case, tmp_path: Path) ->
     alone, _, fewer = talk(tmp_path, 12)
     host = tiers[1]
     assert (host.tier, host.failed) == (Tier.HOST, 0)
-    assert host.saved > 20, "what has no room goes to the host"
-    assert host.loaded > 20, "and comes back"
+    assert host.saved > 10, "what has no room goes to the host"
+    assert host.loaded > 10, "and comes back"
     assert hits > fewer, "so less is computed again"
     assert scarce == plenty
     assert alone == plenty

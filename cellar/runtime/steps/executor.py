@@ -38,6 +38,11 @@ from cellar.runtime.transfer import Upload, to_host, uploader
 # Logits of scored prompts, and states of pooled ones, are made in pieces of about this many bytes in float32.
 SCORED_NBYTES = 64 * 2**20
 
+LAYERED_TOKENS = 512
+"""A step of so many tokens or more that waits for chunks waits layer by layer, without its graph. Launching the layers
+of a shorter one would take longer than they do, so all of it waits, in the device's queue.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -146,10 +151,16 @@ class StepExecutor:
         later = bool(plan.masked_rows) and self._device.type == "cpu" and self._samples
         groups = [] if later else self._groups(plan, inputs)
         awaited = self._awaited(inputs)
-        if awaited:
+        gate = None
+        if awaited and (self._graphs is None or inputs.num_tokens >= LAYERED_TOKENS):
+            gate = _gate(awaited)
             pace = None  # a layer that waits says nothing about threads
             clock = _not_measured(clock)
-        if not awaited and self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
+        elif awaited:
+            for arrival in awaited:
+                arrival.follow()
+            clock = _clock(self._device)  # from where the device goes on
+        if gate is None and self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping])
@@ -167,14 +178,13 @@ class StepExecutor:
             self.rows.mirror(*tensors[changed])
         if not inputs.num_tokens:
             return _Finish(plan.step, [], {}, {}, clock())
-        h = None if self._graphs is None or awaited else self._graphs.hidden(inputs)
+        h = None if self._graphs is None or gate is not None else self._graphs.hidden(inputs)
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
             batches = self.forward.batches(inputs)
             if pace is not None:
                 _begin(pace, inputs)
-            gate = _gate(awaited) if awaited else None
             h = self.forward.run_batches(batches, tokens, positions, slot_mapping, self.rows.table, pace, gate)
 
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
