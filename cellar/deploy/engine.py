@@ -23,6 +23,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from cellar.core.errors import CellarError
 from cellar.core.messages import MemoryAnswer, MemoryQuestion, SchedulerStats
 from cellar.deploy.options import read_options
 from cellar.deploy.roster import Member
@@ -64,7 +65,7 @@ class Ear:
         """Whether its loop turns: it answers a question within some seconds."""
         heard = threading.Event()
 
-        def then(answer: MemoryAnswer) -> None:
+        def then(answer: MemoryAnswer | CellarError) -> None:
             heard.set()
 
         self._remote.post(lambda: self._remote.memory(MemoryQuestion(()), then))

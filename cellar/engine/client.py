@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from cellar.core.errors import CellarError
 from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, SchedulerStats, StepOutput
 
 RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
@@ -52,8 +53,9 @@ class EngineClient(Protocol[RequestT_contra, OutputT_co, StatsT_co]):
 class StepClient(EngineClient[Request, StepOutput, SchedulerStats], Protocol):
     """A client of transformer steps."""
 
-    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer | CellarError], None]) -> None:
         """Have `then` called by the owner's thread with where tokens of conversations lie, at once or from `turn`.
 
-        What is to be forgotten is forgotten by then. It is never called once the engine has ended.
+        What is to be forgotten is forgotten by then; where nobody can say so, `then` is told why. It is never called
+        once the engine has ended.
         """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cellar.core.errors import RequestError
+from cellar.core.errors import CellarError, RequestError
 from cellar.core.messages import MemoryAnswer, MemoryQuestion, Request, RequestOutput, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
@@ -121,7 +121,7 @@ class Front:
         """A copy of what there is of a running request. Raises KeyError if it is not running."""
         return self._outputs.output(request_id)
 
-    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer | CellarError], None]) -> None:
         """See `StepClient.memory`."""
         self.engine.memory(question, then)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
@@ -13,6 +14,9 @@ from types import TracebackType
 
 ADMIT_SECONDS = 5.0
 """How long a stranger may take to prove that it has the key."""
+
+MAX_UNPROVEN = 32
+"""Strangers that may be about to prove it at a time; one more, and the one that has taken longest is turned away."""
 
 SILENCE_SECONDS = 10
 """After this time without a sign of the other host a connection is lost: its host, or the way to it, has gone."""
@@ -70,17 +74,40 @@ def connect(address: Address) -> Connection:
     return connection
 
 
-def admit(connection: Connection, address: Address) -> None:
-    """Have who has come prove that it may. Raises OSError if it does not, or not in time."""
-    if isinstance(address, str):
-        return
-    _watch_over(connection)
-    try:
-        with _Deadline(connection):
-            deliver_challenge(connection, address.key)
-            answer_challenge(connection, address.key)
-    except (EOFError, AuthenticationError) as error:
-        raise ConnectionRefusedError("it has another key, or none") from error
+class Gate:
+    """Where an engine's process has those who come prove that they may; any number of threads."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._lock = threading.Lock()
+        self._unproven: dict[_Deadline, None] = {}  # in the order of coming
+
+    def admit(self, connection: Connection) -> None:
+        """Have who has come prove that it may. Raises OSError if it does not, or not in time, or too many others come
+        meanwhile."""
+        if isinstance(self._address, str):
+            return
+        _watch_over(connection)
+        try:
+            with _Deadline(connection) as deadline, self._counted(deadline):
+                deliver_challenge(connection, self._address.key)
+                answer_challenge(connection, self._address.key)
+        except (EOFError, AuthenticationError) as error:
+            raise ConnectionRefusedError("it has another key, or none") from error
+
+    @contextlib.contextmanager
+    def _counted(self, deadline: _Deadline) -> Iterator[None]:
+        with self._lock:
+            self._unproven[deadline] = None
+            longest = next(iter(self._unproven)) if len(self._unproven) > MAX_UNPROVEN else None
+            if longest is not None:
+                del self._unproven[longest]
+                longest.shut()  # under the lock: it is not closed before it has left
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._unproven.pop(deadline, None)
 
 
 class _Deadline:
@@ -88,11 +115,12 @@ class _Deadline:
 
     def __init__(self, connection: Connection) -> None:
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        self._timer = threading.Timer(ADMIT_SECONDS, self._shut)
+        self._timer = threading.Timer(ADMIT_SECONDS, self.shut)
         self._timer.daemon = True
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Deadline:
         self._timer.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -100,7 +128,8 @@ class _Deadline:
         self._timer.cancel()
         self._socket.close()
 
-    def _shut(self) -> None:
+    def shut(self) -> None:
+        """Now."""
         with contextlib.suppress(OSError):  # it has gone already
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -33,7 +33,7 @@ from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
-from cellar.server.endpoint import Address, admit, listen
+from cellar.server.endpoint import Address, Gate, listen
 from cellar.server.heap import one_heap, reserve_steps
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told, engine_id
 
@@ -51,6 +51,9 @@ OUT_OF_MEMORY = (
 
 STATS_SECONDS = 0.2
 """How old a snapshot may be at a front to which no step brings anything."""
+
+BUSY_SECONDS = 0.05
+"""Until somebody is let in again after nobody could be."""
 
 SWITCH_SECONDS = 0.001
 """How long a thread beside the loop may keep the interpreter to itself."""
@@ -203,6 +206,7 @@ class Switchboard:
         self._engine = engine
         self._ready = ready
         self._listener, self.address = listen(address)
+        self._gate = Gate(self.address)
         self._lines: dict[int, Line] = {}
         self._owners: dict[str, tuple[Line, int]] = {}  # by the engine's id: whose, and its number there
         self._closing = threading.Event()
@@ -338,8 +342,8 @@ class Switchboard:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:
-                if self._closing.is_set():
+            except OSError:  # it is closed, or there are no descriptors left
+                if self._closing.wait(BUSY_SECONDS):
                     return
                 continue
             threading.Thread(target=self._read, args=(number, connection), name="cellar-reader", daemon=True).start()
@@ -348,7 +352,7 @@ class Switchboard:
     def _read(self, number: int, connection: Connection) -> None:
         """What one front wants, until it goes or sends what nobody can read. A stranger gets and says nothing."""
         try:
-            admit(connection, self.address)
+            self._gate.admit(connection)
         except OSError as error:
             logger.warning("somebody who wanted to be a front was turned away: %s", error)
             connection.close()

@@ -53,7 +53,7 @@ class RemoteEngine:
         self._terms_of: dict[int, _Users] = {}
         self._num_terms = 0
         self._names: dict[int, str] = {}
-        self._questions: dict[int, Callable[[MemoryAnswer], None]] = {}
+        self._questions: dict[int, Callable[[MemoryAnswer | CellarError], None]] = {}
         self._frames: list[Frame] = []  # not told yet
         self._refused: dict[str, str] = {}  # by us, not told yet
         self._steady: tuple[list[int], list[str]] | None = None  # numbers of the last frame, and their ids
@@ -111,7 +111,7 @@ class RemoteEngine:
         if (number := self._forget(request_id)) is not None:
             self._send(Call("abort", number))
 
-    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer | CellarError], None]) -> None:
         """Ask; the answer comes with a later turn."""
         number = self._count
         self._count += 1

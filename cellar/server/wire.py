@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
+from cellar.core.errors import CellarError
 from cellar.core.messages import FinishReason, FloatArray, IntArray, Logprobs, MemoryAnswer, Request, SchedulerStats
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
@@ -60,7 +61,7 @@ class Told:
     """The answer to the front's question of that number."""
 
     number: int
-    answer: MemoryAnswer
+    answer: MemoryAnswer | CellarError
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import pickle
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 
 import pytest
 
 from cellar import AsyncLLM, SamplingParams
-from cellar.server import endpoint
+from cellar.server import endpoint, engine_process
 from cellar.server.endpoint import Endpoint, connect
-from cellar.server.engine_process import EngineProcess
+from cellar.server.engine_process import EngineProcess, Switchboard
 from cellar.server.remote import RemoteEngine
 from cellar.server.supervisor import Link
-from tests.limits import SECONDS
+from cellar.server.wire import Ready
+from tests.fake_front import open_fake
+from tests.limits import SECONDS, join_all, until
 from tests.server.fake_process import attach, open_engine
 from tests.server.served import plain
 
@@ -131,3 +136,49 @@ def test_a_key_that_can_be_guessed_is_refused() -> None:
 
 def test_the_key_is_not_printed() -> None:
     assert "key" not in repr(Endpoint("127.0.0.1", 0, KEY))
+
+
+def test_strangers_that_say_nothing_keep_no_front_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had a thread for five seconds, however many there were."""
+    monkeypatch.setattr(endpoint, "ADMIT_SECONDS", 10 * SECONDS)
+    opened, _ = open_fake()
+    ready = Ready(opened.config, opened.spec, None, opened.front.reader.max_model_len)
+    board = Switchboard(opened.front.engine, ready, Endpoint("127.0.0.1", 0, KEY))
+    ours, theirs = Pipe()
+    running = threading.Thread(target=board.run, args=(theirs,), daemon=True)
+    running.start()
+    assert isinstance(board.address, Endpoint)
+    with ExitStack() as held:
+        strangers = [held.enter_context(raw(board.address)) for _ in range(3 * endpoint.MAX_UNPROVEN)]
+        for sock in strangers[: 2 * endpoint.MAX_UNPROVEN]:  # shut, long before their time is over
+            while sock.recv(4096):
+                pass
+        link = Link(board.address, attach)
+        answers(link)
+        link.leave()
+    ours.close()
+    join_all([running])
+
+
+def test_who_cannot_let_anybody_in_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without descriptors every call failed at once, and was made again at once."""
+    calls: list[float] = []
+
+    class Full:
+        def accept(self) -> Connection:
+            calls.append(time.monotonic())
+            raise OSError(errno.EMFILE, "too many open files")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine_process, "listen", lambda address: (Full(), address))
+    opened, _ = open_fake()
+    board = Switchboard(opened.front.engine, Ready(opened.config, opened.spec, None, 64), Endpoint("", 1, KEY))
+    ours, theirs = Pipe()
+    running = threading.Thread(target=board.run, args=(theirs,), daemon=True)
+    running.start()
+    until(lambda: len(calls) >= 4)
+    ours.close()
+    join_all([running])
+    assert calls[-1] - calls[0] > 0.9 * engine_process.BUSY_SECONDS * (len(calls) - 1)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from cellar import SamplingParams
 from cellar.core.errors import CellarError
-from cellar.core.messages import FinishReason, Request, StepOutput
+from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, StepOutput, Tier
+from cellar.server.pool import pool as module
 from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Pool
 from cellar.server.pool.stream import Stream, told_once
@@ -26,6 +29,7 @@ class Scripted:
         self._turn = turn
         self._deaf = deaf
         self.added: list[Request] = []
+        self.asked: list[Callable[[MemoryAnswer | CellarError], None]] = []
         self.closed = False
         self.connection, self._theirs = Pipe()
 
@@ -38,6 +42,9 @@ class Scripted:
         if self.closed:
             raise OSError("handle is closed")
         return self._turn()
+
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer | CellarError], None]) -> None:
+        self.asked.append(then)
 
     def stats(self) -> Any:
         return NOTHING
@@ -62,6 +69,57 @@ def test_two_engines_that_are_lost_together_end_nobody_else() -> None:
     assert pool.turn(0.0) == []  # the first is lost, the second when it is to go on, and is not asked for news then
     assert [place.address for place in pool.places] == ["third"]
     assert [request.id for request in third.added] == ["one"]
+    pool.close()
+
+
+@pytest.mark.parametrize("forget", [True, False])
+def test_what_a_lost_engine_was_to_forget_is_not_said_to_be_forgotten(forget: bool) -> None:
+    """It may lie on its disk, from where the next engine there has it again."""
+    pool, answers = Pool(Sticky()), list[MemoryAnswer | CellarError]()
+    stays, goes = Scripted(list), Scripted(gone)
+    pool.join("stays", cast(Any, stays))
+    pool.join("goes", cast(Any, goes))
+    pool.memory(MemoryQuestion(("a",), forget=forget), answers.append)
+    stays.asked[0](({Tier.DEVICE: 3},))
+    pool.turn(0.0)
+    assert len(answers) == 1
+    if forget:
+        assert isinstance(answers[0], CellarError)
+    else:
+        assert answers == [({Tier.DEVICE: 3},)]
+    pool.close()
+
+
+def test_where_there_is_no_engine_nothing_is_forgotten() -> None:
+    pool, answers = Pool(Sticky()), list[MemoryAnswer | CellarError]()
+    pool.memory(MemoryQuestion(("a",), forget=True), answers.append)
+    pool.turn(0.0)
+    assert isinstance(answers[0], CellarError)
+    pool.close()
+
+
+def test_ten_thousand_streams_that_wait_cost_no_turn_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn looked at every one of them, and each client that gives up is a turn."""
+    now = 0.0
+    pool = Pool(Sticky(), lambda: now)
+    for k in range(10_000):
+        now = k / 1000
+        pool.add(replace(REQUEST, id=str(k)))
+    looked: list[str] = []
+    waiting = pool._homeless
+
+    class Watched(dict[str, float]):
+        def __getitem__(self, id: str) -> float:
+            looked.append(id)
+            return super().__getitem__(id)
+
+    monkeypatch.setattr(pool, "_homeless", Watched(waiting))
+    assert pool.turn(0.0) == []
+    assert len(looked) < 10
+    now = module.PATIENCE_SECONDS + 2.0005
+    (ended,) = pool.turn(0.0)
+    assert ended.finished.keys() == {str(k) for k in range(2001)}
+    assert all(reason is FinishReason.ERROR for reason, _ in ended.finished.values())
     pool.close()
 
 

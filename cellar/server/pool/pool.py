@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Protocol
 
 from cellar.core.errors import CellarError
@@ -65,12 +66,30 @@ class Chooser(Protocol):
 
 @dataclass(slots=True)
 class _Question:
-    """What was asked of all engines; `open` are those that have not answered."""
+    """What was asked of all engines; `open` are those that have not answered. `error`: one cannot any more.
 
-    number: int
-    then: Callable[[MemoryAnswer], None]
+    An engine that is lost has no memory that anybody could use, but what it was to forget may lie in tiers that outlive
+    it: whoever asked must ask again.
+    """
+
+    question: MemoryQuestion
+    then: Callable[[MemoryAnswer | CellarError], None]
     open: set[int]
     answers: list[MemoryAnswer] = field(default_factory=list)
+    error: CellarError | None = None
+
+    def lost(self, key: int) -> None:
+        """An engine is gone."""
+        if key in self.open:
+            self.open.discard(key)
+            if self.question.forget:
+                self.error = CellarError("an engine was lost before it had forgotten; ask again.")
+
+    def answer(self) -> MemoryAnswer | CellarError:
+        """What all of them said."""
+        if self.error is None and not self.answers:
+            return CellarError("there is no engine that could say it; ask again.")
+        return self.error or merged(self.answers, len(self.question.conversations))
 
 
 class Pool:
@@ -84,7 +103,7 @@ class Pool:
         self._clock = clock
         self._places: list[Place] = []
         self._streams: dict[str, Stream[Place]] = {}
-        self._homeless: dict[str, float] = {}  # since when
+        self._homeless: dict[str, float] = {}  # since when; who has waited longest comes first
         self._refused: dict[str, str] = {}
         self._questions: list[_Question] = []
         self._past = NOTHING
@@ -153,15 +172,18 @@ class Pool:
             with self._losing(place):
                 place.engine.abort(request_id)
 
-    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
+    def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer | CellarError], None]) -> None:
         """Ask all engines; the answer comes with a later turn, when all have answered that are still there."""
-        asked = _Question(len(question.conversations), then, {id(place) for place in self._places})
+        asked = _Question(question, then, {id(place) for place in self._places})
         self._questions.append(asked)
         for place in self.places:
 
-            def heard(answer: MemoryAnswer, key: int = id(place)) -> None:
+            def heard(answer: MemoryAnswer | CellarError, key: int = id(place)) -> None:
                 asked.open.discard(key)
-                asked.answers.append(answer)
+                if isinstance(answer, CellarError):
+                    asked.error = answer
+                else:
+                    asked.answers.append(answer)
 
             with self._losing(place):
                 place.engine.memory(question, heard)
@@ -228,7 +250,7 @@ class Pool:
 
     def _wait(self, timeout: float | None) -> None:
         if self._homeless:
-            left = min(self._homeless.values()) + PATIENCE_SECONDS - self._clock()
+            left = next(iter(self._homeless.values())) + PATIENCE_SECONDS - self._clock()
             timeout = max(0.0, left if timeout is None else min(left, timeout))
         self._bell.wait(timeout)
         self.read()
@@ -240,7 +262,7 @@ class Pool:
         done = [asked for asked in self._questions if not asked.open]
         self._questions = [asked for asked in self._questions if asked.open]
         for asked in done:
-            asked.then(merged(asked.answers, asked.number))
+            asked.then(asked.answer())
         return bool(done)
 
     def _settle(self, stream: Stream[Place], place: Place | None = None) -> Place | None:
@@ -288,7 +310,7 @@ class Pool:
         place.engine.close()
         self._chooser.gone(place)
         for asked in self._questions:
-            asked.open.discard(id(place))
+            asked.lost(id(place))
         logger.error("an engine is lost (%s); its %d sequences go on elsewhere", error, len(place.streams))
         for id_, stream in place.streams.items():
             stream.place, stream.lost = None, stream.lost + 1
@@ -321,6 +343,6 @@ class Pool:
         if not self._homeless:
             return
         now = self._clock()
-        for id in [id for id, since in self._homeless.items() if now >= since + PATIENCE_SECONDS]:
+        for id in list(takewhile(lambda id: now >= self._homeless[id] + PATIENCE_SECONDS, self._homeless)):
             self._forget(id)
             self._refused[id] = f"there was no engine for {PATIENCE_SECONDS:.0f} s; send it again."
