@@ -18,6 +18,7 @@ from typing import Any
 from cellar import LLM, SamplingParams
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
+from cellar.runtime.offload.opened import OffloadReport
 
 
 def main() -> None:
@@ -60,11 +61,15 @@ def main() -> None:
         found["start_seconds"] = time.perf_counter() - begin
         report = llm.offload
         _seconds(llm, prompts[:1], 2)  # kernels are compiled, buffers made
+        begun = _channels(report)
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
-        before = {} if report is None else report.channels.seconds()
+        before = _channels(report)
         seconds, tokens = _seconds(llm, prompts, options.generate)
-        if report is not None:
-            found["channel_seconds"] = {name: s - before[name] for name, s in report.channels.seconds().items()}
+        found["channel_seconds"] = {name: s - before[name] for name, s in _channels(report).items()}
+        passes = options.generate - 1
+        found["decode_channel_seconds_a_pass"] = {
+            name: (s - before[name] + begun[name]) / passes for name, s in found["channel_seconds"].items()
+        }
         if llm.plan is not None:
             found["predicted"] = dict(llm.plan.figures)
         found["device_reserved"] = _reserved()
@@ -94,6 +99,11 @@ def main() -> None:
         found["resident_decode_seconds_a_pass"] = (seconds - first) / (options.generate - 1)
         found["tokens_equal"] = tokens == resident
     print(json.dumps(found))
+
+
+def _channels(report: OffloadReport | None) -> dict[str, float]:
+    """Seconds that each way has been busy so far."""
+    return {} if report is None else report.channels.seconds()
 
 
 def _reserved() -> int:

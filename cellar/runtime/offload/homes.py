@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import Make
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.held import HOST, PAGE, HeldMemory
+from cellar.runtime.offload.held import HOST, NUM_THREADS, PAGE, HeldMemory
 from cellar.runtime.offload.layout import (
     PLACES,
     LayerLayout,
@@ -77,11 +78,14 @@ class Homes:
         if device.type != "cpu":
             self._host.register(device)
             self._buffers.register(device)
-        self._digests: dict[tuple[str, int], int] = {}
+        # One thread reads a tenth of what the link brings; a processor's rate is that of its loader, which is one.
+        self._threads = ThreadPoolExecutor(1 if device.type == "cpu" else NUM_THREADS, "cellar-digest")
+        self._digests: dict[tuple[str, int], Future[int]] = {}
         self.resident: dict[tuple[str, int], Tensor] = {}
 
     def close(self) -> None:
         """Let go of the file, and of registered memory. Nobody copies any more."""
+        self._threads.shutdown(cancel_futures=True)
         if self.file is not None:
             self.file.close()
         self._host.close()
@@ -121,7 +125,10 @@ class Homes:
             else:
                 home.copy_(rows)
             # Of what was made on a device, the bytes that came here.
-            self._digests[name, part.start] = _digest(rows if rows.is_cpu else home)
+            digest = self._threads.submit(_digest, rows if rows.is_cpu else home)
+            self._digests[name, part.start] = digest
+            if part.place == "disk" or rows.is_cpu:
+                digest.result()  # its room is the next layer's, or of what was made no more is kept
 
     def _record(self, layout: LayerLayout, part: Rows, tensor: str) -> Tensor:
         """Where rows that are away stand in the record of their layer; one on disk is being put together."""
@@ -143,11 +150,9 @@ class Homes:
         """
         planned = planned_nbytes(self._rows, self._spec)
         found, seconds = dict.fromkeys(PLACES, 0), dict.fromkeys(PLACES, 0.0)
-        for (name, start), home in self.resident.items():
-            begin = time.perf_counter()
-            self._compare(name, start, home)
-            seconds["device"] += time.perf_counter() - begin
-            found["device"] += home.nbytes
+        begin = time.perf_counter()
+        found["device"] = self._compare(self.resident)
+        seconds["device"] = time.perf_counter() - begin
         for layout in self.layouts:
             for place in ("host", "disk"):
                 if not layout.record_nbytes[place]:
@@ -156,20 +161,26 @@ class Homes:
                 record = self.source(place, layout.index)
                 if place == "disk":  # its rate is the disk's, not that of comparing
                     seconds[place] += time.perf_counter() - begin
-                for move in layout.moves:
-                    if move.place == place:
-                        piece = record[move.source : move.source + move.nbytes]
-                        self._compare(f"layers.{layout.index}.{move.tensor}", move.start, piece)
-                        found[place] += piece.nbytes
+                found[place] += self._compare(
+                    {
+                        (f"layers.{layout.index}.{m.tensor}", m.start): record[m.source : m.source + m.nbytes]
+                        for m in layout.moves
+                        if m.place == place
+                    }
+                )
                 if place == "host":
                     seconds[place] += time.perf_counter() - begin
         if found != planned:
             raise IntegrityError(f"weights lie in {found} bytes, but the plan says {planned}")
         return ReadBack(found, {place: n / seconds[place] for place, n in found.items() if n and seconds[place] > 0})
 
-    def _compare(self, name: str, start: int, home: Tensor) -> None:
-        if _digest(home) != self._digests.get((name, start)):
-            raise IntegrityError(f"row {start} of {name} and those after it are not what was placed there")
+    def _compare(self, homes: Mapping[tuple[str, int], Tensor]) -> int:
+        """Bytes of pieces that are what was placed, all of them."""
+        for (name, start), digest in zip(homes, self._threads.map(_digest, homes.values()), strict=True):
+            placed = self._digests.get((name, start))
+            if placed is None or digest != placed.result():
+                raise IntegrityError(f"row {start} of {name} and those after it are not what was placed there")
+        return sum(home.nbytes for home in homes.values())
 
 
 def _digest(there: Tensor) -> int:

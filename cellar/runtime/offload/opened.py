@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
 from cellar.runtime.offload.layout import PLACES, Rows, aligned, layer_layout, placed_rows, planned_nbytes, row_nbytes
 from cellar.runtime.offload.mover import mover_for
+
+_LOG = logging.getLogger(__name__)
 
 KV_PLACES = {("device", "device"), ("host", "host"), ("host", "device")}
 """Where KV may lie, and who attends to it."""
@@ -143,7 +146,7 @@ def open_offloaded(
             )
     kv = placement.num_chunks * spec.kv.chunk_nbytes()
     (way,) = {(part.device, part.compute) for part in placement.kv}
-    memory = _device_memory(spec, rows, placement.num_chunks, way[0], device, capacity.get("device"))
+    memory = _device_memory(spec, rows, placement.num_chunks, way[0], device, capacity)
     homes, read = opened_homes(spec, rows, memory, directory, make, device)
     if device.type != "cpu":
         # What the device began to fill is there before another stream touches it.
@@ -184,11 +187,12 @@ def _device_memory(
     num_chunks: int,
     kv_place: str,
     device: torch.device,
-    held: int | None,
+    limits: Mapping[str, int | None],
 ) -> HeldMemory:
     """Room for rows and ring, and on a CPU for KV, whose memory is the host's: there is that much in all, or
     CapacityError.
     """
+    held = limits.get("device")
     in_host, kv = planned_nbytes(rows, spec)["host"], num_chunks * spec.kv.chunk_nbytes()
     if kv_place == "host":
         in_host, num_chunks, kv = in_host + kv, 0, 0
@@ -202,13 +206,28 @@ def _device_memory(
                 f"rows, ring and KV of the plan take {human(capacity + kv)} of the device, but device_memory is "
                 f"{human(held)}; raise it, or plan again."
             )
-    free = host_available()
-    if taken > free:
-        raise CapacityError(
-            f"what is not on disk takes {human(taken)}, but this machine has {human(free)} of memory free; plan with "
-            "less device_memory and host_memory, and more disk."
-        )
+    check_host(taken, device, named=limits.get("host") is not None)
     return HeldMemory("device", capacity, device)
+
+
+def check_host(taken: int, device: torch.device, *, named: bool) -> None:
+    """The host has so many bytes free, or CapacityError. Beside an accelerator a size of host memory that was `named`
+    is believed, and a warning is logged: some virtual machines show memory only once it has been used.
+    """
+    free = host_available()
+    if taken <= free:
+        return
+    if named and device.type != "cpu":
+        _LOG.warning(
+            "what is not on disk takes %s, but this machine shows %s of memory free; host_memory is taken at its word.",
+            human(taken),
+            human(free),
+        )
+        return
+    raise CapacityError(
+        f"what is not on disk takes {human(taken)}, but this machine has {human(free)} of memory free; plan with "
+        "less device_memory and host_memory, and more disk."
+    )
 
 
 def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], num_chunks: int) -> int:

@@ -20,7 +20,7 @@ from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import PAGE, HeldMemory
 from cellar.runtime.offload.homes import Homes, opened_homes
 from cellar.runtime.offload.layout import layer_layout, placed_rows, planned_nbytes
-from cellar.runtime.offload.opened import check_offloaded, device_nbytes, open_offloaded
+from cellar.runtime.offload.opened import check_host, check_offloaded, device_nbytes, open_offloaded
 from tests.runtime.offload.placements import random_placement
 from tests.tiny_checkpoint import CONFIG
 
@@ -139,6 +139,21 @@ def test_a_device_holds_no_byte_more_than_its_cap(tmp_path: Path) -> None:
     for place, option in (("host", "host_memory"), ("disk", "disk")):
         with pytest.raises(CapacityError, match=f"in the place {place}, but {option} is 64 B; raise it"):
             open_offloaded(SPEC, placement, dummy_reader(), CPU, {place: 64}, tmp_path)
+
+
+def test_host_memory_that_was_named_is_believed_beside_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cellar.runtime.offload.opened.host_available", lambda: 2**30)
+    for device in (CPU, torch.device("cuda")):
+        check_host(2**30, device, named=False)
+        with pytest.raises(CapacityError, match="takes 2 GiB, but this machine has 1 GiB of memory free"):
+            check_host(2**31, device, named=False)
+    with pytest.raises(CapacityError, match="takes 2 GiB"):
+        check_host(2**31, CPU, named=True)
+    assert not caplog.records
+    check_host(2**31, torch.device("cuda"), named=True)
+    assert "takes 2 GiB, but this machine shows 1 GiB" in caplog.text
 
 
 def test_a_row_that_is_not_where_it_was_put_is_found(tmp_path: Path) -> None:
