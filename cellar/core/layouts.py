@@ -178,3 +178,42 @@ def _dividing(mesh: Mesh, axes: str, heads: int) -> str:
         if heads % mesh.count(axes[:stop]) == 0:
             return axes[:stop]
     return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Layouts:
+    """How an engine lays out steps with prompts, and steps of decodes alone, over one mesh.
+
+    Rows have homes, numbered along `decode.batch_axes`. Raises ConfigError for two meshes.
+    """
+
+    prefill: Layout
+    decode: Layout
+
+    def __post_init__(self) -> None:
+        if self.prefill.mesh != self.decode.mesh:
+            raise ConfigError("prompts and decodes have meshes of their own; both run on one. Plan again.")
+
+    @property
+    def mesh(self) -> Mesh:
+        """All chips."""
+        return self.decode.mesh
+
+    @property
+    def homes(self) -> int:
+        """Places that a row's K and V may have."""
+        return self.mesh.count(self.decode.batch_axes)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether any step gathers weights."""
+        return bool(self.prefill.gather or self.decode.gather)
+
+    def moves(self, kv_heads: int) -> bool:
+        """Whether K and V of prompts lie elsewhere than decodes want them."""
+        return bool(relay(self.prefill, self.decode, kv_heads))
+
+    def places(self, layout: Layout) -> tuple[int, ...]:
+        """Where each home lies along one layout's axes of the batch."""
+        found = {self.mesh.index(r, self.decode.batch_axes): r for r in range(self.mesh.size)}
+        return tuple(self.mesh.index(found[home], layout.batch_axes) for home in range(self.homes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cellar import demo
 from cellar.core.config import EngineConfig, ModelConfig
@@ -13,7 +14,7 @@ from cellar.core.messages import StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
 from cellar.engine.own_plan import with_own_plan
-from cellar.engine.plan import check_here, with_plan
+from cellar.engine.plan import check_here, layouts_of, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
 from cellar.kv.costs import model_costs
@@ -22,13 +23,17 @@ from cellar.kv.policy import named_policy
 from cellar.kv.recovery import Recovery, RecoveryRule
 from cellar.planner.saved import SavedPlan
 from cellar.runtime.offload.opened import OffloadReport
-from cellar.runtime.protocol import Runtime
+from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.steps.memory_use import MemoryUse
 from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig, read_generation_config
 from cellar.text.grammar import GrammarCompiler
 from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from cellar.schedule.steps.homes import HomesScheduler
+    from cellar.schedule.steps.scheduler import StepScheduler
 
 Wrap = Callable[[Runtime[StepPlan]], Runtime[StepPlan]]
 
@@ -62,10 +67,10 @@ def open_front(
     """
     from cellar.runtime.ranks.opened import OpenedRanks, open_ranks
     from cellar.runtime.steps.local import OpenedModel, open_local
-    from cellar.schedule.steps.scheduler import StepScheduler
 
-    ranks = config.device.tensor_parallel_size > 1
-    config, plan = (config, None) if ranks else with_plan(config)
+    config, plan = with_plan(config)
+    layouts = None if plan is None else layouts_of(plan)
+    ranks = layouts is not None or config.device.tensor_parallel_size > 1
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
@@ -77,23 +82,12 @@ def open_front(
     try:
         opened: OpenedModel | OpenedRanks
         if ranks:
-            opened = open_ranks(config, checkpoint)
+            opened = open_ranks(config, checkpoint, layouts)
         else:
             opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
-        costs = model_costs(spec)
-        scheduler = StepScheduler(
-            capacity.num_slots,
-            capacity.num_rows,
-            capacity.chunk_size,
-            capacity.max_model_len,
-            config.schedule,
-            config.cache.enable_prefix_caching,
-            root=root_identity(spec, opened.fingerprint),
-            tiers=capacity.tiers,
-            policy=named_policy(config.cache.kv_eviction_policy, costs, bool(capacity.tiers)),
-            recovery=Recovery(recovery, costs),
-            diagonal=_is_diagonal(plan),
+        scheduler = _scheduler(
+            config, capacity, model_costs(spec), root_identity(spec, opened.fingerprint), recovery, _is_diagonal(plan)
         )
     except MemoryError as error:
         raise CapacityError(
@@ -124,6 +118,38 @@ def open_front(
         opened.memory,
         None if isinstance(opened, OpenedRanks) else opened.offload,
     )
+
+
+def _scheduler(
+    config: EngineConfig,
+    capacity: Capacity,
+    costs: dict[int, float],
+    root: bytes,
+    recovery: RecoveryRule,
+    diagonal: bool,
+) -> StepScheduler | HomesScheduler:
+    """What decides over a runtime of this capacity: one scheduler, or one for each home of its rows."""
+    from cellar.schedule.steps.homes import HomesScheduler, shares
+    from cellar.schedule.steps.scheduler import StepScheduler
+
+    num_rows = capacity.num_rows // capacity.homes
+    found = [
+        StepScheduler(
+            capacity.num_slots,
+            num_rows,
+            capacity.chunk_size,
+            capacity.max_model_len,
+            schedule,
+            config.cache.enable_prefix_caching,
+            root=root,
+            tiers=capacity.tiers,
+            policy=named_policy(config.cache.kv_eviction_policy, costs, bool(capacity.tiers)),
+            recovery=Recovery(recovery, costs),
+            diagonal=diagonal,
+        )
+        for schedule in shares(config.schedule, capacity.homes)
+    ]
+    return found[0] if capacity.homes == 1 else HomesScheduler(found, num_rows)
 
 
 def _is_diagonal(plan: SavedPlan | None) -> bool:

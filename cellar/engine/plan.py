@@ -8,6 +8,7 @@ from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.layouts import Layout, Layouts, Mesh
 from cellar.planner.saved import Limits, SavedPlan, geometry_of, load_plan
 
 DEMO = "demo"
@@ -26,8 +27,8 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
     if plan.limits is None:
         raise ConfigError(
             f"the plan {file} is of kind {plan.placement.kind} ({plan.figures.get('plan', '')}), but this engine runs "
-            "only resident plans yet, and on a processor those of `cellar plan --device-memory`; plan "
-            f"{plan.model} for one device that holds it, or so."
+            "only plans whose weights stay on one device or lie over several without stages and copies, and on a "
+            f"processor those of `cellar plan --device-memory`; plan {plan.model} for a machine that holds it so."
         )
     _check_agreement(config, plan, plan.limits, file)
     limits = plan.limits
@@ -82,6 +83,17 @@ def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file
             f"max_model_len is {longest}, but the KV of the plan {file} holds {limits.max_model_len} tokens of one "
             "request; lower max_model_len, or plan again for more."
         )
+
+
+def layouts_of(plan: SavedPlan) -> Layouts | None:
+    """How a plan lays out steps over several devices; None if it is for one."""
+    split = plan.placement.partition
+    if plan.placement.kind != "partition" or split is None:
+        return None
+    mesh = Mesh(*split.mesh)
+    return Layouts(
+        Layout(mesh, split.prefill_gather, split.prefill_heads), Layout(mesh, split.decode_gather, split.decode_heads)
+    )
 
 
 def check_here(plan: SavedPlan, config: EngineConfig, checkpoint: Path | None) -> None:

@@ -70,6 +70,9 @@ class View:
     def __len__(self) -> int:
         return len(self._layers)
 
+    def begin(self, num_tokens: int) -> None:
+        """Nothing is fetched ahead."""
+
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights, gathered until the block ends if the layout gathers them. All ranks enter it together."""
         return self._gathered(j) if self._layout.gather else nullcontext(self._fixed[j])

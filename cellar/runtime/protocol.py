@@ -22,7 +22,8 @@ ResultT_co = TypeVar("ResultT_co", covariant=True)
 class Capacity:
     """What a runtime has room for: chunks of KV cache on the device and (`tiers`) below it, and rows.
 
-    `kept` are the chunks that tiers have from before this process.
+    `kept` are the chunks that tiers have from before this process. Rows are dealt out to `homes` in equal runs, and
+    each home has so many slots of its own.
     """
 
     num_slots: int
@@ -31,6 +32,7 @@ class Capacity:
     max_model_len: int
     tiers: Mapping[Tier, int] = field(default_factory=dict)
     kept: Mapping[Tier, Sequence[KeptChunk]] = field(default_factory=dict)
+    homes: int = 1
 
 
 class Worker(Protocol[PlanT_contra]):

@@ -16,7 +16,7 @@ from torch import Tensor
 from cellar.core.errors import DeviceError
 from cellar.core.layouts import Mesh
 from cellar.ops import collectives
-from cellar.runtime.mesh.account import Account, Entry
+from cellar.runtime.mesh.account import Account, Entry, sent_by_all_reduce
 
 T = TypeVar("T")
 
@@ -95,9 +95,7 @@ class ThreadCollectives:
     def all_reduce(self, x: Tensor, axes: str, name: str) -> Tensor:
         """As `Collectives` says; nothing for a group of one."""
         entry = Entry("all-reduce", axes, name)
-        # What a reduce-scatter and an all-gather of equal shares send.
-        k = self.mesh.count(axes)
-        sent = 2 * _nbytes(x) * (k - 1) // k
+        sent = sent_by_all_reduce(_nbytes(x), self.mesh.count(axes))
         return self._meet(entry, x, lambda parts, _: collectives.all_reduce(parts), lambda _: sent)
 
     def reduce_scatter(self, x: Tensor, dim: int, axes: str, name: str, sizes: Sequence[int] | None = None) -> Tensor:

@@ -23,8 +23,8 @@ GONE = "another rank has gone"
 """What a rank says that finds nobody at the other end; who went says more."""
 
 
-class RankComm(Comm, Protocol):
-    """Collectives of a runtime that is one rank of several. Every rank calls all of them in the same order."""
+class RankLink(Protocol):
+    """What the runtime of one rank of several has of the others. Every rank calls the same, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -40,6 +40,10 @@ class RankComm(Comm, Protocol):
 
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, in the place of everyone's."""
+
+
+class RankComm(RankLink, Comm, Protocol):
+    """Collectives of a rank that has its share of every tensor, by heads and columns (`models/sharding.py`)."""
 
 
 class GroupComm:
@@ -62,14 +66,14 @@ class GroupComm:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""
         if self.size == 2 or x.nbytes <= ONE_SHOT_NBYTES:
-            return _added(self._gathered(x)).to(x.dtype)
+            return added(self._gathered(x)).to(x.dtype)
         each = -(-x.numel() // self.size)
         padded = x.new_empty(each * self.size)
         padded[: x.numel()] = x.reshape(-1)
         padded[x.numel() :] = 0
         theirs = torch.empty_like(padded)
-        self._exchange(lambda: self._group.alltoall_base(_bytes(theirs), _bytes(padded), [], []))
-        mine = _added(theirs.view(self.size, each)).to(x.dtype)
+        self._exchange(lambda: self._group.alltoall_base(as_bytes(theirs), as_bytes(padded), [], []))
+        mine = added(theirs.view(self.size, each)).to(x.dtype)
         return self._gathered(mine).view(-1)[: x.numel()].view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -89,12 +93,12 @@ class GroupComm:
     def _gathered(self, x: Tensor) -> Tensor:
         """[ranks, *shape]."""
         found = x.new_empty((self.size, *x.shape))
-        self._exchange(lambda: self._group._allgather_base(_bytes(found), _bytes(x.contiguous())))
+        self._exchange(lambda: self._group._allgather_base(as_bytes(found), as_bytes(x.contiguous())))
         return found
 
     def _exchange(self, begin: Any) -> None:
         self.count += 1
-        with _gone():
+        with gone():
             begin().wait()
 
 
@@ -106,12 +110,7 @@ def gloo_comm(
     patience: float = 1800.0,
 ) -> GroupComm:
     """Ranks in processes or threads of this machine, on CPUs. Waits for all of them. Raises DeviceError."""
-    kind: Any = torch.distributed.ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname="127.0.0.1")]  # no other machine shall reach it
-    options._timeout = timedelta(seconds=patience)
-    with _gone():
-        return GroupComm(kind(store, rank, size, options), rank, size, widths)
+    return GroupComm(gloo_group(store, rank, size, patience), rank, size, widths)
 
 
 def nccl_comm(
@@ -122,31 +121,48 @@ def nccl_comm(
     patience: float = 1800.0,
 ) -> GroupComm:
     """Ranks in processes of this machine, on GPUs: rank r on the current device of its process."""
+    return GroupComm(nccl_group(store, rank, size, patience), rank, size, widths)
+
+
+def gloo_group(store: Store, rank: int, size: int, patience: float = 1800.0) -> Any:
+    """A process group over gloo, once all are there. Raises DeviceError."""
+    kind: Any = torch.distributed.ProcessGroupGloo
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname="127.0.0.1")]  # no other machine shall reach it
+    options._timeout = timedelta(seconds=patience)
+    with gone():
+        return kind(store, rank, size, options)
+
+
+def nccl_group(store: Store, rank: int, size: int, patience: float = 1800.0) -> Any:
+    """A process group over NCCL on the current device. Raises DeviceError."""
     kind: Any = torch.distributed.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=patience)
-    with _gone():
-        return GroupComm(kind(store, rank, size, options), rank, size, widths)
+    with gone():
+        return kind(store, rank, size, options)
 
 
-def _added(parts: Tensor) -> Tensor:
-    """[ranks, ...] -> the sum, first to last, in float32 for narrower types."""
+def added(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """Parts [ranks, ...] -> the sum, first to last, in float32 for narrower types."""
+    first = parts[0]
     if len(parts) == 2:
-        return parts[0] + parts[1]  # one rounding, as below, in one operation
-    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
-    total = parts[0].to(wide, copy=True)
+        return first + parts[1]  # one rounding, as below, in one operation
+    wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
+    total = first.to(wide, copy=True)
     for part in parts[1:]:
         total += part
     return total
 
 
-def _bytes(x: Tensor) -> Tensor:
+def as_bytes(x: Tensor) -> Tensor:
     """A contiguous tensor as what it is for a network: not all libraries know all types."""
     return x.view(-1).view(torch.uint8)
 
 
 @contextlib.contextmanager
-def _gone() -> Iterator[None]:
+def gone() -> Iterator[None]:
+    """What a library says of ranks that do not answer, as a DeviceError."""
     try:
         yield
     except RuntimeError as error:

@@ -262,6 +262,7 @@ def least(capacities: Sequence[Capacity]) -> Capacity:
         sizes.pop(),
         min(capacity.max_model_len for capacity in capacities),
         {tier: min(capacity.tiers[tier] for capacity in capacities) for tier in capacities[0].tiers},
+        homes=capacities[0].homes,
     )
 
 

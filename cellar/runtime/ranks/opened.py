@@ -15,14 +15,16 @@ import torch
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.layouts import Layouts
 from cellar.core.messages import StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.models import fingerprint, hub, registry
 from cellar.models.sharding import shard
+from cellar.models.stored import padded_heads, stored
 from cellar.runtime.device import resolve_device
 from cellar.runtime.protocol import Runtime
 from cellar.runtime.ranks.group import MakeRank, RankGroup
-from cellar.runtime.ranks.place import Place
+from cellar.runtime.ranks.place import LaidPlace, Place, TensorPlace
 from cellar.runtime.ranks.rank import ProcessRank
 from cellar.runtime.steps.local import open_local
 from cellar.runtime.steps.memory_use import MemoryUse
@@ -41,14 +43,17 @@ class OpenedRanks:
     memory: MemoryUse | None
 
 
-def open_ranks(config: EngineConfig, directory: Path | None, make: MakeRank = ProcessRank) -> OpenedRanks:
-    """Load a model's shares into `config.device.tensor_parallel_size` ranks; `directory` as in `open_local`.
+def open_ranks(
+    config: EngineConfig, directory: Path | None, layouts: Layouts | None = None, make: MakeRank = ProcessRank
+) -> OpenedRanks:
+    """Load a model's shares into `config.device.tensor_parallel_size` ranks, or into those of `layouts`; `directory` as
+    in `open_local`.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
     """
-    size = config.device.tensor_parallel_size
-    kind = _kind(config, size)
+    size = config.device.tensor_parallel_size if layouts is None else layouts.mesh.size
+    kind = _kind(config, size, layouts)
     config = config.on(kind)
     raw = registry.read_config(directory) if directory is not None else _shipped(config)
     if raw is None:
@@ -61,7 +66,10 @@ def open_ranks(config: EngineConfig, directory: Path | None, make: MakeRank = Pr
     spec = registry.open_model(
         raw, dtype, cache.block_size, named.max_model_len, named.quantization, cache.kv_cache_dtype
     ).spec
-    _check_shares(spec, size)
+    if layouts is None:
+        _check_shares(spec, size)
+    else:
+        _check_layouts(spec, layouts)
     if named.load_format == "dummy" or directory is None:
         content = fingerprint.of_dummy(spec, named.seed, kind)
     else:
@@ -71,7 +79,10 @@ def open_ranks(config: EngineConfig, directory: Path | None, make: MakeRank = Pr
     begin = time.perf_counter()
     meeting = tempfile.mkdtemp(prefix="cellar-ranks-")
     try:
-        places = [Place(rank, size, f"{meeting}/ranks") for rank in range(size)]
+        places: list[Place] = []
+        for rank in range(size):
+            at = f"{meeting}/ranks"
+            places.append(TensorPlace(rank, size, at) if layouts is None else LaidPlace(rank, layouts, at))
         runtime = RankGroup([partial(open_rank, _of_rank(config, p, kind), directory, p) for p in places], make)
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
@@ -89,30 +100,41 @@ def open_rank(config: EngineConfig, directory: Path | None, place: Place) -> Run
     return open_local(config, directory, place=place).runtime
 
 
-def _kind(config: EngineConfig, size: int) -> str:
+def _kind(config: EngineConfig, size: int, layouts: Layouts | None) -> str:
     """cpu or cuda. Raises ConfigError for what several ranks do not do, or more of them than there are GPUs."""
     device = resolve_device(config.device.device)
+    asked = f"tensor_parallel_size is {size}" if layouts is None else f"the plan is for {size} devices"
     if config.device.device.startswith("cuda:"):
         raise ConfigError(
-            f"device is {config.device.device}, but tensor_parallel_size {size} takes the first {size} GPUs; set "
-            "device to cuda, and CUDA_VISIBLE_DEVICES to choose which they are."
+            f"device is {config.device.device}, but {asked}, which takes the first {size} GPUs; set device to cuda, "
+            "and CUDA_VISIBLE_DEVICES to choose which they are."
         )
     if device.type != "cpu" and (count := torch.cuda.device_count()) < size:
-        raise ConfigError(
-            f"tensor_parallel_size is {size}, but this machine has {count} GPU{'s' * (count > 1)}; set it to at most "
-            f"{count}, or device to cpu."
-        )
+        change = f"set it to at most {count}" if layouts is None else f"plan for at most {count}"
+        raise ConfigError(f"{asked}, but this machine has {count} GPU{'s' * (count > 1)}; {change}, or device to cpu.")
     for name, given in (
-        ("plan", config.model.plan),
+        ("plan", config.model.plan if layouts is None else None),
         ("device_memory", config.offload.device_memory),
         ("kv_disk_path", config.cache.kv_disk_path),
         ("kv_remote", config.cache.kv_remote),
+        ("kv_offloading_size", None if layouts is None or layouts.homes == 1 else config.cache.kv_offloading_size),
     ):
         if given is not None:
-            raise ConfigError(
-                f"{name} does not work on several ranks yet, but tensor_parallel_size is {size}; leave one of both out."
-            )
+            raise ConfigError(f"{name} does not work on several ranks yet, but {asked}; leave one of both out.")
     return device.type
+
+
+def _check_layouts(spec: ModelSpec, layouts: Layouts) -> None:
+    """Raise ConfigError for layouts that do not run, or that the model's shape forbids."""
+    stored(spec, layouts.mesh, 0)
+    _, kv_heads = padded_heads(spec.num_heads, spec.num_kv_heads, layouts.mesh.size)
+    if layouts.moves(kv_heads):
+        first, then = layouts.prefill, layouts.decode
+        raise ConfigError(
+            f"the plan computes prompts as {first.name} {first.attention} and decodes as {then.name} {then.attention}, "
+            "between which K and V would move; what runs are layouts that keep them where they are, such as one for "
+            "both, or XYZ for prompts and 2D by batch for decodes."
+        )
 
 
 def _check_shares(spec: ModelSpec, size: int) -> None:

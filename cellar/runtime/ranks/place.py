@@ -1,4 +1,4 @@
-"""Place: which of several ranks a process is, and where it meets the others."""
+"""Places: which of several ranks a process is, what it has of a model, and where it meets the others."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
+from cellar.core.layouts import Layouts
 from cellar.core.specs import ModelSpec
 from cellar.core.units import row_units
 from cellar.models.model import Model
 from cellar.models.sharding import shard
+from cellar.models.stored import stored
+from cellar.models.views import laid_spec
 from cellar.runtime.memory import human
-from cellar.runtime.ranks.comm import GroupComm, gloo_comm, nccl_comm
+from cellar.runtime.ranks.axes import AxisCollectives, groups_of
+from cellar.runtime.ranks.comm import RankComm, RankLink, gloo_comm, gloo_group, nccl_comm, nccl_group
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +27,66 @@ SHM_NBYTES = 64 * 2**20
 """Of shared memory that a rank's NCCL may take."""
 
 
+@dataclass(frozen=True)
+class LaidRank:
+    """Layouts of the whole model `model`, as one rank sees them."""
+
+    model: Model
+    layouts: Layouts
+    collectives: AxisCollectives
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A rank among the others: what it loads (`stored`), and its link to them.
+
+    `model` runs on it; `comm` is there where that has its share of every tensor by heads and columns, `laid` where
+    layouts say what it has.
+    """
+
+    model: Model
+    stored: ModelSpec
+    link: RankLink
+    comm: RankComm | None = None
+    laid: LaidRank | None = None
+
+
+class Place(Protocol):
+    """Rank `rank` of `size`, before it has met the others."""
+
+    @property
+    def rank(self) -> int:
+        """From 0."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def take(self, model: Model, device: torch.device) -> Seat:
+        """Meet the others, to run this model with them: NCCL on GPUs, gloo on CPUs.
+
+        Raises ConfigError if it cannot be shared so, DeviceError if they do not come.
+        """
+
+
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Rank `rank` of `size`. `meeting` is a file in a private directory, new for each group, by which they find each
-    other.
+class TensorPlace:
+    """Implements `Place` for tensor parallelism by heads. `meeting` is a file in a private directory, new for each
+    group, by which ranks find each other.
     """
 
     rank: int
     size: int
     meeting: str
 
-    def share_of(self, model: Model) -> Model:
-        """The model with the rank's share of its tensors. Raises ConfigError if it cannot be shared so."""
+    def take(self, model: Model, device: torch.device) -> Seat:
+        """The model with the rank's share of its tensors."""
         kind: type = type(model)
         share: Model = kind(shard(model.spec, self.rank, self.size))
-        return share
+        comm = self._join(model.spec, device)
+        return Seat(share, share.spec, comm, comm)
 
-    def join(self, whole: ModelSpec, device: torch.device) -> GroupComm:
-        """Meet the others: NCCL on GPUs, gloo on CPUs. Raises DeviceError if they do not come."""
+    def _join(self, whole: ModelSpec, device: torch.device) -> RankComm:
         from torch._C._distributed_c10d import FileStore  # not in every build of torch
 
         store = FileStore(self.meeting, self.size)
@@ -52,6 +99,43 @@ class Place:
         torch.cuda.set_device(device)
         _prepare_nccl(self.size)
         return nccl_comm(store, self.rank, self.size, widths)
+
+
+@dataclass(frozen=True, slots=True)
+class LaidPlace:
+    """Implements `Place` for layouts over a mesh; `meeting` as in `TensorPlace`."""
+
+    rank: int
+    layouts: Layouts
+    meeting: str
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.layouts.mesh.size
+
+    def take(self, model: Model, device: torch.device) -> Seat:
+        """The model as decodes see it, and the stored form for both phases."""
+        layouts, mesh = self.layouts, self.layouts.mesh
+        share = stored(model.spec, mesh, self.rank)
+        collectives = AxisCollectives(mesh, self.rank, self._groups(device))
+        kind: type = type(model)
+        seen: Model = kind(laid_spec(model.spec, layouts.decode, collectives))
+        return Seat(seen, share, collectives, laid=LaidRank(model, layouts, collectives))
+
+    def _groups(self, device: torch.device) -> dict[tuple[int, ...], Any]:
+        from torch._C._distributed_c10d import FileStore, PrefixStore
+
+        meeting = FileStore(self.meeting, self.size)
+        if device.type != "cpu":
+            torch.cuda.set_device(device)
+            _prepare_nccl(self.size)
+        join = gloo_group if device.type == "cpu" else nccl_group
+        found = {}
+        for axes, members in groups_of(self.layouts.mesh, self.rank):
+            store = PrefixStore(f"{axes}-{members[0]}", meeting)
+            found[members] = join(store, members.index(self.rank), len(members))
+        return found
 
 
 def _prepare_nccl(size: int) -> None:

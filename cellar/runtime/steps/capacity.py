@@ -19,7 +19,7 @@ from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.runtime.memory import device_total, device_used, host_available, human
 from cellar.runtime.offload.opened import Offloaded
-from cellar.runtime.ranks.comm import RankComm
+from cellar.runtime.ranks.place import Seat
 from cellar.runtime.steps import arena
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
@@ -47,13 +47,13 @@ def plan_slots(
     *,
     enforce_eager: bool = False,
     planned: int | None = None,
-    comm: RankComm | None = None,
+    seat: Seat | None = None,
     offloaded: Offloaded | None = None,
     held: int | None = None,
 ) -> int:
     """Slots of the KV cache on `device`, on which the weights lie already; `planned` ones, if that is given.
-    `comm`: the other ranks, which do the same now. `offloaded`: where layers come from that do not lie there. `held`:
-    bytes that an accelerator may hold in all.
+    `seat`: this rank among others, which do the same now. `offloaded`: where layers come from that do not lie there.
+    `held`: bytes that an accelerator may hold in all.
 
     Raises CapacityError if one request of the longest context does not fit.
     """
@@ -72,13 +72,13 @@ def plan_slots(
         return planned
     if device.type == "cpu":
         free = host_available()
-        size = 1 if comm is None else comm.size
+        size = 1 if seat is None else seat.link.size
         nbytes = arena.cpu_cache_nbytes(cache, free, size) if planned is None else planned * spec.kv.chunk_nbytes()
     else:
         # What nobody can reach any more, perhaps a model of before, would be counted as taken.
         gc.collect()
         torch.cuda.empty_cache()
-        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, comm=comm, offloaded=offloaded)
+        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, seat=seat, offloaded=offloaded)
         used = device_used(device) + graphs
         free = device_total(device) - used
         if held is not None:
@@ -112,7 +112,7 @@ def rehearse(
     device: torch.device,
     *,
     capture: bool,
-    comm: RankComm | None = None,
+    seat: Seat | None = None,
     offloaded: Offloaded | None = None,
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
@@ -122,17 +122,18 @@ def rehearse(
     """
     tokens, rows = schedule.max_num_batched_tokens, schedule.max_num_seqs
     assert tokens is not None, "decided by EngineConfig.on"
+    homes = 1 if seat is None or seat.laid is None else seat.laid.layouts.homes
     longest = model.spec.max_position
     host_kv = None if offloaded is None else offloaded.host_kv(model.spec.kv, 1, device)
     executor = StepExecutor(
         model,
         weights,
         num_slots=1,
-        num_rows=rows,
+        num_rows=-(-rows // homes) * homes,
         device=device,
         layers=None if offloaded is None else offloaded.layers,
         batch=None if offloaded is None else offloaded.batch,
-        comm=comm,
+        seat=seat,
         host_kv=host_kv,
     )
     try:

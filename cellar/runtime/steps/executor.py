@@ -21,15 +21,16 @@ from torch import Tensor
 from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import Flag, FloatArray, Logprobs, StepPlan, StepResult
 from cellar.models.loader import LoadedWeights
-from cellar.models.model import Hidden, Model
+from cellar.models.model import Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
-from cellar.runtime.ranks.comm import RankComm
+from cellar.runtime.ranks.place import Seat
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.steps.forward import Forward, Gate, Layers, select
+from cellar.runtime.steps.forward import Forward, Gate, Layers, Passes
 from cellar.runtime.steps.graphs import StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
+from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.rows import Drawing, Rows
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
@@ -79,7 +80,7 @@ class StepExecutor:
 
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
     bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
-    `comm`: the other ranks, if this is one of several: rank 0 samples, and the others take its tokens. `arrivals`:
+    `seat`: this rank among others, if there are any: rank 0 samples, and the others take its tokens. `arrivals`:
     loads that a step may have to wait for, layer by layer.
     """
 
@@ -96,7 +97,7 @@ class StepExecutor:
         memory: Callable[[int], Tensor] | None = None,
         layers: Layers | None = None,
         batch: int | None = None,
-        comm: RankComm | None = None,
+        seat: Seat | None = None,
         host_kv: HostKV | None = None,
         arrivals: Arrivals | None = None,
     ) -> None:
@@ -106,16 +107,23 @@ class StepExecutor:
         self._chunk_size = spec.kv.chunk_size
         self._upload = upload or uploader(device)
         self.arena = Arena(spec.kv, num_slots, device, memory) if host_kv is None else host_kv.there
-        self.forward = Forward(model, weights, self.arena, device, comm, layers, batch)
+        self._whole: Forward | None = None
+        self.forward: Passes
+        if seat is not None and seat.laid is not None:
+            self.forward = LaidForward(seat.laid, weights, self.arena, num_rows, device)
+        else:
+            comm = None if seat is None else seat.comm
+            self.forward = self._whole = Forward(model, weights, self.arena, device, comm, layers, batch)
         self._arrivals = Arrivals() if arrivals is None else arrivals
-        self._comm = comm
-        self._samples = comm is None or comm.rank == 0
+        self._comm = None if seat is None else seat.link
+        self._samples = self._comm is None or self._comm.rank == 0
         self._begun = 0
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
         self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
         if host_kv is not None:
-            self.forward.attend_in_host(host_kv, self.rows.table_host)
+            assert self._whole is not None
+            self._whole.attend_in_host(host_kv, self.rows.table_host)
 
     def launch(self, plan: StepPlan, masks: MaskBox, pace: Pace | None = None) -> Callable[[], StepResult]:
         """Start a plan; the function returned waits for its end and makes the result. `pace` sets the threads of a CPU.
@@ -193,7 +201,8 @@ class StepExecutor:
             states |= self._sums(h, inputs, *tensors[pooled])
         outcomes: list[_Outcome] = []
         if len(inputs.sampled):
-            logits = self.forward.logits(h if inputs.all_sampled else select(h, *tensors[chosen]))
+            index = None if inputs.all_sampled else tensors[chosen][0]
+            logits = self.forward.logits(h, None if index is None else inputs.sampled, index)
             drawn = [tensors[place] for place in places]
             if later:
                 groups = self._groups(plan, inputs, masks)
@@ -239,9 +248,10 @@ class StepExecutor:
         """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
         a GPU.
         """
-        if self._device.type == "cuda":
+        whole = self._whole
+        if whole is not None and self._device.type == "cuda":
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = StepGraphs(self.forward, self.rows, most_rows, most_tokens, self._device)
+                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device)
 
     def release(self) -> None:
         """Let go of the captured steps."""
@@ -327,7 +337,7 @@ class StepExecutor:
         return Masks(where, there)
 
     def _scores(
-        self, h: Hidden, inputs: StepInputs, scored: Tensor, targets: Tensor
+        self, h: Any, inputs: StepInputs, scored: Tensor, targets: Tensor
     ) -> dict[int, tuple[LongArray, int, list[TokenLogprobs]]]:
         """Log-probabilities of targets, row by row, the logits of a few positions at a time."""
         size = max(1, SCORED_NBYTES // (4 * self._vocab_size))
@@ -339,19 +349,19 @@ class StepExecutor:
             # A row's spans stand together, so its places are a range.
             for begin in range(int(places[0]), int(places[-1]) + 1, size):
                 piece = slice(begin, min(begin + size, int(places[-1]) + 1))
-                logits = self.forward.logits(select(h, scored[piece]))
+                logits = self.forward.logits(h, inputs.scored[piece], scored[piece])
                 if self._samples:
                     pieces.append(_to_host(target_logprobs(logits, targets[piece], best)))
             if self._samples:
                 found[row] = (inputs.positions[inputs.scored[places]] + 1, best, pieces)
         return found
 
-    def _hidden(self, h: Hidden, inputs: StepInputs, hidden: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
-        states = to_host(self.forward.final_hidden(select(h, hidden)).float())
+    def _hidden(self, h: Any, inputs: StepInputs, hidden: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
+        states = to_host(self.forward.final_hidden(h, inputs.hidden, hidden).float())
         rows = inputs.hidden_rows
         return {row: (states, np.flatnonzero(rows == row)) for row in dict.fromkeys(rows.tolist())}
 
-    def _sums(self, h: Hidden, inputs: StepInputs, pooled: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
+    def _sums(self, h: Any, inputs: StepInputs, pooled: Tensor) -> dict[int, tuple[Tensor, LongArray]]:
         """The sum of each pooled row's final hidden states [1, hidden], of some positions at a time."""
         size = max(1, SCORED_NBYTES // (4 * h.residual.shape[1]))
         found: dict[int, tuple[Tensor, LongArray]] = {}
@@ -359,8 +369,8 @@ class StepExecutor:
             # A row's spans stand together, so its places are a range.
             first, last = np.flatnonzero(inputs.pooled_rows == row)[[0, -1]].tolist()
             pieces = [
-                self.forward.final_hidden(select(h, pooled[at : min(at + size, last + 1)])).float().sum(0)
-                for at in range(first, last + 1, size)
+                self.forward.final_hidden(h, inputs.pooled[piece], pooled[piece]).float().sum(0)
+                for piece in (slice(at, min(at + size, last + 1)) for at in range(first, last + 1, size))
             ]
             found[row] = to_host(torch.stack(pieces).sum(0, keepdim=True)), np.zeros(1, np.int64)
         return found

@@ -31,7 +31,7 @@ from cellar.runtime.offload.host_kv import (
 )
 from cellar.runtime.pace import Pace
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.steps.inputs import StepInputs
+from cellar.runtime.steps.inputs import LongArray, StepInputs
 from cellar.runtime.transfer import uploader
 
 Gate = Callable[[int], None]
@@ -106,6 +106,44 @@ class Layers(Protocol):
 
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights, there to be used until the block ends."""
+
+
+class Passes(Protocol):
+    """What an executor asks of what computes steps: `Forward`, or one rank's part in layouts (`laid.py`).
+
+    What `batches` returns is for `run_batches` alone, and hidden rows are for `logits` and `final_hidden`.
+    """
+
+    @property
+    def arena(self) -> Arena:
+        """K and V."""
+
+    def keep_maximum(self, layers: Collection[int]) -> None:
+        """Compute the softmax of these layers with a running maximum."""
+
+    def use_softmax(self, softmax: Softmax) -> None:
+        """How all other layers compute their softmax on a GPU."""
+
+    def batches(self, inputs: StepInputs) -> Any:
+        """The step, planned."""
+
+    def run_batches(
+        self,
+        batches: Any,
+        tokens: Tensor,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Tensor,
+        pace: Pace | None = None,
+        gate: Gate | None = None,
+    ) -> Any:
+        """Hidden rows after the last layer. `gate` is called with each layer's number before it."""
+
+    def logits(self, h: Any, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
+        """[n, vocab] of the step's tokens `places`, which `index` has on the device; None: of all."""
+
+    def final_hidden(self, h: Any, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
+        """[n, hidden] after the last norm, likewise."""
 
 
 class ResidentLayers:
@@ -205,7 +243,13 @@ class Forward:
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
-        return self._works(inputs.row, inputs.start, inputs.stop, self._device)
+        return self.plan_spans(inputs.row, inputs.start, inputs.stop)
+
+    def plan_spans(
+        self, row: NDArray[np.int32], start: NDArray[np.int32], stop: NDArray[np.int32]
+    ) -> list[AttentionWork]:
+        """The attention work of some spans."""
+        return self._works(row, start, stop, self._device)
 
     def batches(self, inputs: StepInputs) -> list[Batch]:
         """The step in GPU batches. Spans of one sequence stay together."""
@@ -261,8 +305,13 @@ class Forward:
 
         Each layer is a lap of `pace`.
         """
-        context = self._context(planned, self.arena, positions, slot_mapping, table)
-        return self._pass([(tokens, context)], pace)[0]
+        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace)[0]
+
+    def context(
+        self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
+    ) -> StepContext:
+        """What the layers share in a step whose attention is `planned` and whose cache is the arena."""
+        return self._context(planned, self.arena, positions, slot_mapping, table)
 
     def run_batches(
         self,
@@ -285,7 +334,7 @@ class Forward:
             else:
                 context = self._divided(batch.divided, positions[part], slot_mapping[part], table)
             parts.append((tokens[part], context))
-        found = self._pass(parts, pace, gate)
+        found = self.passed(parts, pace, gate)
         if len(found) == 1:
             return found[0]
         deltas = [h.delta for h in found if h.delta is not None]
@@ -323,7 +372,7 @@ class Forward:
             works[j] = works[j].with_maximum
         return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, self._comm)
 
-    def _pass(
+    def passed(
         self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None, gate: Gate | None = None
     ) -> list[Hidden]:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
@@ -340,13 +389,13 @@ class Forward:
                 pace.lap()
         return hidden
 
-    def logits(self, h: Hidden) -> Tensor:
-        """[n, vocab] of hidden rows."""
-        return self.model.head(self.weights.head, h, self._comm)
+    def logits(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
+        """[n, vocab] of the step's tokens `places`, which `index` has on the device; None: of all."""
+        return self.model.head(self.weights.head, h if index is None else select(h, index), self._comm)
 
-    def final_hidden(self, h: Hidden) -> Tensor:
-        """[n, hidden] after the last norm."""
-        return self.model.final_hidden(self.weights.head, h)
+    def final_hidden(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
+        """[n, hidden] after the last norm, likewise."""
+        return self.model.final_hidden(self.weights.head, h if index is None else select(h, index))
 
 
 def select(h: Hidden, index: Tensor) -> Hidden:

@@ -39,8 +39,7 @@ from cellar.runtime.probes.quantized import quantized_chooser_of
 from cellar.runtime.probes.registry import profiles_of
 from cellar.runtime.probes.scores import wide_layers
 from cellar.runtime.protocol import Capacity
-from cellar.runtime.ranks.comm import RankComm
-from cellar.runtime.ranks.place import Place
+from cellar.runtime.ranks.place import Place, Seat
 from cellar.runtime.steps.capacity import plan_slots
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
@@ -68,8 +67,8 @@ class LocalRuntime:
     `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
     softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
     keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
-    `offloaded`: where layers come from that do not lie on the device; its own, too. `comm`: the other ranks, if this is
-    one of several; what puts it out of step with them comes out of `poll`, as an error.
+    `offloaded`: where layers come from that do not lie on the device; its own, too. `seat`: this rank among the
+    others, if there are any; what puts it out of step with them comes out of `poll`, as an error.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class LocalRuntime:
         tiers: Mapping[Tier, Storage] = MappingProxyType({}),
         warmup: Warmup | None = None,
         offloaded: Offloaded | None = None,
-        comm: RankComm | None = None,
+        seat: Seat | None = None,
     ) -> None:
         spec = model.spec
         self._results: Results = SimpleQueue()
@@ -110,7 +109,7 @@ class LocalRuntime:
             memory=None if offloaded is None or device.type != "cpu" else offloaded.memory.carve,
             layers=None if offloaded is None else offloaded.layers,
             batch=None if offloaded is None else offloaded.batch,
-            comm=comm,
+            seat=seat,
             host_kv=self._host_kv,
             arrivals=arrivals,
         )
@@ -134,6 +133,7 @@ class LocalRuntime:
             spec.max_position,
             {tier: storage.num_slots for tier, storage in tiers.items()},
             self._copier.kept if self._copier is not None else {},
+            1 if seat is None or seat.laid is None else seat.laid.layouts.homes,
         )
         self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads)
 
@@ -288,11 +288,11 @@ def _open(
         model_config.quantization,
         config.cache.kv_cache_dtype,
     )
-    comm = None
-    if place is not None:
-        whole, model = model.spec, place.share_of(model)
-        comm = place.join(whole, device)
-    spec = model.spec
+    seat = None if place is None else place.take(model, device)
+    if seat is not None:
+        model = seat.model
+    laid = None if seat is None else seat.laid
+    spec = model.spec if seat is None else seat.stored
     offloads = placement is not None and placement.kind == "offload"
     if placement is not None:
         if offloads:
@@ -310,18 +310,21 @@ def _open(
         _check_fits(spec, device)
     before = counted(device)
     start = time.perf_counter()
-    change: loader.Transform = _pack_linear
+    # What layouts gather is gathered as it is stored.
+    gathers = laid is not None and laid.layouts.gathers
+    change: loader.Transform | None = None if gathers else _pack_linear
     wide: Collection[int] = ()
     warmup: Warmup | None = None
     if device.type == "cpu":
         prepare_kernels(getattr(torch, dtype))
     else:
         profiles = profiles_of(config.device.machine_profile, device)
-        change = _preparing(chooser_of(profiles), quantized_chooser_of(profiles))
+        prepared = _preparing(chooser_of(profiles), quantized_chooser_of(profiles))
+        change = None if gathers else prepared
         if model_config.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
-        if not config.device.enforce_eager:
-            warmup = _warmup(model, change, device, config, wide, 1 if place is None else place.size)
+        if not config.device.enforce_eager and laid is None:
+            warmup = _warmup(model, prepared, device, config, wide, 1 if place is None else place.size)
     listed = time.perf_counter()
     if model_config.load_format == "dummy":
         make = loader.dummy_reader(device, model_config.seed)
@@ -358,7 +361,7 @@ def _open(
             device,
             enforce_eager=config.device.enforce_eager or offloads,
             planned=placement.num_chunks if placement is not None else None,
-            comm=comm,
+            seat=seat,
             offloaded=offloaded,
             held=config.offload.nbytes["device"] if device.type != "cpu" else None,
         )
@@ -368,12 +371,14 @@ def _open(
                 "KV lies in host memory already, and is not kept in tiers below that yet; leave kv_offloading_size, "
                 "kv_disk_size and kv_remote_size out, or plan with KV on the device."
             )
-        tiers = open_tiers(config.cache, spec.kv, num_slots, device, identify and identify(spec, content))
+        homes = 1 if laid is None else laid.layouts.homes
+        num_rows = -(-config.schedule.max_num_seqs // homes) * homes
+        tiers = open_tiers(config.cache, model.spec.kv, num_slots, device, identify and identify(model.spec, content))
         runtime = LocalRuntime(
             model,
             weights,
             num_slots=num_slots,
-            num_rows=config.schedule.max_num_seqs,
+            num_rows=num_rows,
             device=device,
             num_threads=_threads(config.device.num_threads, offloaded),
             enforce_eager=config.device.enforce_eager,
@@ -382,7 +387,7 @@ def _open(
             tiers=tiers,
             warmup=warmup,
             offloaded=offloaded,
-            comm=comm,
+            seat=seat,
         )
     except BaseException:
         close_tiers(tiers)
@@ -393,7 +398,7 @@ def _open(
     arena = runtime.executor.arena
     placed = None if placement is None or offloads else read_back(placement, spec, weights, arena)
     report = None if offloaded is None else offloaded.report
-    host_kv = runtime.capacity.tiers.get(Tier.HOST, 0) * spec.kv.chunk_nbytes()
+    host_kv = runtime.capacity.tiers.get(Tier.HOST, 0) * model.spec.kv.chunk_nbytes()
     memory = memory_use(weights, arena, host_kv, device, before)
     if report is not None:
         memory = replace(memory, weights=report.weights["device"])

@@ -25,6 +25,7 @@ from cellar.core.messages import (
     EventKind,
     FinishReason,
     Flag,
+    IntArray,
     KeptChunk,
     MemoryAnswer,
     MemoryQuestion,
@@ -241,6 +242,10 @@ class StepScheduler:
     def num_erasing(self) -> int:
         """Chunks of which something is left, though they were forgotten: tiers that outlive the process erase them."""
         return self._store.num_erasing
+
+    def num_cached(self, tokens: IntArray, salt: bytes) -> int:
+        """How many tokens of a prompt that comes now need not be computed."""
+        return self._store.find(self._store.chain(salt), tokens).num_tokens if self._caching and len(tokens) else 0
 
     def has_work(self) -> bool:
         """True while any request waits, runs, or has a plan in flight."""

@@ -288,14 +288,14 @@ def test_the_block_schedule_loads_a_layer_once_for_all_batches(
         taken.append(layer)
         return take(self, layer)
 
-    passing = Forward._pass
+    passing = Forward.passed
 
     def seen(self: Forward, batches: Any, pace: Any) -> Any:
         computed.append(len(batches))
         return passing(self, batches, pace)
 
     monkeypatch.setattr(WeightRing, "take", counted)
-    monkeypatch.setattr(Forward, "_pass", seen)
+    monkeypatch.setattr(Forward, "passed", seen)
     spec = spec_of(models("llama"))
     answers_of(models("llama"), random_placement(spec, 0, batch=1), tmp_path)
     assert len(taken) == 4 * len(computed)

@@ -192,7 +192,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalRuntim
         )
 
     alone = open_local(config(1), path).runtime
-    ranks = open_ranks(config(4), path, ThreadRank).runtime
+    ranks = open_ranks(config(4), path, make=ThreadRank).runtime
     yield alone, ranks
     ranks.close()
     alone.close()

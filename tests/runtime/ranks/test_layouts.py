@@ -1,0 +1,197 @@
+"""Engines over layouts, on ranks that are threads with real gloo between them: the tokens of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.core.config import EngineConfig, ScheduleConfig
+from cellar.core.layouts import Layouts, Mesh
+from cellar.core.messages import FinishReason, Request, SchedulerStats
+from cellar.core.sampling import SamplingParams
+from cellar.engine.steps import StepsScheduler, step_engine
+from cellar.models.registry import open_model
+from cellar.planner.partition import distinct_layouts
+from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.rank import ThreadRank
+from cellar.runtime.steps.local import LocalRuntime, open_local
+from cellar.schedule.steps.homes import HomesScheduler, shares
+from cellar.schedule.steps.scheduler import StepScheduler
+from tests.limits import SECONDS
+from tests.tiny_checkpoint import CONFIG, write_checkpoint
+
+SMALL: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 96, "head_dim": 8}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL | {"num_key_value_heads": 2, "attention_bias": True},
+    "llama, one head of K and V": SMALL | {"num_key_value_heads": 1},
+    "qwen2": SMALL
+    | {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "head_dim": None,
+    },
+    "opt": SMALL
+    | {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "num_key_value_heads": 8,
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 32,
+        "head_dim": None,
+    },
+    "falcon": SMALL
+    | {
+        "model_type": "falcon",
+        "architectures": ["FalconForCausalLM"],
+        "bias": True,
+        "num_key_value_heads": 1,
+        "head_dim": None,
+    },
+    "cohere": SMALL
+    | {
+        "model_type": "cohere",
+        "architectures": ["CohereForCausalLM"],
+        "num_key_value_heads": 2,
+        "logit_scale": 0.5,
+        "head_dim": None,
+    },
+    "gpt_bigcode": {
+        "model_type": "gpt_bigcode",
+        "architectures": ["GPTBigCodeForCausalLM"],
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "n_positions": 256,
+    },
+}
+MESHES = (Mesh(1, 1, 2), Mesh(2, 1, 1), Mesh(1, 2, 2), Mesh(2, 1, 2), Mesh(4, 1, 1))
+CHUNK, LONGEST = 16, 192
+CHUNKS, ROWS = 24, 6
+
+
+def options(path: Path, nbytes: int) -> EngineConfig:
+    return EngineConfig.of(
+        model=str(path),
+        device="cpu",
+        num_threads=1,
+        kv_cache_memory_bytes=nbytes,
+        block_size=CHUNK,
+        max_num_seqs=ROWS,
+        max_model_len=LONGEST,
+    )
+
+
+def pairs(family: str) -> list[Layouts]:
+    """Every layout by itself, and those of prompts and of decodes that keep K and V in one place."""
+    kv_heads = open_model(CONFIG | FAMILIES[family], "float32").spec.num_kv_heads
+    found = []
+    for mesh in MESHES:
+        every = distinct_layouts(mesh, kv_heads)
+        found += [Layouts(a, b) for a in every for b in every if not Layouts(a, b).moves(kv_heads)]
+    return found
+
+
+@lru_cache(maxsize=16)
+def alone(path: Path) -> LocalRuntime:
+    """One device with as many chunks as any run may want."""
+    return open_local(options(path, 2**21), path).runtime
+
+
+@contextmanager
+def ranks_of(path: Path, layouts: Layouts) -> Iterator[RankGroup]:
+    runtime = open_ranks(options(path, 2**20), path, layouts, ThreadRank).runtime
+    try:
+        yield runtime
+    finally:
+        runtime.close()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: write_checkpoint(tmp_path_factory.mktemp("model"), **config) for name, config in FAMILIES.items()}
+
+
+def scheduler_of(runtime: LocalRuntime | RankGroup, slots: int, rows: int, tokens: int) -> Any:
+    """With so many chunks, rows and tokens of a step in all."""
+    schedule = ScheduleConfig(max_num_seqs=rows, max_num_batched_tokens=tokens, decode_reserve=0.0)
+    homes, each = runtime.capacity.homes, runtime.capacity.num_rows // runtime.capacity.homes
+    assert slots // homes <= runtime.capacity.num_slots
+    found = [StepScheduler(slots // homes, each, CHUNK, LONGEST, part) for part in shares(schedule, homes)]
+    return found[0] if homes == 1 else HomesScheduler(found, each)
+
+
+def answers(
+    runtime: LocalRuntime | RankGroup, scheduler: StepsScheduler, requests: list[Request], dropped: frozenset[int]
+) -> tuple[dict[str, list[int]], SchedulerStats]:
+    """Tokens by request: half of them come at first, the others one by one, and some are dropped on the way."""
+    engine = step_engine(scheduler, runtime)
+    half = len(requests) // 2
+    engine.add(*requests[:half])
+    later = requests[half:]
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work() or later:
+        if later:
+            engine.add(later.pop(0))
+        for k in dropped:
+            if len(tokens.get(f"r{k}", ())) >= 2:
+                engine.abort(f"r{k}")
+        for output in engine.turn(SECONDS):
+            assert all(reason is not FinishReason.ERROR for reason, _ in output.finished.values()), output.finished
+            for id, token in zip(output.ids, output.tokens, strict=True):
+                tokens.setdefault(id, []).append(token)
+    scheduler.check_integrity()
+    return tokens, scheduler.stats()
+
+
+def some_requests(seed: int, count: int, longest: int, temperature: float = 0.0) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    prefix = rng.integers(3, 420, 40)
+    found = []
+    for k in range(count):
+        own = rng.integers(3, 420, rng.integers(1, longest))
+        prompt = np.concatenate([prefix[: 40 * (k % 2)], own]).astype(np.int32)
+        most = int(rng.integers(4, 24))
+        params = SamplingParams(max_tokens=most, temperature=temperature, seed=k)
+        found.append(Request(f"r{k}", prompt, params, frozenset(), most))
+    return found
+
+
+def check(path: Path, layouts: Layouts) -> SchedulerStats:
+    """Few chunks: requests are suspended, and begin again with holes. Twice: the second time finds prefixes."""
+    with ranks_of(path, layouts) as ranks:
+        homes = ranks.capacity.homes
+        one, many = scheduler_of(alone(path), 40, ROWS, 64), scheduler_of(ranks, 14 * homes, max(ROWS, homes), 64)
+        for seed in (3, 3, 4):
+            requests = some_requests(seed, 9, 70)
+            expected, _ = answers(alone(path), one, requests, frozenset())
+            found, stats = answers(ranks, many, requests, frozenset())
+            assert found == expected, layouts
+        assert stats.prefix_hits > 0
+        return stats
+
+
+ALL = [(family, layouts) for family in FAMILIES for layouts in pairs(family)]
+
+
+def name(value: object) -> str:
+    if not isinstance(value, Layouts):
+        return str(value)
+    mesh = value.mesh
+    each = (f"{one.name}-{one.attention}-{one.head_axes}" for one in (value.prefill, value.decode))
+    return f"{mesh.x}{mesh.y}{mesh.z}-" + "-".join(each)
+
+
+@pytest.mark.parametrize(("family", "layouts"), ALL[3::29], ids=name)
+def test_an_engine_over_layouts_is_one_over_one_device(
+    family: str, layouts: Layouts, checkpoints: dict[str, Path]
+) -> None:
+    check(checkpoints[family], layouts)
