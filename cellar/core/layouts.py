@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cellar.core.errors import ConfigError
+from cellar.core.messages import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +213,15 @@ class Layouts:
     def moves(self, kv_heads: int) -> bool:
         """Whether K and V of prompts lie elsewhere than decodes want them."""
         return bool(relay(self.prefill, self.decode, kv_heads))
+
+    @classmethod
+    def of(cls, split: Partition) -> Layouts:
+        """Those of a plan, of one of its stages."""
+        mesh = Mesh(*split.mesh)
+        return cls(
+            Layout(mesh, split.prefill_gather, split.prefill_heads),
+            Layout(mesh, split.decode_gather, split.decode_heads),
+        )
 
     def places(self, layout: Layout) -> tuple[int, ...]:
         """Where each home lies along one layout's axes of the batch."""

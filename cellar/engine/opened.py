@@ -14,7 +14,7 @@ from cellar.core.messages import StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
 from cellar.engine.own_plan import with_own_plan
-from cellar.engine.plan import check_here, layouts_of, with_plan
+from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
 from cellar.kv.costs import model_costs
@@ -69,8 +69,8 @@ def open_front(
     from cellar.runtime.steps.local import OpenedModel, open_local
 
     config, plan = with_plan(config)
-    layouts = None if plan is None else layouts_of(plan)
-    ranks = layouts is not None or config.device.tensor_parallel_size > 1
+    shared = None if plan is None or plan.placement.kind != "partition" else plan.placement
+    ranks = shared is not None or config.device.tensor_parallel_size > 1
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
@@ -82,7 +82,7 @@ def open_front(
     try:
         opened: OpenedModel | OpenedRanks
         if ranks:
-            opened = open_ranks(config, checkpoint, layouts)
+            opened = open_ranks(config, checkpoint, shared)
         else:
             opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
-from cellar.core.layouts import Layout, Layouts, Mesh
 from cellar.planner.saved import Limits, SavedPlan, geometry_of, load_plan
 
 DEMO = "demo"
@@ -24,6 +24,13 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
     if file is None:
         return config, None
     plan = load_plan(file)
+    split = plan.placement.partition
+    chips = 1 if split is None else math.prod(split.mesh)
+    if config.device.tensor_parallel_size not in (1, chips):
+        raise ConfigError(
+            f"tensor_parallel_size is {config.device.tensor_parallel_size}, but the plan {file} is for {chips} "
+            f"device{'s' * (chips > 1)}; leave tensor_parallel_size out, or plan again."
+        )
     if plan.limits is None:
         raise ConfigError(
             f"the plan {file} is of kind {plan.placement.kind} ({plan.figures.get('plan', '')}), but this engine runs "
@@ -83,17 +90,6 @@ def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file
             f"max_model_len is {longest}, but the KV of the plan {file} holds {limits.max_model_len} tokens of one "
             "request; lower max_model_len, or plan again for more."
         )
-
-
-def layouts_of(plan: SavedPlan) -> Layouts | None:
-    """How a plan lays out steps over several devices; None if it is for one."""
-    split = plan.placement.partition
-    if plan.placement.kind != "partition" or split is None:
-        return None
-    mesh = Mesh(*split.mesh)
-    return Layouts(
-        Layout(mesh, split.prefill_gather, split.prefill_heads), Layout(mesh, split.decode_gather, split.decode_heads)
-    )
 
 
 def check_here(plan: SavedPlan, config: EngineConfig, checkpoint: Path | None) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from cellar.core.config import ScheduleConfig, step_tokens
+from cellar.core.layouts import Layout
 from cellar.core.specs import ModelSpec
 from cellar.planner.offload import logits_bytes, working_bytes
-from cellar.planner.partition import Formats
+from cellar.planner.partition import Formats, padded_heads
 from cellar.planner.placement import placement
 from cellar.planner.plans import Plan
 from cellar.planner.resident import resident_bytes
@@ -24,12 +25,14 @@ def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> Save
     dtype = run_dtype(plan.formats, spec.dtype)
     limits = cost = chunks = None
     steps: tuple[StepShape, ...] = ()
-    if plan.kind == "resident":
-        chunks = _slots(plan)
+    if plan.kind == "resident" or (plan.kind == "partition" and plan.stages == plan.replicas == 1):
+        assert plan.decode is not None
+        chunks = _slots(plan, plan.decode.layout)
         longest = min(spec.max_position, chunks * plan.d.chunk)
         limits = Limits(plan.batch, step_tokens(plan.machine.device.kind), longest)
-        cost = StepPrices(plan.d, plan.machine, plan.formats).cost
-        steps = _shapes(plan, cost)
+        if plan.prefill is not None and plan.prefill.layout == plan.decode.layout:  # one price for steps of both kinds
+            cost = StepPrices(plan.d, plan.machine, plan.formats, plan.decode.layout).cost
+            steps = _shapes(plan, cost)
     return SavedPlan(
         model=model,
         geometry=geometry_of(spec),
@@ -51,14 +54,16 @@ def run_dtype(formats: Formats, dtype: str) -> str:
     return formats.compute if "float32" in (formats.compute, dtype) else dtype
 
 
-def _slots(plan: Plan) -> int:
-    """Chunks of KV that let all sequences of the batch run at once, if there is room for the reserve that the scheduler
-    keeps for decodes when it admits one; without, the last wait for the first.
+def _slots(plan: Plan, layout: Layout) -> int:
+    """Chunks of KV on each chip that let all sequences of the batch run at once, each at its home, if there is room for
+    the reserve that the scheduler keeps for decodes when it admits one; without, the last wait for the first.
     """
-    d, job, batch = plan.d, plan.job, plan.batch
-    held = resident_bytes(d, plan.formats, 1, 1)
-    buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, batch)
-    each = d.layers * d.kv_elements() * plan.formats.kv_bytes * d.chunk
+    job, mesh, batch = plan.job, layout.mesh, -(-plan.batch // layout.mesh.count(layout.batch_axes))
+    d = padded_heads(plan.d, mesh.size)
+    assert d is not None, "its layouts have a price"
+    held = resident_bytes(d, plan.formats, mesh.size, 1)
+    buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, plan.batch)
+    each = d.layers * d.kv_elements() * plan.formats.kv_bytes * d.chunk / mesh.count(layout.kv_axes(d.kv_heads))
     room = int((plan.machine.usable("device") - held - buffers) // each)
     at_once = math.ceil(batch * d.chunks(job.prompt) / (1 - ScheduleConfig().decode_reserve))
     return max(batch * d.chunks(job.prompt + job.generate), min(at_once, room))

@@ -16,7 +16,7 @@ import torch
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.layouts import Layouts
-from cellar.core.messages import StepPlan
+from cellar.core.messages import Placement, StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.models import fingerprint, hub, registry
 from cellar.models.sharding import shard
@@ -44,14 +44,18 @@ class OpenedRanks:
 
 
 def open_ranks(
-    config: EngineConfig, directory: Path | None, layouts: Layouts | None = None, make: MakeRank = ProcessRank
+    config: EngineConfig,
+    directory: Path | None,
+    placement: Placement | None = None,
+    make: MakeRank = ProcessRank,
 ) -> OpenedRanks:
-    """Load a model's shares into `config.device.tensor_parallel_size` ranks, or into those of `layouts`; `directory` as
-    in `open_local`.
+    """Load a model's shares into `config.device.tensor_parallel_size` ranks, or into those of a placement of kind
+    partition, whose layouts they run; `directory` as in `open_local`.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
     """
+    layouts = None if placement is None or placement.partition is None else Layouts.of(placement.partition)
     size = config.device.tensor_parallel_size if layouts is None else layouts.mesh.size
     kind = _kind(config, size, layouts)
     config = config.on(kind)
@@ -83,7 +87,9 @@ def open_ranks(
         for rank in range(size):
             at = f"{meeting}/ranks"
             places.append(TensorPlace(rank, size, at) if layouts is None else LaidPlace(rank, layouts, at))
-        runtime = RankGroup([partial(open_rank, _of_rank(config, p, kind), directory, p) for p in places], make)
+        runtime = RankGroup(
+            [partial(open_rank, _of_rank(config, p, kind), directory, placement, p) for p in places], make
+        )
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
     logger.info("%d ranks are there after %.1f s", size, time.perf_counter() - begin)
@@ -92,12 +98,14 @@ def open_ranks(
     return OpenedRanks(runtime, spec, resolved, content, _together(runtime.memory))
 
 
-def open_rank(config: EngineConfig, directory: Path | None, place: Place) -> Runtime[StepPlan]:
+def open_rank(
+    config: EngineConfig, directory: Path | None, placement: Placement | None, place: Place
+) -> Runtime[StepPlan]:
     """One rank's runtime, in its process or thread."""
     threads = config.device.num_threads
     if threads is not None:
         torch.set_num_threads(threads)  # those that load weights, too
-    return open_local(config, directory, place=place).runtime
+    return open_local(config, directory, placement, place=place).runtime
 
 
 def _kind(config: EngineConfig, size: int, layouts: Layouts | None) -> str:

@@ -396,7 +396,9 @@ def _open(
         raise
     assert runtime.executor is not None
     arena = runtime.executor.arena
-    placed = None if placement is None or offloads else read_back(placement, spec, weights, arena)
+    placed: PlacedBytes | None = None
+    if placement is not None and not offloads:
+        placed = read_back(placement, replace(spec, kv=model.spec.kv), weights, arena)
     report = None if offloaded is None else offloaded.report
     host_kv = runtime.capacity.tiers.get(Tier.HOST, 0) * model.spec.kv.chunk_nbytes()
     memory = memory_use(weights, arena, host_kv, device, before)

@@ -28,9 +28,11 @@ class PlacedBytes:
 
 
 def check_resident(placement: Placement, spec: ModelSpec) -> None:
-    """Raise ConfigError unless all rows of all tensors, all KV and all activations are on the device."""
-    if placement.kind != "resident":
-        raise ConfigError(f"the placement is of kind {placement.kind}, but this runtime runs only resident ones yet.")
+    """Raise ConfigError unless all rows of all tensors, all KV and all activations are on the device; `spec` is what a
+    rank stores, if there are several.
+    """
+    if placement.kind == "offload":
+        raise ConfigError("the placement is of kind offload, but this runtime runs only resident ones yet.")
     places = {placement.kv_device, placement.activation_device, *(part.device for part in placement.weights)}
     places |= {part.device for part in (*placement.kv, *placement.activations)}
     if places != {DEVICE}:

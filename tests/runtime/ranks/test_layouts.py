@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -13,10 +14,19 @@ import pytest
 
 from cellar.core.config import EngineConfig, ScheduleConfig
 from cellar.core.layouts import Layouts, Mesh
-from cellar.core.messages import FinishReason, Request, SchedulerStats
+from cellar.core.messages import (
+    FinishReason,
+    Partition,
+    Placed,
+    PlacedUnits,
+    Placement,
+    Request,
+    SchedulerStats,
+)
 from cellar.core.sampling import SamplingParams
 from cellar.engine.steps import StepsScheduler, step_engine
 from cellar.models.registry import open_model
+from cellar.models.stored import stored
 from cellar.planner.partition import distinct_layouts
 from cellar.runtime.ranks.group import RankGroup
 from cellar.runtime.ranks.opened import open_ranks
@@ -106,9 +116,20 @@ def alone(path: Path) -> LocalRuntime:
     return open_local(options(path, 2**21), path).runtime
 
 
+def placed(path: Path, layouts: Layouts, chunks: int) -> Placement:
+    """What a plan says of these layouts, with so many chunks on each rank."""
+    raw = json.loads((path / "config.json").read_text())
+    first = stored(open_model(raw, "float32", CHUNK, LONGEST).spec, layouts.mesh, 0)
+    weights = (Placed(name, "device", 0, t.shape[0], "float32") for name, t in first.named_tensors())
+    mesh, a, b = layouts.mesh, layouts.prefill, layouts.decode
+    split = Partition((mesh.x, mesh.y, mesh.z), "", a.gather, a.head_axes, b.gather, b.head_axes)
+    kv = (PlacedUnits("device", chunks, "device"),)
+    return Placement(tuple(weights), "device", "device", "partition", kv, partition=split)
+
+
 @contextmanager
 def ranks_of(path: Path, layouts: Layouts) -> Iterator[RankGroup]:
-    runtime = open_ranks(options(path, 2**20), path, layouts, ThreadRank).runtime
+    runtime = open_ranks(options(path, 2**20), path, placed(path, layouts, CHUNKS), ThreadRank).runtime
     try:
         yield runtime
     finally:
@@ -159,7 +180,7 @@ def some_requests(seed: int, count: int, longest: int, temperature: float = 0.0)
     for k in range(count):
         own = rng.integers(3, 420, rng.integers(1, longest))
         prompt = np.concatenate([prefix[: 40 * (k % 2)], own]).astype(np.int32)
-        most = int(rng.integers(4, 24))
+        most = int(rng.integers(10, 36))
         params = SamplingParams(max_tokens=most, temperature=temperature, seed=k)
         found.append(Request(f"r{k}", prompt, params, frozenset(), most))
     return found
@@ -169,13 +190,16 @@ def check(path: Path, layouts: Layouts) -> SchedulerStats:
     """Few chunks: requests are suspended, and begin again with holes. Twice: the second time finds prefixes."""
     with ranks_of(path, layouts) as ranks:
         homes = ranks.capacity.homes
-        one, many = scheduler_of(alone(path), 40, ROWS, 64), scheduler_of(ranks, 14 * homes, max(ROWS, homes), 64)
-        for seed in (3, 3, 4):
-            requests = some_requests(seed, 9, 70)
+        assert ranks.capacity.num_slots == CHUNKS
+        one, many = scheduler_of(alone(path), 40, ROWS, 64), scheduler_of(ranks, 8 * homes, max(ROWS, 3 * homes), 64)
+        for seed in (3, 3):
+            requests = some_requests(seed, 4 * max(2, homes), 40)
             expected, _ = answers(alone(path), one, requests, frozenset())
             found, stats = answers(ranks, many, requests, frozenset())
             assert found == expected, layouts
         assert stats.prefix_hits > 0
+        assert stats.preemptions > 0
+        assert stats.total_chunks == 8 * homes
         return stats
 
 
@@ -190,8 +214,19 @@ def name(value: object) -> str:
     return f"{mesh.x}{mesh.y}{mesh.z}-" + "-".join(each)
 
 
-@pytest.mark.parametrize(("family", "layouts"), ALL[3::29], ids=name)
+# A few of two ranks; of four in the long test.
+SHORT = [case for case in ALL if case[1].mesh.size == 2][3::31]
+LONG = [case for case in ALL if case[1].mesh.size == 4][5::37]
+
+
+@pytest.mark.parametrize(("family", "layouts"), SHORT, ids=name)
 def test_an_engine_over_layouts_is_one_over_one_device(
     family: str, layouts: Layouts, checkpoints: dict[str, Path]
 ) -> None:
+    check(checkpoints[family], layouts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "layouts"), LONG, ids=name)
+def test_more_layouts(family: str, layouts: Layouts, checkpoints: dict[str, Path]) -> None:
     check(checkpoints[family], layouts)

@@ -1,0 +1,141 @@
+"""A plan for several devices is run by as many processes, or refused in one sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cellar import LLM, SamplingParams
+from cellar.core.config import EngineConfig
+from cellar.core.errors import ConfigError
+from cellar.core.hardware import Device, Measure, Profile
+from cellar.engine.plan import with_plan
+from cellar.models.registry import open_model, read_config
+from cellar.planner.cost import dimensions
+from cellar.planner.machines import Machine, machine, processor
+from cellar.planner.offload import Job
+from cellar.planner.partition import FLOAT32
+from cellar.planner.plans import Plan
+from cellar.planner.resident import resident_plans
+from cellar.planner.saved import load_plan
+from cellar.planner.saving import saved_plan
+from cellar.runtime.ranks.group import RankGroup
+from tests.tiny_checkpoint import write_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = [[5, 6, 7, 8], [9] * 40, [11, 12], list(range(20, 90)), [9] * 40 + [3]]
+
+
+def processors(count: int) -> Machine:
+    """So many processors, joined by the network of some accelerators."""
+    cpu = Device(
+        "cpu",
+        "cpu",
+        Measure(1e9, "bytes", "measured"),
+        Measure(1e10, "bytes/s", "measured"),
+        {"float32": Measure(5e10, "FLOP/s", "measured")},
+        Measure(1e-6, "s", "measured"),
+        1,
+    )
+    one = replace(processor(Profile("some-cpu", (cpu,))), networks=machine("4xh200").networks, per_host=8)
+    return one.with_devices(count)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shape = {"num_key_value_heads": 1, "intermediate_size": 64}
+    return write_checkpoint(tmp_path_factory.mktemp("tiny"), **shape)
+
+
+def planned(tiny: Path, count: int) -> list[Plan]:
+    d = dimensions(open_model(read_config(tiny), "float32", 16).spec)
+    found = resident_plans(d, processors(count), Job(96, 32), (FLOAT32,), batches=(4, 8))
+    return [plan for plan in found if plan.stages == plan.replicas == 1]
+
+
+def saved(plan: Plan, tiny: Path, folder: Path, **split: Any) -> Path:
+    found = saved_plan(plan, open_model(read_config(tiny), "float32", 16).spec, str(tiny))
+    if split:
+        assert found.placement.partition is not None
+        other = replace(found.placement.partition, **split)
+        found = replace(found, placement=replace(found.placement, partition=other))
+    file = folder / "plan.json"
+    file.write_text(found.to_json())
+    return file
+
+
+def test_two_processes_run_a_plan(tiny: Path, tmp_path: Path) -> None:
+    """Attention by batch, for a model that tensor parallelism by heads refuses: one head of K and V for two ranks."""
+    plan = planned(tiny, 2)[-1]
+    assert plan.decode is not None
+    assert plan.decode.layout.attention == "batch"
+    file = saved(plan, tiny, tmp_path)
+    promised = load_plan(file)
+    with LLM(plan=str(file), device="cpu", num_threads=1) as llm:
+        assert isinstance(llm._front.engine.runtime, RankGroup)  # type: ignore[attr-defined]
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.config.schedule.max_num_seqs == plan.batch
+        assert llm.stats().total_chunks == 2 * promised.placement.num_chunks, "what both have adds up"
+    with LLM(str(tiny), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+
+
+def test_every_plan_for_several_devices_says_what_runs(tiny: Path, tmp_path: Path) -> None:
+    """As many chunks on each as the batch needs at its homes, and the options that it decides."""
+    for count in (2, 4):
+        for plan in planned(tiny, count):
+            assert plan.decode is not None
+            file = saved(plan, tiny, tmp_path)
+            config, found = with_plan(EngineConfig.of(plan=str(file)))
+            assert found is not None
+            assert found.limits is not None
+            homes = plan.decode.layout.mesh.count(plan.decode.layout.batch_axes)
+            assert found.placement.num_chunks >= -(-plan.batch // homes) * (128 // 16)
+            assert config.schedule.max_num_seqs == plan.batch
+
+
+@pytest.mark.parametrize(
+    ("split", "sentence"),
+    [
+        (
+            {"prefill_gather": "", "prefill_heads": "zyx", "decode_gather": "", "decode_heads": ""},
+            "prompts as .* heads and decodes as .* batch, between which K and V would move; what runs are layouts that",
+        ),
+        ({"mesh": (64, 1, 1)}, "hidden size of 32 has no equal shares for 64 chips; take a divisor"),
+    ],
+    ids=["moves", "shape"],
+)
+def test_layouts_that_do_not_run_are_named(tiny: Path, tmp_path: Path, split: dict[str, Any], sentence: str) -> None:
+    file = saved(planned(tiny, 2)[-1], tiny, tmp_path, **split)
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(plan=str(file), device="cpu", num_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size is 4, but the plan .* is for 2 devices; leave"),
+        ({"kv_offloading_size": 0.1}, "kv_offloading_size does not work on several ranks yet, but the plan is for 2"),
+        ({"max_num_seqs": 3}, "max_num_seqs is 3, but the plan"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_with_it(tiny: Path, tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
+    file = saved(planned(tiny, 2)[-1], tiny, tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        LLM(plan=str(file), device="cpu", num_threads=1, **options)
+
+
+def test_plans_with_stages_or_copies_are_named(tiny: Path, tmp_path: Path) -> None:
+    d = dimensions(open_model(read_config(tiny), "float32", 16).spec)
+    every = resident_plans(d, processors(4), Job(96, 32), (FLOAT32,), batches=(8,))
+    refused = [plan for plan in every if plan.kind == "partition" and plan.stages * plan.replicas > 1]
+    assert {(plan.stages, plan.replicas) for plan in refused} >= {(2, 1), (1, 2)}
+    for plan in refused:
+        file = saved(plan, tiny, tmp_path)
+        with pytest.raises(ConfigError, match="runs only plans whose weights stay on one device or lie over several"):
+            with_plan(EngineConfig.of(plan=str(file)))
