@@ -290,9 +290,9 @@ def test_the_block_schedule_loads_a_layer_once_for_all_batches(
 
     passing = Forward.passed
 
-    def seen(self: Forward, batches: Any, pace: Any) -> Any:
+    def seen(self: Forward, batches: Any, *rest: Any) -> Any:
         computed.append(len(batches))
-        return passing(self, batches, pace)
+        return passing(self, batches, *rest)
 
     monkeypatch.setattr(WeightRing, "take", counted)
     monkeypatch.setattr(Forward, "passed", seen)
