@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -343,6 +345,34 @@ def test_the_watchdog_leaves_others_alone() -> None:
     dog.seconds = SECONDS
     time.sleep(0.5)  # nothing is left over for this thread
     assert dog.run(lambda: 1) == 1
+
+
+INTERRUPTED_THEN_PROFILED = """
+import sys
+from cellar.cells.watchdog import TookTooLongError, Watchdog
+
+def endless():
+    while True:
+        pass
+
+def plain():
+    pass
+
+try:
+    Watchdog(0.1).run(endless)
+except TookTooLongError:
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(event))
+    plain()
+    sys.setprofile(None)
+    print(calls[:2])
+"""
+
+
+def test_the_interpreter_has_nothing_pending_after_an_interruption() -> None:
+    """Else all threads look for it at each call, which a profiler shows: the first call never ends."""
+    made = subprocess.run([sys.executable, "-c", INTERRUPTED_THEN_PROFILED], capture_output=True, timeout=SECONDS)
+    assert made.stdout.split() == [b"['call',", b"'return']"], made.stderr
 
 
 @pytest.mark.parametrize(
