@@ -65,8 +65,8 @@ def tensor_map(
     raw = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
     # The driver wants it on a multiple of 64.
     made = TensorMap.from_buffer(raw, -ctypes.addressof(raw) % 64)
-    _check(
-        _loaded().cuTensorMapEncodeTiled(
+    check(
+        loaded().cuTensorMapEncodeTiled(
             ctypes.byref(made),
             _DTYPES[dtype],
             rank,
@@ -90,16 +90,16 @@ class Function:
     def __init__(self, cubin: bytes, name: str, threads: int, shared: int, cluster: int) -> None:
         self._threads, self._shared, self._cluster = threads, shared, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-        driver = _loaded()
-        _check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
-        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
-        _check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
+        driver = loaded()
+        check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
+        check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
+        check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
 
     def clusters_at_once(self) -> int:
         """How many clusters the device runs side by side."""
         config, _attributes = self._config(self._cluster, 0, dependent=False, cluster=True)
         count = ctypes.c_int()
-        _check(_loaded().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
+        check(loaded().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config)))
         return count.value
 
     def launch(self, clusters: int, arguments: Sequence[Argument], stream: int, *, dependent: bool) -> None:
@@ -108,7 +108,7 @@ class Function:
             clusters * self._cluster, stream, dependent=dependent, cluster=self._cluster > 1
         )
         pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(a) for a in arguments))
-        _check(_loaded().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
+        check(loaded().cuLaunchKernelEx(ctypes.byref(config), self._function, pointers, None))
 
     def _config(
         self, blocks: int, stream: int, *, dependent: bool, cluster: bool
@@ -130,14 +130,16 @@ class Function:
         return config, attributes
 
 
-def _check(code: int) -> None:
+def check(code: int) -> None:
+    """Raise DeviceError with the driver's words if a call of it failed."""
     if code:
         text = ctypes.c_char_p()
-        _loaded().cuGetErrorString(code, ctypes.byref(text))
+        loaded().cuGetErrorString(code, ctypes.byref(text))
         raise DeviceError(f"CUDA's driver: {(text.value or b'unknown error').decode()} ({code}).")
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """The driver. Raises DeviceError if there is none."""
     driver = _driver()
     if driver is None:
         raise DeviceError("CUDA's driver cannot be loaded, but a kernel wants it; install it or run on the CPU.")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cellar.core.errors import DeviceError
 from cellar.models.model import Comm
+from cellar.ops.peers import PeerBoxes, sum_of_peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -53,18 +54,29 @@ class GroupComm:
     its company. Here parts are gathered, or exchanged, and added in the order of ranks, in float32: the same bits on
     all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
     large one, as an all-reduce does. `widths`: own columns of a gather -> those of all ranks, where they are unequal.
-    Raises DeviceError if another rank has gone.
+    `boxes`: how small sums go between GPUs that reach each other's memory. Raises DeviceError if another rank has gone.
     """
 
-    def __init__(self, group: Any, rank: int, size: int, widths: Mapping[int, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        rank: int,
+        size: int,
+        widths: Mapping[int, Sequence[int]] | None = None,
+        boxes: PeerBoxes | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.count = 0
         self._group = group
         self._widths = dict(widths or {})
+        self._boxes = boxes
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""
+        if self._boxes is not None and self._boxes.take(x):
+            self.count += 1
+            return sum_of_peers(x, self._boxes)
         if self.size == 2 or x.nbytes <= ONE_SHOT_NBYTES:
             return added(self._gathered(x)).to(x.dtype)
         each = -(-x.numel() // self.size)
@@ -119,9 +131,10 @@ def nccl_comm(
     size: int,
     widths: Mapping[int, Sequence[int]] | None = None,
     patience: float = 1800.0,
+    boxes: PeerBoxes | None = None,
 ) -> GroupComm:
     """Ranks in processes of this machine, on GPUs: rank r on the current device of its process."""
-    return GroupComm(nccl_group(store, rank, size, patience), rank, size, widths)
+    return GroupComm(nccl_group(store, rank, size, patience), rank, size, widths, boxes)
 
 
 def gloo_group(store: Store, rank: int, size: int, patience: float = 1800.0) -> Any:

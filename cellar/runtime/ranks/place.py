@@ -20,6 +20,7 @@ from cellar.models.views import laid_spec
 from cellar.runtime.memory import human
 from cellar.runtime.ranks.axes import AxisCollectives, groups_of
 from cellar.runtime.ranks.comm import RankComm, RankLink, gloo_comm, gloo_group, nccl_comm, nccl_group
+from cellar.runtime.ranks.peers import meet
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class TensorPlace:
             return gloo_comm(store, self.rank, self.size, widths)
         torch.cuda.set_device(device)
         _prepare_nccl(self.size)
-        return nccl_comm(store, self.rank, self.size, widths)
+        return nccl_comm(store, self.rank, self.size, widths, boxes=meet(store, self.rank, self.size, device))
 
 
 @dataclass(frozen=True, slots=True)

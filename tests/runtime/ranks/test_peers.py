@@ -1,0 +1,63 @@
+"""Ranks that look whether each reaches the others' memory agree on what they do then."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cellar.core.errors import DeviceError
+from cellar.ops.peers import PeerBoxes
+from cellar.runtime.ranks import peers
+
+SIZE = 3
+
+
+def met(path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> list[PeerBoxes | None]:
+    """What each rank gets; `fails`: what rank 1 cannot do."""
+    from torch._C._distributed_c10d import FileStore
+
+    def shared_memory(nbytes: int) -> SimpleNamespace:
+        rank = int(threading.current_thread().name)
+        if (fails, rank) == ("share", 1):
+            raise DeviceError("out of memory")
+        return SimpleNamespace(address=1000 * rank, handle=bytes([rank]) * 64)
+
+    def opened(handle: bytes) -> int:
+        if (fails, threading.current_thread().name) == ("open", "1"):
+            raise DeviceError("peer access is not supported")
+        return 1000 * handle[0] + 1
+
+    monkeypatch.setattr(peers.shared, "SharedMemory", shared_memory)
+    monkeypatch.setattr(peers.shared, "opened", opened)
+    monkeypatch.setattr(peers, "driver_available", lambda: True)
+    monkeypatch.setattr(peers, "triton_available", lambda: True)
+    found: list[PeerBoxes | None] = [None] * SIZE
+
+    def run(rank: int) -> None:
+        found[rank] = peers.meet(FileStore(str(path / "store"), SIZE), rank, SIZE, torch.device("cpu"))
+
+    threads = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(SIZE)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return found
+
+
+def test_all_that_reach_each_other_have_every_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, boxes in enumerate(met(tmp_path, "", monkeypatch)):
+        assert boxes is not None
+        assert (boxes.rank, boxes.size) == (rank, SIZE)
+        assert boxes.addresses.tolist() == [1000 * r + (r != rank) for r in range(SIZE)]
+        assert not boxes.take(torch.empty(boxes.nbytes + 1, dtype=torch.uint8))
+        assert boxes.take(torch.empty(boxes.nbytes, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("fails", ["share", "open"])
+def test_where_one_cannot_nobody_does(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert met(tmp_path, fails, monkeypatch) == [None] * SIZE
