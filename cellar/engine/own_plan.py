@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 MEASURED_NBYTES = 2**26
 """What is read to measure a processor's rates: more than its caches hold."""
 
+MEASURED_NBYTES_OF_A_HOST = 2**29
+"""The same for a machine with an accelerator, whose processor has large caches."""
+
 MEASURED_SECONDS = 0.05
 """For each of them."""
 
@@ -96,21 +99,21 @@ def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits)
 
 
 def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
-    """A processor's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why).
-
-    Those of a GPU are an H200's: measuring them at the start has not been tried on one.
+    """The host's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why). A GPU's own
+    are an H200's: they are not what such a pass waits for.
     """
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.rates import measured_disk, measured_rates
 
-    if kind == "gpu":
-        return Rates()
     threads, path = config.device.num_threads, config.offload.disk_path
+    device = resolve_device(config.device.device)
+    nbytes = MEASURED_NBYTES if kind == "cpu" else MEASURED_NBYTES_OF_A_HOST
     with ThreadPoolExecutor(1, "cellar-rates") as thread:
-        found = thread.submit(
-            measured_rates, spec, resolve_device("cpu"), MEASURED_NBYTES, MEASURED_SECONDS, threads
-        ).result()
-    rates = Rates(link=found.link, attention=found.attention, device=found.multiply, flops=found.flops)
+        found = thread.submit(measured_rates, spec, device, nbytes, MEASURED_SECONDS, threads).result()
+    if kind == "cpu":
+        rates = Rates(link=found.link, attention=found.attention, device=found.multiply, flops=found.flops)
+    else:
+        rates = Rates(link=found.link, multiply=found.multiply, attention=found.attention)
     if config.offload.disk:
         rates = replace(rates, disk=measured_disk(None if path is None else Path(path), MEASURED_NBYTES))
     return rates

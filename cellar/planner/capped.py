@@ -42,6 +42,12 @@ KV_SHARE = 0.25
 CUT = 2.5
 """How much more than of whole matrices a step's activations take where matrices are cut."""
 
+BATCH_TOKENS = 8192
+"""Tokens of a pass that an accelerator computes at a time, if sequences are short enough: activations stay small."""
+
+MOST_BATCHES = 16
+"""Of a pass: each is a launch of everything."""
+
 LIBRARIES = 3 * 2**28
 """Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
 
@@ -101,7 +107,7 @@ def capped_plan(
     rates, job = rates or Rates(), job or longest(limits)
     best = _best(spec, room, limits, rates, job, latency, order)
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
-    place = best.away.kv_place
+    place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)
     chunks = kv // spec.kv.chunk_nbytes()
     # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest.
     left = division.warm * rates.multiply / (rates.multiply + rates.link) if room.kind != "cpu" else 0.0
@@ -119,7 +125,7 @@ def capped_plan(
         "offload",
         (PlacedUnits(place, chunks, place),),
         (PlacedUnits("device", limits.max_num_seqs, "device"),),
-        BlockSchedule(limits.max_num_seqs, 1, order),
+        BlockSchedule(batch, -(-limits.max_num_seqs // batch), order),
     )
     said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
     seconds = predicted_pass(spec, limits, rates, best.away, best.count)
@@ -333,14 +339,27 @@ def _kv_nbytes(spec: ModelSpec, room: Room) -> int:
     return int(room.device * KV_SHARE) if room.kv is None else room.kv
 
 
+def _sequences_at_a_time(limits: Limits, kind: str) -> int:
+    """Sequences of a GPU batch (FlexGen §4.2): all of them, unless a pass has more tokens than `BATCH_TOKENS`."""
+    most, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
+    if kind == "cpu" or tokens <= BATCH_TOKENS:
+        return most
+    return min(most, max(1, -(-most // MOST_BATCHES), BATCH_TOKENS // limits.max_model_len))
+
+
 def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
     """A step's activations and logits. On an accelerator the products of a cut matrix stand there twice, side by side
     and put together; its allocator keeps what it had, and the choice of tokens has tensors as large as the logits.
+    Between layers the hidden rows of all GPU batches are there, and in the end all of them once more, side by side.
     """
     d, elements = dimensions(spec), 2 if spec.dtype == "float32" else 1
-    working = working_bytes(d, limits.max_num_batched_tokens) * elements
+    tokens, between = limits.max_num_batched_tokens, 0
+    if (batch := _sequences_at_a_time(limits, kind)) < limits.max_num_seqs:
+        between = 4 * tokens * d.embed * 2 * elements
+        tokens = min(tokens, batch * limits.max_model_len)
+    working = working_bytes(d, tokens) * elements
     logits = logits_bytes(d, limits.max_num_seqs)
-    return math.ceil(working + logits if kind == "cpu" else CUT * working + 6 * logits + LIBRARIES)
+    return math.ceil(working + logits if kind == "cpu" else CUT * working + between + 6 * logits + LIBRARIES)
 
 
 def _aligned(nbytes: int) -> int:

@@ -29,8 +29,7 @@ class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory, of the disk; and the FLOP/s of the device's products.
 
-    Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU, until that has
-    been compared with the resident engine on a GPU.
+    Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU.
     """
 
     link: float = 50e9

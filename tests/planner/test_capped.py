@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cellar.models.registry import open_model
+from cellar.core.messages import BlockSchedule, Placement
+from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
 from cellar.planner.passes import Away, Rates, predicted_pass
 from cellar.planner.saved import Limits
@@ -54,3 +55,18 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
                 (part.stop - part.start) * tensors[part.tensor].nbytes // tensors[part.tensor].shape[0]
             )
     assert nbytes["host"] / sum(nbytes.values()) == pytest.approx(84 / 134, abs=0.03)
+
+
+def test_a_pass_of_many_tokens_goes_in_gpu_batches() -> None:
+    """OPT-30B in 16 GiB with 78 prompts of 512 tokens at once (FlexGen's setting): activations of a few prompts."""
+    spec = open_model(shipped_config("opt-30b"), "float16", 32, 544).spec
+    room = Room(16 * 2**30, 110 * 2**30, 0, None, "gpu")
+    whole = capped_plan(spec, room, Limits(78, 8192, 544), model="m", machine="any").placement
+    cut = capped_plan(spec, room, Limits(78, 78 * 512, 544), model="m", machine="any").placement
+    assert whole.block == BlockSchedule(78, 1, "zigzag")
+    assert cut.block == BlockSchedule(15, 6, "zigzag")
+
+    def on_device(placement: Placement) -> int:
+        return sum(part.stop - part.start for part in placement.weights if part.device == "device")
+
+    assert on_device(cut) > 0.6 * on_device(whole)
