@@ -49,7 +49,8 @@ class Link:
     """The way from one tier to the device. Loads come in the order in which they were ordered, or nearly so.
 
     A load's seconds count from when it was ordered, or from when the one before it came: what several threads copy at
-    a time is then as fast as it helps. Times are of the caller's clock.
+    a time is then as fast as it helps. They are no more than what the copy says of itself: its result may have lain
+    there until a step ended. Times are of the caller's clock.
     """
 
     def __init__(self) -> None:
@@ -71,11 +72,11 @@ class Link:
         """A load of `count` chunks was ordered."""
         self._ahead[batch] = count, now
 
-    def came(self, batch: int, works: bool, now: float) -> None:
-        """Its result has come; what brought nothing says nothing of how long it takes."""
+    def came(self, batch: int, works: bool, now: float, seconds: float = math.inf) -> None:
+        """Its result has come, of a copy that took `seconds`; if it brought nothing, it says nothing of that."""
         count, ordered = self._ahead.pop(batch)
         if works:
-            self._line.add(count, max(0.0, now - max(ordered, self._last)))
+            self._line.add(count, max(0.0, min(seconds, now - max(ordered, self._last))))
         self._last = max(now, self._last)
 
     def seconds(self, count: int) -> float:

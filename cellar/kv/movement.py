@@ -8,6 +8,7 @@ copy reads or writes is pinned until its result comes, whoever ends meanwhile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -270,7 +271,9 @@ class Movement:
         source, target = shelves.pools[moving.source], shelves.pools[moving.target]
         self._count(moving, result)
         if moving.target == 0:
-            self.links[moving.source].came(result.number, bool(result.ok.any()), self._now if now is None else now)
+            when = self._now if now is None else now
+            copied = result.seconds or math.inf  # 0: not told
+            self.links[moving.source].came(result.number, bool(result.ok.any()), when, copied)
         source.pins[batch.source_slots] -= 1
         target.pins[batch.target_slots] -= 1
         ok, chunks = np.asarray(result.ok, np.bool_), moving.chunks

@@ -184,6 +184,17 @@ def test_queue_counts_what_was_ordered_and_a_late_load_takes_as_long_again() -> 
     assert made.wait(20.0) == pytest.approx(2.0, rel=0.5)
 
 
+def test_result_that_waited_for_a_step_does_not_make_its_link_slow() -> None:
+    made = Link()
+    for k, (count, when) in enumerate(((8, 1.0), (2, 2.0), (5, 3.0))):
+        made.ordered(k, count, when - 0.9)
+        made.came(k, True, when, seconds=0.01 * count)
+    assert made.rate() == pytest.approx((0.0, 0.01), abs=1e-9)
+    made.ordered(3, 4, 5.0)
+    made.came(3, True, 5.02, seconds=0.08)
+    assert made.seconds(4) < 0.04, "another thread copied most of it while the one before came"
+
+
 def test_seconds_of_prompts_are_those_beyond_a_step_of_decodes() -> None:
     made = Recovery("faster", {1: 10.0, 1024: 10.0})
     assert made.seconds_per_cost is None
