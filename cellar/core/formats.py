@@ -18,7 +18,7 @@ class Format:
     `group` neighbours along the input dimension share a scale (0: all of a row), in each of `rows` neighbouring rows
     together (1: every row has its own, 0: the matrix has one). `zero_points`: each group has an offset, too.
     `layout`: how a checkpoint lays it out, for its reader (`models/quantized.py`): its name, and what else is promised.
-    `activations`: int8 if the numbers of each token are rounded to that before they are multiplied
+    `activations`: int8 or fp8 (e4m3) if the numbers of each token are rounded to that before they are multiplied
     (`quant/activations.py`); empty: they keep the dtype of the run.
     """
 

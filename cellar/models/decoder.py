@@ -202,7 +202,7 @@ class Decoder:
         tensors, comm = plain(weights), ctx.comm
         attended = points.returned(attended, comm)
         delta = points.summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
-        x, residual = points.norm_gated_linear(
+        fed, residual = points.norm_feed_forward(
             residual,
             delta,
             tensors["post_norm"],
@@ -210,9 +210,11 @@ class Decoder:
             weights["gate_up"],
             tensors.get("gate_up_bias"),
             self._activation,
+            weights["down"],
+            tensors.get("down_bias"),
             comm,
         )
-        return Hidden(residual, points.summed(linear(x, weights["down"], tensors.get("down_bias")), comm))
+        return Hidden(residual, points.summed(fed, comm))
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, if there is one: [n, hidden]."""

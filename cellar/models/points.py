@@ -89,6 +89,25 @@ def norm_gated_linear(
     return gated_linear(x, weight, bias, kind, comm), total
 
 
+def norm_feed_forward(
+    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    kind: str,
+    down: Weight,
+    down_bias: Tensor | None,
+    comm: Comm | None,
+) -> tuple[Tensor, Tensor]:
+    """-> ((act(gate) * up) D^T + d, residual + delta), gate and up as in `norm_gated_linear`: of a rank its part."""
+    if not isinstance(comm, Laid):
+        return fused.norm_feed_forward(residual, delta, norm, eps, weight, bias, kind, down, down_bias)
+    x, total = norm_gated_linear(residual, delta, norm, eps, weight, bias, kind, comm)
+    return linear(x, down, down_bias), total
+
+
 def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, comm: Comm | None) -> Tensor:
     """act(x W^T + b): [tokens, E] -> [tokens, F]."""
     h = linear(x, weight, bias)

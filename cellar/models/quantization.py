@@ -14,10 +14,15 @@ from cellar.quant.config import Scheme
 _ON_LOADING = {
     "int4": (Format("int4", 64, zero_points=True), Format("int4", 32, zero_points=True)),
     "int8": (Format("int8"),),
-    "fp8": (Format("fp8"),),
+    "fp8": (Format("fp8", activations="fp8"),),
     "w8a8": (Format("int8", activations="int8"),),
 }
-_HEAD = {"int4": Format("int8"), "int8": Format("int8"), "fp8": Format("fp8"), "w8a8": Format("int8")}
+_HEAD = {
+    "int4": Format("int8"),
+    "int8": Format("int8"),
+    "fp8": Format("fp8", activations="fp8"),
+    "w8a8": Format("int8"),
+}
 
 
 def is_linear(tensor: TensorSpec) -> bool:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
 
+# Instructions of NVIDIA's that a kernel may be compiled with, and the compute capability that has them.
+_SINCE = {"PTX": 80, "E4M3": 89}
+
+
 @dataclass(frozen=True, slots=True)
 class CompileJob:
     """One kernel for one device: `key` is equal for launches that the compiler does not tell apart.
@@ -80,17 +84,18 @@ def _job(launch: Launch, target: GPUTarget, backend: Any) -> CompileJob:
 def on_target(kwargs: Mapping[str, Any], target: GPUTarget) -> dict[str, Any]:
     """Keywords of a launch that was noted on the meta device, as they are on the target.
 
-    PDL: see `dependent_launch`. PTX: whether the kernel may have NVIDIA's instructions (sm_80 and later).
+    PDL: see `dependent_launch`. PTX, E4M3: whether the kernel may have NVIDIA's instructions (sm_80 and later), and
+    those that make e4m3 (sm_89 and later).
     """
-    if "PDL" not in kwargs and "PTX" not in kwargs:
+    if not {"PDL", *_SINCE}.intersection(kwargs):
         return dict(kwargs)
     is_cuda = target.backend == "cuda"
     dependent = is_cuda and target.arch >= 90
     there: dict[str, Any] = {}
     for name, value in kwargs.items():  # in the order of the launch, which Triton's own cache tells apart
         there[name] = dependent if name == "PDL" else value
-        if name == "PTX":
-            there[name] = value and is_cuda and target.arch >= 80
+        if name in _SINCE:
+            there[name] = value and is_cuda and target.arch >= _SINCE[name]
         if name == "PDL" and dependent:
             there["launch_pdl"] = True
     return there

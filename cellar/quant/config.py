@@ -6,8 +6,8 @@
     compressed-tensors  4 and 8 bits, e4m3; targets and exceptions by name and regular expression
     mxfp4               e2m1 with a power of two for every 32
 
-Activations stay in the run's dtype, whatever a config says of them, but for those of int8 that are rounded token by
-token as they come, which a CPU multiplies in 8 bits. The KV cache is an option.
+Activations that a config wants in 8 bits are rounded by the range that each token has as it comes (decisions 0053 and
+0056), where weights have 8 bits of the same kind; else they stay in the run's dtype. The KV cache is an option.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _fp8(fields: _Fields) -> Scheme:
     fields.one_of("fmt", "e4m3", "e4m3")
     block = fields.get("weight_block_size")
     if block is None:
-        format = Format("fp8", rows=0, layout="fp8")
+        format = Format("fp8", rows=0, layout="fp8", activations="fp8")
     elif block == [128, 128]:
-        format = Format("fp8", 128, rows=128, layout="fp8_blocks")
+        format = Format("fp8", 128, rows=128, layout="fp8_blocks", activations="fp8")
     else:
         raise fields.refusal("weight_block_size", "it must be [128, 128], or missing")
     fields.one_of("activation_scheme", "dynamic", "dynamic", "static")
@@ -227,20 +227,33 @@ def _compressed(group: _Fields, stored: Any) -> Format:
         if layout != "packed" or not size:
             raise weights.refusal("actorder", "only packed weights with groups have an order of columns")
         layout += " ordered"
-    dynamic = _rounds_tokens(group) and name == "int8" and not size and not zeros
-    return Format(name, size, rows, zeros, layout, "int8" if dynamic else "")
+    inputs = _inputs(group)
+    rounds = (
+        (name == "int8" and not size and not zeros and inputs == ("int", "token"))
+        or (name == "fp8" and not size and inputs in (("float", "token"), ("float", "tensor")))
+        or (name == "fp8" and size == rows == 128 and inputs == ("float", "group"))
+    )
+    return Format(name, size, rows, zeros, layout, name if rounds else "")
 
 
-def _rounds_tokens(group: _Fields) -> bool:
-    """True if activations are to be int8 without zero points, each token by its own range as it comes."""
+def _inputs(group: _Fields) -> tuple[str, str] | None:
+    """Type and strategy of activations that are to have 8 bits without zero points, each token by its own range as it
+    comes; floats also where a scale for all tokens was measured. None for what else there is.
+    """
     if group.get("input_activations") is None:
-        return False
+        return None
     inputs = group.inner("input_activations")
-    by_token, dynamic = inputs.get("strategy") == "token", inputs.one_of("dynamic", False, False, True, "local")
-    if by_token and not dynamic:
+    strategy, dynamic = inputs.get("strategy"), inputs.one_of("dynamic", False, False, True, "local")
+    if strategy == "token" and not dynamic:
         raise inputs.refusal("dynamic", "strategy 'token' knows its scales when tokens come only; it must be true")
-    kind = inputs.get("type", "int"), inputs.get("num_bits", 8), inputs.get("symmetric", True)
-    return by_token and dynamic is True and kind == ("int", 8, True)
+    kind = inputs.get("type", "int")
+    if (inputs.get("num_bits", 8), inputs.get("symmetric", True)) != (8, True):
+        return None
+    if strategy == "group" and inputs.get("group_size") != 128:
+        return None
+    if dynamic is not True and (kind, strategy) != ("float", "tensor"):
+        return None
+    return str(kind), str(strategy)
 
 
 def _matches(pattern: str, module: str) -> bool:

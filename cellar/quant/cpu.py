@@ -11,7 +11,7 @@ from torch.nn import functional
 from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
 from cellar.ops.cpu.launch import kernel
 from cellar.ops.linear.onednn import onednn_packs
-from cellar.quant.activations import token_codes
+from cellar.quant.activations import rounded, token_codes
 from cellar.quant.matrix import Quantized
 
 # Numbers that a thread takes per turn.
@@ -43,7 +43,9 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
     tokens, rows = x.shape[0], matrix.shape[0]
     if not tokens or not rows:
         return x.new_empty((tokens, rows))
-    if matrix.format.activations:
+    if matrix.format.activations == "fp8":
+        x = rounded(x, matrix.format).to(x.dtype)
+    if matrix.format.activations == "int8":
         codes, scales = token_codes(x)
         out = _summed(codes.float(), matrix).mul_(scales)
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):

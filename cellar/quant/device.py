@@ -11,6 +11,8 @@ from torch import Tensor
 from cellar.ops.linear.choice import Shape
 from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.room import room_of
+from cellar.quant.activations import rounded
+from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, default_choice
 from cellar.quant.matrix import Quantized, dequantized, in_order
 from cellar.quant.packed import Packed, packed, packs, unpacked
@@ -26,7 +28,7 @@ _MOST_ACROSS = 4
 class PackedWeight(LinearWeight):
     """A quantized matrix in the kernels' form. `order`: its columns as those of x, None where they lie so already.
 
-    Activations keep the run's dtype, as on the CPU.
+    Activations keep the run's dtype, but for those that the format rounds to 8 bits.
     """
 
     __slots__ = ("arrivals", "choice", "matrix", "order")
@@ -56,6 +58,8 @@ class PackedWeight(LinearWeight):
             return x.new_empty((0, self.out_features))
         if self.order is not None:
             x = x[:, self.order]
+        if self.matrix.format.activations:
+            x = rounded(x, self.matrix.format).to(x.dtype)
         return multiply_packed(x, self.matrix, bias, self.kernel(x), self.arrivals)
 
     def dense(self) -> Tensor:
@@ -83,6 +87,8 @@ def on_device(weight: LinearWeight, choice_of: ChoiceOf = lambda shape: None) ->
     """
     if isinstance(weight, StackedWeight):
         return StackedWeight([on_device(part, choice_of) for part in weight.parts])
+    if isinstance(weight, QuantizedWeight) and multiplies_bytes(weight.matrix):
+        return ByteWeight(weight.matrix)
     if not isinstance(weight, QuantizedWeight) or not packs(weight.matrix):
         return weight
     format = weight.matrix.format

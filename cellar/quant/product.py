@@ -11,6 +11,7 @@ from torch.nn import functional
 from cellar.core.formats import Format
 from cellar.ops.registry import Case, Op, Variant
 from cellar.quant.activations import rounded
+from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.choice import default_choice
 from cellar.quant.cpu import quantized_linear_cpu, takes
 from cellar.quant.int8 import Int8Weight, int8_multiplies
@@ -33,7 +34,7 @@ def quantized_linear_definition(x: Tensor, matrix: Quantized, bias: Tensor | Non
     Where the format rounds activations, x is rounded first.
     """
     out_features, columns = matrix.shape
-    wide = rounded(x) if matrix.format.activations else x.float()
+    wide = rounded(x, matrix.format) if matrix.format.activations else x.float()
     out = wide.new_empty((x.shape[0], out_features))
     step = max(1, _ELEMENTS // max(1, columns))
     if matrix.format.rows > 1:
@@ -50,8 +51,17 @@ def quantized_linear_kernel(x: Tensor, matrix: Quantized, bias: Tensor | None = 
     """`quantized_linear`, the matrix put into the kernels' form at each call; weights keep it (`device.py`)."""
     choice = default_choice(matrix.format, *matrix.shape)
     if matrix.format.activations:
-        x = rounded(x).to(x.dtype)
+        x = rounded(x, matrix.format).to(x.dtype)
     return multiply_packed(x, packed(matrix), bias, choice.at(x.shape[0]))
+
+
+def quantized_linear_hopper(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` of e4m3 by e4m3 on tensor cores; weights keep the form (`fp8.py`)."""
+    return ByteWeight(matrix).multiply(x, bias)
+
+
+def _is_fp8(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    return x.dtype == torch.bfloat16 and multiplies_bytes(matrix)
 
 
 def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
@@ -88,6 +98,7 @@ _OP = Op(
     "quantized_linear",
     quantized_linear_definition,
     (
+        Variant("hopper", quantized_linear_hopper, _is_fp8),
         Variant("triton", quantized_linear_kernel, _is_packed),
         Variant("cpu", quantized_linear_cpu, takes),
         Variant("cpu", quantized_linear_int8, _is_int8),
@@ -109,6 +120,10 @@ _OP = Op(
         _case(Format("int8", activations="int8"), 1, 70, 96, bias=True),
         _case(Format("int8", activations="int8"), 3, 33, 41),
         _case(Format("int8", rows=0, activations="int8"), 19, 40, 320),
+        _case(Format("fp8", activations="fp8"), 1, 48, 160, bias=True),
+        _case(Format("fp8", rows=0, activations="fp8"), 20, 64, 272),
+        _case(Format("fp8", 128, rows=128, activations="fp8"), 5, 208, 384, bias=True),
+        _case(Format("fp8", 128, rows=128, activations="fp8"), 40, 128, 640),
     ),
 )
 

@@ -387,6 +387,8 @@ inline void clear_shared(u32 to) { std::memset(emulated::bytes_at(to, 16), 0, 16
 inline void load_shared(u32 from, u32 (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
+inline void load_once(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
+inline void load_global(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
 inline void store_global(void* to, const u32 (&x)[4]) { std::memcpy(to, x, 16); }
 inline void store_global(void* to, const u32 (&x)[2]) { std::memcpy(to, x, 8); }
 inline void store_global(void* to, const float (&x)[4]) { std::memcpy(to, x, 16); }
@@ -573,6 +575,43 @@ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
             for (int i = 0; i < 4; ++i) {
                 float x = static_cast<Mine*>(all[lane])->sum[i];
                 for (int k = 0; k < 16; ++k) x += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
+                static_cast<Mine*>(all[lane])->sum[i] = x;
+            }
+        }
+    });
+}
+
+inline float e4m3(u32 code) {
+    const int exponent = code >> 3 & 15, mantissa = code & 7;
+    const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(1.0f * mantissa, -9);
+    return code & 128 ? -size : size;
+}
+
+template <typename Sum>
+inline void multiply_bytes(Sum (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    struct Mine {
+        Sum* sum;
+        u32 a[4], b[2];
+    } mine{sum, {a0, a1, a2, a3}, {b0, b1}};
+    emulated::in_warp("multiply_bytes", &mine, [](std::vector<void*>& all) {
+        Sum a[16][32], b[32][8];
+        const auto number = [](u32 code) {
+            return std::is_same<Sum, int>::value ? static_cast<Sum>(static_cast<signed char>(code)) : static_cast<Sum>(e4m3(code));
+        };
+        for (int lane = 0; lane < 32; ++lane) {
+            const Mine* one_ = static_cast<Mine*>(all[lane]);
+            for (int i = 0; i < 4; ++i) {
+                const int k = lane % 4 * 4 + i;
+                for (int part = 0; part < 4; ++part) {
+                    a[lane / 4 + part % 2 * 8][k + part / 2 * 16] = number(one_->a[part] >> (8 * i) & 255);
+                }
+                for (int part = 0; part < 2; ++part) b[k + part * 16][lane / 4] = number(one_->b[part] >> (8 * i) & 255);
+            }
+        }
+        for (int lane = 0; lane < 32; ++lane) {
+            for (int i = 0; i < 4; ++i) {
+                Sum x = static_cast<Mine*>(all[lane])->sum[i];
+                for (int k = 0; k < 32; ++k) x += a[lane / 4 + i / 2 * 8][k] * b[k][lane % 4 * 2 + i % 2];
                 static_cast<Mine*>(all[lane])->sum[i] = x;
             }
         }

@@ -25,6 +25,13 @@ def hopper_available(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0) and driver_available() and compiler_available()
 
 
+def hopper_serves(device: torch.device) -> bool:
+    """The same; of the meta device, where kernels are only listed, what is true of the GPU that is here."""
+    if device.type == "meta" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return hopper_available(device)
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     """How many the GPU has."""

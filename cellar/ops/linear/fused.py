@@ -89,6 +89,47 @@ def norm_gated_linear_kernel(
     return norm_gemv(residual, delta, norm, eps, weight, bias, _SIZES, gate=True)
 
 
+def norm_feed_forward(
+    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    kind: str,
+    down: Weight,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """-> ((act(gate) * up) D^T + d, residual + delta), gate and up as in `norm_gated_linear`; down: D [k, n]."""
+    return as_linear(weight).norm_feed_multiply(residual, delta, norm, eps, bias, kind, as_linear(down), down_bias)
+
+
+def norm_feed_forward_definition(
+    residual: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    weight: Weight,
+    bias: Tensor | None,
+    kind: str,
+    down: Weight,
+    down_bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The parts' definitions, one after another."""
+    x, total = norm_gated_linear_definition(residual, delta, norm, eps, weight, bias, kind)
+    return linear_definition(x, down, down_bias), total
+
+
+def _feed_case(k: int, n: int) -> Case:
+    inner = _case(k, 2 * n, True, True, "silu")
+
+    def make(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+        down = torch.randn((k, n), generator=torch.Generator().manual_seed(n)) / n**0.5
+        return {**inner.make(device, dtype), "down": down.to(dtype).to(device), "down_bias": None}
+
+    return Case(f"{n}x{k}", make)
+
+
 def _case(k: int, n: int, add: bool, bias: bool, kind: str | None = None) -> Case:
     def make(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
         generator = torch.Generator().manual_seed(k + n)
@@ -122,4 +163,5 @@ OPS = (
         (Variant("triton", norm_gated_linear_kernel),),
         (_case(64, 2 * 33, True, False, "silu"), _case(96, 2 * 20, False, True, "silu")),
     ),
+    Op("norm_feed_forward", norm_feed_forward_definition, (), (_feed_case(64, 48),)),
 )

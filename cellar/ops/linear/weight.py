@@ -62,6 +62,21 @@ class LinearWeight(ABC):
         normed, total = add_rms_norm(residual, delta, norm, eps)
         return gated(self.multiply(normed, bias), kind), total
 
+    def norm_feed_multiply(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        bias: Tensor | None,
+        kind: str,
+        down: LinearWeight,
+        down_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`norm_feed_forward` with this weight for gate and up, and `down` behind them."""
+        x, total = self.norm_gated_multiply(residual, delta, norm, eps, bias, kind)
+        return down.multiply(x, down_bias), total
+
 
 class MatrixWeight(LinearWeight):
     """The matrix itself; who comes of it says how it is multiplied."""

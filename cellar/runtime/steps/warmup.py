@@ -34,6 +34,7 @@ from cellar.ops.linear.hopper import wide_source
 from cellar.ops.sampling import choose, forbid, penalize
 from cellar.ops.sampling.triton import score_targets
 from cellar.ops.triton_support import Launch, noted_launches
+from cellar.quant.bytes import ByteWeight
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.graphs import batch_sizes, prompt_sizes
@@ -260,6 +261,8 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype) -> Iterator[CudaJob]:
                 for _, sizes in weight.choice.wide:
                     if sizes is not None:
                         yield _cuda_job(*wide_source(sizes, name == "gate_up", bias, dtype))
+            elif isinstance(weight, ByteWeight) and dtype == torch.bfloat16:
+                yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights))
 
 
 def _cuda_job(source: str, constants: dict[str, int]) -> CudaJob:

@@ -1,0 +1,176 @@
+// Products of a few tokens in 8 bits by a matrix in 8 bits on Hopper: out[m, n] = x[m, k] w[n, k]^T, both with scales.
+// Either both are e4m3, or both int8, whose sums are whole numbers: the same bits in any order.
+//
+// Weights go from memory to registers in the order of the tensor cores' operands, 16 bytes of a row a thread: which
+// columns meet in a product does not matter as long as those of x are the same. The warps of a block have the same rows
+// and take turns along k; their sums meet in shared memory. So nothing waits for another block, and what a block asks
+// for next is on its way while it multiplies, across tiles, and before the kernel in front has ended.
+//
+// Set by the compiler's options: K columns, TOKENS (8 to 64), PIECES of 16 rows in a tile, WARPS, DEPTH turns in flight,
+// RESIDENT blocks of a multiprocessor, GROUPED (a scale for each 128 columns of a token and 128 x 128 of the matrix;
+// else for each token and row), WHOLE (int8), HAS_BIAS, BF16 (else float16).
+
+constexpr int TURN = 128;  // columns that a warp takes at a time
+constexpr int TURNS = (K + TURN - 1) / TURN;
+constexpr int OWN_TURNS = (TURNS + WARPS - 1) / WARPS;  // of a warp in each tile
+constexpr int ROWS = 16 * PIECES;
+constexpr int EIGHTS = TOKENS / 8;
+constexpr int PITCH = ROWS + 4;  // of a token's sums in shared memory: no two threads on the same banks
+constexpr bool EXACT = K % (TURN * WARPS) == 0;
+
+#if WHOLE
+using Sum = int;
+#else
+using Sum = float;
+#endif
+
+static_assert(!(WHOLE && GROUPED));
+static_assert(K % 16 == 0 && TOKENS % 8 == 0 && 128 % ROWS == 0);
+
+struct Weights {
+    u32 of[PIECES][2][2][4];  // 16 rows, 64 columns, eight of those rows: 16 bytes
+};
+
+// What a warp asks for, one turn after another.
+struct Cursor {
+    int tile, turn;
+};
+
+__device__ __forceinline__ void ask(Weights& to, const unsigned char* w, Cursor& at, int warp, int lane, int n, int step) {
+    const int column = (at.turn * WARPS + warp) * TURN + lane % 4 * 16;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int eight = 0; eight < 2; ++eight) {
+                const int wanted = at.tile * ROWS + piece * 16 + eight * 8 + lane / 4, row = wanted < n ? wanted : n - 1;
+                u32(&x)[4] = to.of[piece][half][eight];
+                if (EXACT || column + half * 64 < K) {
+                    load_once(w + static_cast<u64>(row) * K + column + half * 64, x);
+                } else {
+                    x[0] = x[1] = x[2] = x[3] = 0;
+                }
+            }
+        }
+    }
+    if (++at.turn == OWN_TURNS) at.turn = 0, at.tile += step;
+}
+
+__device__ __forceinline__ void multiply_turn(
+    Sum (&sum)[PIECES][EIGHTS][4], const Weights& weights, const unsigned char* x, int column, int lane, int m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+            const int token = eight * 8 + lane / 4, at = column + half * 64 + lane % 4 * 16;
+            u32 b[4] = {0, 0, 0, 0};
+            if (token < m && (EXACT || at < K)) load_global(x + static_cast<u64>(token) * K + at, b);
+#pragma unroll
+            for (int piece = 0; piece < PIECES; ++piece) {
+                const u32(&low)[4] = weights.of[piece][half][0];
+                const u32(&high)[4] = weights.of[piece][half][1];
+                multiply_bytes(sum[piece][eight], low[0], high[0], low[1], high[1], b[0], b[1]);
+                multiply_bytes(sum[piece][eight], low[2], high[2], low[3], high[3], b[2], b[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void clear(Sum (&sum)[PIECES][EIGHTS][4]) {
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[piece][eight][i] = 0;
+        }
+    }
+}
+
+// The warps' sums of a tile, added up, scaled and written.
+__device__ __forceinline__ void finish(
+    const Sum (&sum)[PIECES][EIGHTS][4], const float* x_scales, const float* w_scales, const u16* bias, u16* out,
+    int tile, int m, int n) {
+    Sum* const parts = reinterpret_cast<Sum*>(shared_memory());
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = eight * 8 + lane % 4 * 2 + i % 2, row = piece * 16 + lane / 4 + i / 2 * 8;
+                parts[(warp * TOKENS + token) * PITCH + row] = sum[piece][eight][i];
+            }
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * m; i += WARPS * 32) {
+        const int token = i / ROWS, row = i % ROWS, at = tile * ROWS + row;
+        if (at >= n) continue;
+        Sum all = 0;
+#pragma unroll
+        for (int other = 0; other < WARPS; ++other) all += parts[(other * TOKENS + token) * PITCH + row];
+        float value = static_cast<float>(all);
+        if (!GROUPED) value *= x_scales[token] * w_scales[at];
+        if (HAS_BIAS) value += one(bias[at]);
+        out[static_cast<u64>(token) * n + at] = narrow(value);
+    }
+    __syncthreads();
+}
+
+// x: [m, k], x_scales: [m], or [k / 128, m]; w: [n, k], w_scales: [n], or [n / 128, k / 128] with rows `w_stride` apart.
+// step: how many blocks there are.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_bytes(
+    const unsigned char* x, const float* x_scales, const unsigned char* w, const float* w_scales, const u16* bias,
+    u16* out, int m, int n, int w_stride, int step) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tiles = (n + ROWS - 1) / ROWS;
+    const int first = blockIdx.x;
+    const int total = (tiles - first + step - 1) / step * OWN_TURNS;
+    Weights ring[DEPTH];
+    Cursor next{first, 0};
+#pragma unroll
+    for (int i = 0; i < DEPTH; ++i) {
+        if (i < total) ask(ring[i], w, next, warp, lane, n, step);
+    }
+    wait_for_kernel_in_front();
+    let_next_kernel_start();
+    Sum sum[PIECES][EIGHTS][4];
+    clear(sum);
+    Cursor here{first, 0};
+    for (int begin = 0; begin < total; begin += DEPTH) {
+#pragma unroll
+        for (int i = 0; i < DEPTH; ++i) {
+            if (begin + i >= total) break;
+            const int turn = here.turn * WARPS + warp;
+            if constexpr (GROUPED) {
+                if (EXACT || turn < TURNS) {
+                    Sum part[PIECES][EIGHTS][4];
+                    clear(part);
+                    multiply_turn(part, ring[i], x, turn * TURN, lane, m);
+                    const float by = w_scales[here.tile * ROWS / 128 * w_stride + turn];
+#pragma unroll
+                    for (int j = 0; j < EIGHTS * 2; ++j) {
+                        const int token = j / 2 * 8 + lane % 4 * 2 + j % 2;
+                        const float scale = token < m ? by * x_scales[turn * m + token] : 0.0f;
+#pragma unroll
+                        for (int piece = 0; piece < PIECES; ++piece) {
+                            sum[piece][j / 2][j % 2] += scale * part[piece][j / 2][j % 2];
+                            sum[piece][j / 2][2 + j % 2] += scale * part[piece][j / 2][2 + j % 2];
+                        }
+                    }
+                }
+            } else {
+                multiply_turn(sum, ring[i], x, turn * TURN, lane, m);
+            }
+            if (begin + i + DEPTH < total) ask(ring[i], w, next, warp, lane, n, step);
+            if (++here.turn == OWN_TURNS) {
+                finish(sum, x_scales, w_scales, bias, out, here.tile, m, n);
+                clear(sum);
+                here = {here.tile + step, 0};
+            }
+        }
+    }
+}

@@ -1,0 +1,160 @@
+"""Matrices in 8 bits times tokens in 8 bits on Hopper, e4m3 or int8: both as they lie in memory, on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cellar.core.formats import Format
+from cellar.ops.activation import gated
+from cellar.ops.cuda.hopper import hopper_serves
+from cellar.ops.linear.bytes import TOKENS, bytes_linear, bytes_source
+from cellar.ops.linear.weight import LinearWeight
+from cellar.quant.activations import rounded
+from cellar.quant.byte_choice import Product, default_product
+from cellar.quant.matrix import Quantized, dequantized, quantized
+from cellar.quant.sums import scaled_sums
+from cellar.quant.tokens import byte_tokens, gated_byte_tokens, norm_byte_tokens
+
+_STEP = 16
+"""What the library's product and ours want of both sides of a matrix."""
+
+
+class ByteWeight(LinearWeight):
+    """A matrix of e4m3 or int8, a scale for each row, or for each block of 128 x 128, and tokens of the same kind.
+
+    At every number of tokens the same codes are multiplied; which kernel runs decides the order of sums alone.
+    """
+
+    __slots__ = ("_codes", "_scales", "format")
+
+    def __init__(self, matrix: Quantized) -> None:
+        super().__init__(*matrix.shape)
+        self.format: Format = matrix.format
+        self._codes = matrix.codes.contiguous()
+        self._scales = _scales(matrix)
+
+    @property
+    def nbytes(self) -> int:
+        """Codes and scales."""
+        return self._codes.nbytes + self._scales.numel() * 4
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The tokens are rounded, then multiplied. In other dtypes than bfloat16 by the dequantized matrix."""
+        if x.dtype != torch.bfloat16:
+            out = rounded(x, self.format).to(x.dtype) @ self.dense().to(x.dtype).t()
+            return out if bias is None else out + bias
+        return self._product(*byte_tokens(x, self.format.activations, self.format.group), bias)
+
+    def norm_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add, norm and rounding in one launch."""
+        if residual.dtype != torch.bfloat16:
+            return super().norm_multiply(residual, delta, norm, eps, bias)
+        kind = self.format.activations, self.format.group
+        codes, scales, total = norm_byte_tokens(residual, delta, norm, eps, *kind)
+        return self._product(codes, scales, bias), total
+
+    def norm_gated_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the gate."""
+        product, total = self.norm_multiply(residual, delta, norm, eps, bias)
+        return gated(product, kind), total
+
+    def norm_feed_multiply(
+        self,
+        residual: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        eps: float,
+        bias: Tensor | None,
+        kind: str,
+        down: LinearWeight,
+        down_bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Gate and rounding in one launch, too, where the second matrix is of this kind."""
+        if not isinstance(down, ByteWeight) or residual.dtype != torch.bfloat16:
+            return super().norm_feed_multiply(residual, delta, norm, eps, bias, kind, down, down_bias)
+        product, total = self.norm_multiply(residual, delta, norm, eps, bias)
+        codes, scales = gated_byte_tokens(product, kind, down.format.activations, down.format.group)
+        return down._product(codes, scales, down_bias), total
+
+    def dense(self) -> Tensor:
+        """float32 [out, in]."""
+        return dequantized(self._given())
+
+    def remade(self, matrix: Tensor) -> LinearWeight:
+        """Another matrix, quantized to the same format."""
+        return ByteWeight(quantized(matrix, self.format))
+
+    def slice(self, axis: int, part: range) -> LinearWeight:
+        """Rows or columns, with the codes and scales that they have. Raises ConfigError where that cuts a block."""
+        matrix = self._given()
+        return ByteWeight((matrix.rows if axis == 0 else matrix.columns)(part.start, part.stop))
+
+    def _given(self) -> Quantized:
+        scales = self._scales if self.format.group else self._scales[:, None]
+        return Quantized(replace(self.format, rows=self.format.rows or 1), self._codes, scales)
+
+    def _product(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+        """Rounded tokens by the matrix: bfloat16 [t, out]."""
+        m = codes.shape[0]
+        if not m or codes.is_meta:
+            return torch.empty((m, self.out_features), dtype=torch.bfloat16, device=codes.device)
+        return byte_product(codes, scales, self._codes, self._scales, bias, self.product_for(m))
+
+    def sources(self, bias: bool) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may multiply, with the constants that it is compiled with."""
+        for tokens in TOKENS:
+            sizes = self.product_for(tokens)
+            if sizes is not None:
+                grouped = self.format.group > 0
+                whole = self.format.name == "int8"
+                yield bytes_source(sizes, self.in_features, tokens, grouped, whole, bias, torch.bfloat16)
+
+    def product_for(self, m: int) -> Product:
+        """What multiplies so many tokens; None: the library."""
+        return default_product(self.out_features, self.in_features, m)
+
+
+def byte_product(
+    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, product: Product
+) -> Tensor:
+    """x W^T + b: x: [m, k] and weight: [n, k], both e4m3 or both int8, with their scales -> bfloat16 [m, n].
+
+    x_scales [m, 1] with scales [n], or [m, k / 128] with [n / 128, k / 128].
+    """
+    if product is not None:
+        return bytes_linear(x, x_scales, weight, scales, bias, torch.bfloat16, product)
+    if x.dtype == torch.int8:
+        return scaled_sums(torch._int_mm(x, weight.t()), x_scales, scales, bias)
+    by_row = scales[None] if scales.dim() == 1 else scales.t()
+    out = torch._scaled_mm(x, weight.t(), x_scales, by_row, out_dtype=torch.bfloat16)
+    return out if bias is None else out.add_(bias)
+
+
+def multiplies_bytes(matrix: Quantized) -> bool:
+    """True for a matrix whose format rounds tokens, of a shape that tensor cores take, on Hopper."""
+    format = matrix.format
+    return (
+        bool(format.activations)
+        and matrix.groups is None
+        and all(size % _STEP == 0 and size for size in matrix.shape)
+        and hopper_serves(matrix.codes.device)
+    )
+
+
+def _scales(matrix: Quantized) -> Tensor:
+    """float32 [out], or of blocks [out / 128, in / 128], rows a multiple of 16 bytes apart, as the library wants."""
+    scales = matrix.scales.float()
+    if not matrix.format.group:
+        return scales.expand(matrix.shape[0], 1).flatten().contiguous()
+    blocks, groups = scales.shape
+    apart = scales.new_zeros((blocks, -(-groups // 4) * 4))
+    apart[:, :groups] = scales
+    return apart[:, :groups]
