@@ -11,7 +11,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation import gated
 from cellar.ops.cuda.hopper import hopper_serves
-from cellar.ops.linear.bytes import TOKENS, bytes_linear, bytes_source
+from cellar.ops.linear.bytes import TOKENS, bytes_linear, bytes_source, tokens_of
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.activations import rounded
 from cellar.quant.byte_choice import Product, default_product
@@ -110,12 +110,11 @@ class ByteWeight(LinearWeight):
 
     def sources(self, bias: bool) -> Iterator[tuple[str, dict[str, int]]]:
         """CUDA C++ of all that may multiply, with the constants that it is compiled with."""
-        for tokens in TOKENS:
-            sizes = self.product_for(tokens)
+        grouped, whole = self.format.group > 0, self.format.name == "int8"
+        for m in (1, *TOKENS):
+            sizes = self.product_for(m)
             if sizes is not None:
-                grouped = self.format.group > 0
-                whole = self.format.name == "int8"
-                yield bytes_source(sizes, self.in_features, tokens, grouped, whole, bias, torch.bfloat16)
+                yield bytes_source(sizes, self.in_features, tokens_of(m), grouped, whole, bias, torch.bfloat16)
 
     def product_for(self, m: int) -> Product:
         """What multiplies so many tokens; None: the library."""
