@@ -41,6 +41,9 @@ from cellar.text.truncation import Side, cut, cut_text
 LONG_TEXT = 4096
 """Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
 
+_TOOL_LENGTH = 64
+"""Characters of text that take as long as a tool."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -127,7 +130,7 @@ class Preparer:
 
         Raises RequestError with the engine's names of fields, ApiError.
         """
-        tools = tool_use(body, self._tool_call_parser)
+        tools = await self._tools(body)
         structured = await self.grammar(body.structured(), body.response_format is not None)
         if tools.structured is not None:
             if structured is not None:
@@ -158,9 +161,13 @@ class Preparer:
             prompt, self.reasoning.applied(params, prompt.text, body.thinking_token_budget), tools, continued
         )
 
+    async def _tools(self, body: ChatRequest) -> ToolUse:
+        """How they are used: found out in a thread where there are thousands. Raises ApiError."""
+        return await beside(len(body.tools or ()) * _TOOL_LENGTH, lambda: tool_use(body, self._tool_call_parser))
+
     async def count(self, body: ChatRequest) -> int:
         """Tokens of a chat's prompt. Raises RequestError, ApiError."""
-        tools = tool_use(body, self._tool_call_parser)
+        tools = await self._tools(body)
         special = bool(body.add_special_tokens)
         with _until_left() as gone:
             return await self.conversation(body, tools.tools, lambda text: len(self.encode(text, special, gone)))

@@ -119,7 +119,7 @@ def _allowed(
             **more,
         } if not rest and not more:
             known = {tool["function"]["name"] for tool in tools}
-            wanted = [_named(one if isinstance(one, dict) else {}, known, custom) for one in allowed]
+            wanted = {_named(one if isinstance(one, dict) else {}, known, custom) for one in allowed}
             left = [tool for tool in tools if tool["function"]["name"] in wanted]
             return left, "required" if mode == "required" else "auto"
     raise refused(

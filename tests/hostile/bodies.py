@@ -22,6 +22,18 @@ TALK = [
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "c", "content": "x"},
 ]
+CUSTOM = {"type": "custom", "custom": {"name": "g", "description": "d", "format": {"type": "text"}}}
+REGEX = {"type": "grammar", "grammar": {"syntax": "regex", "definition": "[ab]{2}"}}
+LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": 'start: "a" "b"'}}
+CUSTOM_TALK = [
+    *TALK[:2],
+    {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "g", "input": "a"}}],
+    },
+    {"role": "tool", "tool_call_id": "c", "content": "x"},
+]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
 SAMPLING: dict[str, Any] = {
     "temperature": 0.7,
@@ -53,6 +65,28 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/chat/completions", {"messages": TALK, "tools": [TOOL], "tool_choice": "auto", **SAMPLING}),
     ("/v1/chat/completions", {"messages": TALK[:2], "response_format": FORMAT, "max_tokens": 3, "stream": True}),
     ("/v1/chat/completions", {"messages": TALK[:2], "logprobs": True, "top_logprobs": 2, "max_completion_tokens": 2}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": CUSTOM_TALK,
+            "tools": [{"type": "custom", "custom": {"name": "g", "format": LARK}}],
+            "tool_choice": {"type": "custom", "custom": {"name": "g"}},
+            "max_tokens": 3,
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": TALK[:2],
+            "tools": [TOOL, CUSTOM, {"type": "custom", "custom": {"name": "h", "format": REGEX}}],
+            "tool_choice": {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [{"type": "custom", "custom": {"name": "g"}}]},
+            },
+            "max_tokens": 3,
+            "stream": True,
+        },
+    ),
     ("/v1/messages", {"model": "fake", "messages": TALK[1:2], "max_tokens": 3, "system": "s", "stop_sequences": ["z"]}),
     ("/v1/messages/count_tokens", {"model": "fake", "messages": [{"role": "user", "content": "hi"}]}),
     (
@@ -74,6 +108,9 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/tokenize", {"messages": TALK[:2], "chat_template_kwargs": {"k": "v"}, "return_token_strs": True}),
     ("/tokenize", {"prompt": "once", "add_special_tokens": True}),
     ("/detokenize", {"tokens": [5, 6, 7]}),
+    ("/v1/embeddings", {"input": ["a", "b"], "dimensions": 2, "encoding_format": "base64", "pooling": "mean"}),
+    ("/v1/score", {"text_1": "a", "text_2": ["b", "c"], "truncate_prompt_tokens": 3}),
+    ("/v1/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1, "return_documents": True}),
 )
 FINE = frozenset({200, 400, 401, 404, 405, 413, 415, 422, 429, 431, 499, 503, 504})
 

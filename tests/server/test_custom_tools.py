@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import openai
 import pytest
 
+from cellar.server import prepare
+from cellar.server.requests import ChatRequest
+from cellar.server.tools import ToolUse, tool_use
 from cellar.text.chat import ChatTemplate
 from tests.server.served import MODEL, Served, serve
 from tests.server.spoken import says, says_in_turn
@@ -146,3 +150,61 @@ def test_refusals_name_the_field(served: Served, wishes: dict[str, Any], param: 
     with pytest.raises(openai.BadRequestError, match=words) as refusal:
         called(served, False, **wishes)
     assert refusal.value.param == param
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", "function": {"name": "f" * 10**6, "parameters": 3}},
+        {"type": "custom", "custom": {"name": "f" * 10**6, "more": 3}},
+        {"type": "custom", "custom": {"name": "f" * 10**6, "format": {"type": "grammar", "grammar": 3}}},
+    ],
+)
+def test_a_refusal_does_not_repeat_a_long_name(served: Served, tool: dict[str, Any]) -> None:
+    with served.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": [tool]})
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+
+
+class Counted(str):
+    """A name that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return str(self) == other
+
+    __hash__ = str.__hash__
+
+
+def test_many_allowed_tools_are_looked_up_and_not_searched_for() -> None:
+    count = 400
+    tools = [{"type": "function", "function": {"name": Counted(k)}} for k in range(count)]
+    choice = allowed("auto", *[{"type": "function", "function": {"name": Counted(k)}} for k in range(count)])
+    body = ChatRequest.model_validate({"model": MODEL, "messages": MESSAGES, "tools": tools, "tool_choice": choice})
+    Counted.compared = 0
+    assert len(tool_use(body, "hermes").tools or ()) == count
+    assert 0 < Counted.compared < 10 * count
+
+
+@pytest.mark.parametrize("count", [2, 2000])
+def test_thousands_of_tools_are_read_beside_the_loop(
+    served: Served, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_loop: list[bool] = []
+
+    def noted(body: ChatRequest, parser: str | None) -> ToolUse:
+        try:
+            in_loop.append(asyncio.get_running_loop().is_running())
+        except RuntimeError:
+            in_loop.append(False)
+        return tool_use(body, parser)
+
+    monkeypatch.setattr(prepare, "tool_use", noted)
+    tools = [{"type": "function", "function": {"name": f"f{k}"}} for k in range(count)]
+    with served.http() as http:
+        answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": tools, "max_tokens": 1})
+    assert answer.status_code in (200, 400), answer.text
+    assert in_loop == [count == 2]

@@ -40,13 +40,13 @@ def with_functions(tools: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, A
         name = custom.get("name") if isinstance(custom, Mapping) else None
         if not isinstance(custom, Mapping) or not isinstance(name, str):
             raise ValueError('a custom tool must be {"type": "custom", "custom": {"name": ...}}')
-        unknown = custom.keys() - {"name", "description", "format"}
+        short, unknown = name[:64], custom.keys() - {"name", "description", "format"}
         if unknown:
-            raise ValueError(f"the custom tool {name} has {min(unknown)[:64]!r}, which this server does not read")
+            raise ValueError(f"the custom tool {short} has {min(unknown)[:64]!r}, which this server does not read")
         function = {"name": name, "description": custom.get("description"), "parameters": _PARAMETERS}
         about = {key: value for key, value in function.items() if value is not None}
         shown.append({"type": "function", "function": about})
-        found[name] = CustomTool(name, _grammar(name, custom.get("format")))
+        found[name] = CustomTool(name, _grammar(short, custom.get("format")))
     return shown, found
 
 

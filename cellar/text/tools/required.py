@@ -68,6 +68,6 @@ def functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             raise ValueError('each tool must be {"type": "function", "function": {"name": ...}}')
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise ValueError(f"the parameters of function {name} must be a JSON schema")
+            raise ValueError(f"the parameters of function {name[:64]} must be a JSON schema")
         found[name] = dict(parameters) if parameters else {"type": "object"}
     return found
