@@ -38,19 +38,19 @@ def deafen(sock: socket.socket) -> None:
 
 
 class Way:
-    """Passes what comes to its own `port` of 127.0.0.1 on to `target`, and back.
+    """Passes what comes to its own `port` of 127.0.0.1, or to a `listener`, on to `target`, and back.
 
     Bytes take `delay` seconds in each direction, and no more than `rate` of them pass in a second.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, listener: socket.socket | None = None) -> None:
         self.delay, self.rate = 0.0, float("inf")
         self._target = target
         self._open = threading.Event()
         self._open.set()
         self._lock = threading.Lock()
         self._sockets: set[socket.socket] = set()
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self._listener = listener or socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -32,23 +32,38 @@ ENVIRONMENT = {
 STATUS = "cellar: "
 """Begins the driver's answer to what it was to deploy."""
 
+DEPLOY_SECONDS = 240.0
+"""To start all of it; each of its dozen processes loads Python anew, on a machine that others use."""
+
 MEMORY = 100 * 2**20
 """Of Ray's object store, through which nothing of Cellar's goes."""
 
 
 class Cluster:
-    """A cluster, with an application of any number of engines and fronts at `url`."""
+    """A cluster, with an application of any number of engines and fronts at `url`.
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    `existing` is the address of a cluster that others have started, `within` a command that begins another one, where
+    it lies, and `host` an address there.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        environment: Mapping[str, str],
+        host: str = "127.0.0.1",
+        within: Sequence[str] = (),
+        existing: str = "local",
+    ) -> None:
         # Ours as long as the cluster lives: HAProxy listens beside a socket that is bound and does not listen.
         self._place: socket.socket = listen_beside("127.0.0.1", 0)
         self.port = self._place.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
+        self._within = within
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._path = directory / "driver.log"
         self._log = self._path.open("w")
         self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.deploy.cluster", str(directory)],
+            [*within, sys.executable, "-m", "tests.deploy.cluster", str(directory), existing],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -64,7 +79,8 @@ class Cluster:
         """Deploy, and wait until all of it runs. `engine` and `front` are what a YAML may say of a deployment."""
         config = {
             "proxy_location": "HeadOnly",
-            "http_options": {"host": "127.0.0.1", "port": self.port},
+            # In a network of its own everywhere, as HAProxy calls fronts of its host at 127.0.0.1.
+            "http_options": {"host": "0.0.0.0" if self._within else "127.0.0.1", "port": self.port},
             "applications": [
                 {
                     "name": "cellar",
@@ -138,7 +154,7 @@ def cluster(**environment: str) -> Iterator[Cluster]:
             until(lambda: not [one for one in psutil.process_iter() if one.ppid() == made._driver.pid])
 
 
-def main(directory: str) -> None:
+def main(directory: str, existing: str) -> None:
     """Deploy what each line of the input says; ends with the input."""
     import time
 
@@ -146,20 +162,17 @@ def main(directory: str) -> None:
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
 
-    ray.init(
-        "local",  # never one that happens to run here
-        num_cpus=64,
-        include_dashboard=False,
-        object_store_memory=MEMORY,
-        log_to_driver=False,
-        _temp_dir=directory,
-    )
+    if existing == "local":  # never one that happens to run here
+        own = {"num_cpus": 64, "include_dashboard": False, "object_store_memory": MEMORY, "_temp_dir": directory}
+        ray.init("local", log_to_driver=False, **own)
+    else:
+        ray.init(existing, log_to_driver=False)
     for line in sys.stdin:
         config = ServeDeploySchema(**json.loads(line))
         serve.start(http_options=config.http_options.model_dump(), proxy_location=config.proxy_location.value)
         client = serve.context._get_global_client()  # as `serve run FILE` does it
         client.deploy_apps(config)
-        end = time.monotonic() + SECONDS
+        end = time.monotonic() + DEPLOY_SECONDS
         status = "DEPLOYING"
         while time.monotonic() < end and status not in ("DEPLOY_FAILED", "UNHEALTHY"):
             time.sleep(0.1)
@@ -175,4 +188,4 @@ def main(directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2])

@@ -13,6 +13,7 @@ import pytest
 from cellar import LLM, SamplingParams
 from tests.deploy import storm
 from tests.deploy.cluster import Cluster
+from tests.limits import SECONDS, eventually, until
 
 pytestmark = pytest.mark.long
 
@@ -66,3 +67,39 @@ def test_streams_and_conversations_outlive_kills_and_an_upgrade(served: Cluster)
     figures = asyncio.run(storm.storm(served, 12, 2, 32, kills=1, upgrade={"max_num_seqs": 200}))
     assert figures["streams"] == figures["streams_equal"] >= 24
     assert figures["turns_kept"] == 24
+
+
+def test_engines_come_and_go_with_the_load(served: Cluster) -> None:
+    """The last test: the cluster has another number of engines afterwards. Who streams when one goes is not cut off."""
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 2,
+        "upscale_delay_s": 0,
+        "downscale_delay_s": 0,
+        "look_back_period_s": 2,
+        "metrics_interval_s": 1,
+        "policy": {"policy_function": "cellar.deploy.scaling:Policy", "policy_kwargs": {"requests": 4}},
+    }
+    served.deploy({**storm.ARGS, "max_num_seqs": 200}, {"autoscaling_config": scaling}, storm.FRONT)
+    until(lambda: len(served.engines()) == 1)
+
+    async def load() -> None:
+        async with httpx.AsyncClient(base_url=served.url, timeout=SECONDS) as http:
+            enough = asyncio.Event()
+
+            async def one() -> None:
+                while not enough.is_set():
+                    answer = await http.post("/v1/completions", json={**ASK, "max_tokens": 256, "ignore_eos": True})
+                    assert answer.json()["usage"]["completion_tokens"] == 256
+
+            asking = [asyncio.create_task(one()) for _ in range(8)]
+            await eventually(lambda: len(served.engines()) == 2)
+            enough.set()
+            await asyncio.gather(*asking)
+            long = asyncio.create_task(
+                http.post("/v1/completions", json={**ASK, "max_tokens": 700, "ignore_eos": True})
+            )
+            await eventually(lambda: len(served.engines()) == 1)
+            assert (await long).json()["usage"]["completion_tokens"] == 700
+
+    asyncio.run(load())

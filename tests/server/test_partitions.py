@@ -17,15 +17,17 @@ import numpy as np
 import pytest
 
 from cellar import AsyncLLM, SamplingParams
+from cellar.conversations import database
 from cellar.server import endpoint
 from cellar.server.endpoint import Endpoint
 from cellar.server.outlet import Outlet
 from cellar.server.pool.host import PoolHost
+from tests.conversations.postgres import cluster
 from tests.fake_front import ROOMY
 from tests.limits import SECONDS, eventually, until
 from tests.network import Way, way
 from tests.server.fake_process import attach
-from tests.server.served import plain
+from tests.server.served import MODEL, plain, serve
 from tests.server.test_pool import Local
 
 FAKE = {"latency": 0.01, **ROOMY}
@@ -128,6 +130,44 @@ def test_nobody_waits_for_the_socket_of_a_host_that_is_cut_off(monkeypatch: pyte
 
     with ExitStack() as stack:
         asyncio.run(run(Far(stack)))
+
+
+def test_streams_over_a_slow_way_are_late_and_whole(far: Far) -> None:
+    """20 kB/s and 50 ms each way: frames that wait go together."""
+
+    async def run() -> None:
+        far.ways[0].rate, far.ways[0].delay = 20_000, 0.05
+        prompts = [[k + 3, 9] for k in range(12)]
+        streams = [asyncio.create_task(tokens_of(far.llm, prompt, 100)) for prompt in prompts]
+        found = await asyncio.wait_for(asyncio.gather(*streams), SECONDS)
+        assert found == [plain(prompt, 100) for prompt in prompts]
+        assert len(far.host.addresses()) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_a_database_that_is_cut_off_is_a_503_and_all_else_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "SILENCE_SECONDS", 2)
+    ask = {"model": MODEL, "max_output_tokens": 4, "input": "Hello"}
+    complete = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 20}
+    with cluster() as postgres, way(postgres.directory / ".s.PGSQL.5432") as far:
+        url = f"postgresql://cellar@127.0.0.1:{far.port}/postgres"
+        with serve({"conversation_store": url}, latency=0.02) as served, served.http() as http:
+            assert http.post("/v1/responses", json=ask).status_code == 200
+            with http.stream("POST", "/v1/responses", json={**ask, "max_output_tokens": 100, "stream": True}) as answer:
+                lines = answer.iter_lines()
+                while "output_text.delta" not in next(lines):
+                    pass
+                far.cut()
+                rest = [line for line in lines if line.startswith("event: ")]
+            assert sum("output_text.delta" in line for line in rest) > 10  # tokens come as before
+            assert rest[-1] == "event: response.failed"  # as it could not be stored
+            refused = http.post("/v1/responses", json=ask)
+            assert (refused.status_code, refused.json()["error"]["type"]) == (503, "service_unavailable_error")
+            assert http.post("/v1/completions", json=complete).status_code == 200
+            far.heal()
+            until(lambda: http.post("/v1/responses", json=ask).status_code == 200)
 
 
 def test_messages_leave_in_order_whatever_their_size() -> None:

@@ -20,6 +20,7 @@ from cellar.runtime.tiers.redis_link import named
 from cellar.runtime.tiers.remote import RemoteOptions, RemoteTier
 from cellar.runtime.tiers.sealed import Seal
 from tests.limits import until
+from tests.network import way
 from tests.redis_server import RedisServer, SlowRedis, redis_server
 from tests.tier_chunks import NBYTES, chunk, comes_back, label
 
@@ -348,6 +349,21 @@ def test_a_server_that_hangs_is_waited_for_once(server: RedisServer) -> None:
         assert not any(comes_back(tier, k) for k in range(12))
         assert time.monotonic() - begin < max(waited, BOUND), "only the first has waited"
         own.signal(signal.SIGCONT)
+        until(lambda: tier.is_open)
+        assert there(tier) == list(range(12))
+
+
+def test_a_server_that_is_cut_off_is_waited_for_once_and_nothing_of_it_is_lost(server: RedisServer) -> None:
+    """Its packets vanish, and so do those that would make a new connection."""
+    with redis_server() as own, way(own.socket) as far, opened(f"redis://127.0.0.1:{far.port}") as tier:
+        fill(tier)
+        far.cut()
+        assert there(tier) == []
+        assert not tier.is_open
+        begin = time.monotonic()
+        assert not any(comes_back(tier, k) for k in range(12))
+        assert time.monotonic() - begin < 12 * BOUND / 2, "only the first has waited"
+        far.heal()
         until(lambda: tier.is_open)
         assert there(tier) == list(range(12))
 
