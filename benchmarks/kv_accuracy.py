@@ -1,10 +1,11 @@
-"""What K and V in fewer bits cost: bits per byte by text and format, through the engine.
+"""What K and V in fewer bits, and values of the largest scores alone, cost: bits per byte by text and format.
 
     python -m benchmarks.kv_accuracy --data DIR [--model DIR] [--tokens 20000] [--json FILE]
 
 DIR: see `accuracy`. All attention reads the cache. `3 bits` is int4's form with 8 codes. With the demo model it costs
 +0.8 to +1.5 % where int4 costs at most +0.41 %: more, and still within int4's bound of 3 %, which a model that depends
-more on its K and V would have to put to the test.
+more on its K and V would have to put to the test. `sparse V` reads the values of a tenth of the positions before a
+token's own (`--sparse-v 0.1`, FlexGen §5), for every token of a text from the first one on.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from cellar.engine.llm import LLM
 from cellar.ops.kv_format import quantized
 
 THREE_BITS = "3 bits"
-FORMATS = ("auto", "fp8", "int4", THREE_BITS)
+SPARSE = " + sparse V"
+SHARE = 0.1
+FORMATS = ("auto", "fp8", "int4", THREE_BITS, f"auto{SPARSE}", f"int4{SPARSE}")
 
 
 def three_bits(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
@@ -41,11 +44,14 @@ def three_bits(x: Tensor, form: KVFormat) -> tuple[Tensor, Tensor]:
 @contextmanager
 def engine(folder: Path, name: str, dtype: str) -> Iterator[LLM]:
     """An engine on the CPU with K and V in that format."""
+    share = SHARE if name.endswith(SPARSE) else None
+    name = name.removesuffix(SPARSE)
     how = three_bits if name == THREE_BITS else quantized
     kept = "int4" if name == THREE_BITS else name
+    options = {"dtype": dtype, "device": "cpu", "kv_cache_dtype": kept, "sparse_v": share}
     with (
         patch("cellar.ops.rotary.definition.quantized", how),
-        LLM(str(folder), dtype=dtype, device="cpu", kv_cache_dtype=kept, enable_prefix_caching=False) as llm,
+        LLM(str(folder), enable_prefix_caching=False, **options) as llm,
     ):
         yield llm
 

@@ -193,6 +193,9 @@ class OffloadConfig:
         "Sequences of a streamed model begin together (zigzag), or evenly spread so that more fit (diagonal): for long "
         "outputs of many requests.",
     )
+    sparse_v: float | None = _option(
+        None, "Share of values, those of the largest scores, that attention on the CPU reads; default: all."
+    )
 
     def __post_init__(self) -> None:
         for name in ("disk_path",):
@@ -208,6 +211,10 @@ class OffloadConfig:
         if self.device_memory is None and (self.host_memory is not None or self.disk is not None):
             raise ConfigError(
                 "host_memory and disk are for what device_memory does not hold, but that is not given; give it, in GiB."
+            )
+        if self.sparse_v is not None and not 0 < self.sparse_v < 1:
+            raise ConfigError(
+                f"sparse_v is {self.sparse_v:g}; it must be a share between 0 and 1; leave it out to read all."
             )
         if self.latency is not None and not 0 < self.latency < float("inf"):
             raise ConfigError(f"latency is {self.latency:g}; it must be a positive number of seconds.")

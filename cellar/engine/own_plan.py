@@ -105,11 +105,11 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.rates import measured_disk, measured_rates
 
-    threads, path = config.device.num_threads, config.offload.disk_path
+    threads, path, sparse_v = config.device.num_threads, config.offload.disk_path, config.offload.sparse_v
     device = resolve_device(config.device.device)
     nbytes = MEASURED_NBYTES if kind == "cpu" else MEASURED_NBYTES_OF_A_HOST
     with ThreadPoolExecutor(1, "cellar-rates") as thread:
-        found = thread.submit(measured_rates, spec, device, nbytes, MEASURED_SECONDS, threads).result()
+        found = thread.submit(measured_rates, spec, device, nbytes, MEASURED_SECONDS, threads, sparse_v).result()
     if kind == "cpu":
         rates = Rates(link=found.link, attention=found.attention, device=found.multiply, flops=found.flops)
     else:

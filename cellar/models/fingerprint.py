@@ -50,6 +50,11 @@ def of_quantized(content: bytes, quantization: str) -> bytes:
     return blake2b(content + quantization.encode(), digest_size=32).digest()
 
 
+def of_sparse(content: bytes, sparse_v: float) -> bytes:
+    """Of weights under attention that reads a share of the values: what a layer adds is another, and so is later KV."""
+    return blake2b(content + f"sparse_v {sparse_v!r}".encode(), digest_size=32).digest()
+
+
 def _blocks(file: BinaryIO, size: int, safe: bool) -> Iterator[int]:
     """Where the blocks of a file begin, header included."""
     if not safe:

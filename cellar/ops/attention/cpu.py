@@ -6,6 +6,9 @@ first cache, once per query and head; quantized rows are decoded in between. Sco
 time; largest score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867).
 
+With `sparse_v` all scores of an item are kept, and then the rows of V that belong to the largest are read
+(`ops/cpu/sparse.py`).
+
 A row's result depends on its own context alone, bit for bit: not on its company, and not on how its prompt was cut.
 """
 
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import AttentionWork, IntArray
-from cellar.ops.cpu.launch import kernel, with_unit_stride
+from cellar.ops.cpu.launch import SPARSE, kernel, with_unit_stride
 from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
 
 LOG2E = 1.4426950408889634
@@ -33,10 +36,17 @@ BLOCK_NUMBERS = 2048
 chunk of keys and values.
 """
 
+SCORES = 2**17
+"""Of an item that keeps its scores: at most so many numbers, unless one token has more."""
+
+LANES = 8
+"""Scores are written so many at a time."""
+
 _FORMATS: Mapping[KVFormat, int] = {"plain": 0, "fp8": 1, "int4": 2}
 """As the kernel calls them."""
 
 _ARGUMENTS = struct.Struct("34qdq")
+_SPARSE_ARGUMENTS = struct.Struct("4q")
 
 
 def attention_cpu(
@@ -65,10 +75,11 @@ def decode_attention_cpu(
     scale: float,
 ) -> Tensor:
     """`decode_attention` for CPU tensors."""
-    if _plan(work).apart and work.shape.kv_format == "plain":
+    shape = work.shape
+    if _plan(work).apart and shape.kv_format == "plain" and shape.sparse_v is None:
         return _launch(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, None)
     # A row's spans see each other's keys, so all of them are written first; and quantized ones are by the definition.
-    size = work.shape.chunk_size
+    size = shape.chunk_size
     slots = table.numpy()[work.row, work.start // size].astype(np.int64) * size + work.start % size
     mapping = torch.from_numpy(slots)
     if cos_sin is None:
@@ -85,7 +96,7 @@ class _Plan:
 
     `spans` and `firsts` name the span and its first query of each item; None: every span is one token and one item.
     `tail` are the kernel's arguments about them. `apart`: no row has two spans. `numbers`: how many keys and values are
-    read, about.
+    read, about. `scores`: where they are kept, if values are sparse.
     """
 
     spans: IntArray | None
@@ -94,6 +105,28 @@ class _Plan:
     tail: tuple[int, ...]
     apart: bool
     numbers: int
+    scores: _Scores | None
+
+
+class _Scores:
+    """Room for the scores of a step's items, a part for each thread of a call: `width` numbers for each of `queries`,
+    as many twice besides, and as many places.
+    """
+
+    def __init__(self, millionths: int, width: int, queries: int) -> None:
+        self._millionths = millionths
+        self._width = width
+        self._numbers = width * (queries + 4)
+        self._room = torch.empty(0)
+        self._taken = torch.zeros(1, dtype=torch.int64)
+
+    def arguments(self) -> bytes:
+        """Of the next call, for as many threads as it has; nobody has taken a part."""
+        needed = torch.get_num_threads() * self._numbers
+        if len(self._room) < needed:
+            self._room = torch.empty(needed)
+        self._taken.zero_()
+        return _SPARSE_ARGUMENTS.pack(self._millionths, self._room.data_ptr(), self._width, self._taken.data_ptr())
 
 
 def _plan(work: AttentionWork) -> _Plan:
@@ -109,8 +142,11 @@ def _planned(work: AttentionWork) -> _Plan:
     length = work.stop - work.start
     spans = firsts = None
     count, block = len(length), 1
+    scores = None
     if (length != 1).any():
         block = min(MOST_QUERIES, max(1, BLOCK_NUMBERS // (shape.group * shape.head_dim)))
+        if shape.sparse_v is not None:
+            block = min(block, max(1, SCORES // (shape.group * _seen_by_one(work, block))))
         blocks = -(-length // block)
         count = int(blocks.sum())
         spans = np.repeat(np.arange(len(length), dtype=np.int32), blocks)
@@ -125,7 +161,16 @@ def _planned(work: AttentionWork) -> _Plan:
     tail += (shape.kv_heads, shape.group, shape.head_dim, shape.chunk_size, window)
     seen = int((length * work.stop).sum()) if spans is not None else int(work.stop.sum())
     apart = len(work.row) < 2 or len(np.unique(work.row)) == len(work.row)
-    return _Plan(spans, firsts, held, tail, apart, 2 * seen * shape.kv_heads * shape.head_dim)
+    if shape.sparse_v is not None:
+        width = -(-(_seen_by_one(work, block) + LANES) // 16) * 16
+        scores = _Scores(shape.millionths, width, block * shape.group)
+    return _Plan(spans, firsts, held, tail, apart, 2 * seen * shape.kv_heads * shape.head_dim, scores)
+
+
+def _seen_by_one(work: AttentionWork, block: int) -> int:
+    """Most positions of an item, from that of its first chunk on."""
+    most, window = int(work.stop.max()), work.shape.window
+    return most if window is None else min(most, window + work.shape.chunk_size + block)
 
 
 def _address(array: NDArray[np.int32]) -> int:
@@ -171,5 +216,8 @@ def _launch(
         scale * LOG2E,
         _FORMATS[work.shape.kv_format],
     )
-    kernel("attention", q.dtype)(arguments, plan.numbers)
+    if plan.scores is None:
+        kernel("attention", q.dtype)(arguments, plan.numbers)
+    else:
+        kernel(SPARSE, q.dtype)(arguments + plan.scores.arguments(), plan.numbers)
     return result if out is None or out is result else out.copy_(result)

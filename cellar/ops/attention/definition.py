@@ -5,6 +5,9 @@ that it may see (0..p, or the last `window` of them):
 
     out = sum_n softmax_n(scale * q . K[n, g]) V[n, g]
 
+With `sparse_v` (FlexGen §5) the softmax is that of all these positions, but the sum runs over the query's own one and
+the share of those before it that have the largest scores, of equal ones the first; what is left out is not made up for.
+
 Position n of table row r lies in slot table[r, n // chunk_size] at offset n % chunk_size. A decode is a span of one
 token, a prompt chunk is longer, a request whose old KV was dropped has a span per hole: all are the same to this
 operation, because the K and V of every span of the step are written before it runs.
@@ -15,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cellar.ops.attention.plan import AttentionWork
+from cellar.ops.attention.plan import AttentionShape, AttentionWork
 from cellar.ops.kv_format import dequantized
 from cellar.ops.rotary.definition import rotary_definition, write_kv_definition
 
@@ -71,8 +74,24 @@ def attention_definition(
         if shape.window is not None:
             hidden |= position <= query - shape.window
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if shape.sparse_v is not None:
+            weights = weights * _read(scores.masked_fill(hidden | (position == query), -torch.inf), hidden, shape)
         out[tokens] = (weights @ v).transpose(0, 1).to(out.dtype)
     return out
+
+
+def _read(before: Tensor, hidden: Tensor, shape: AttentionShape) -> Tensor:
+    """Which values are read, as bool [heads, queries, positions].
+
+    before: scores, -inf for the query's own position and those that are hidden [queries, positions] from it.
+    """
+    order = before.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order)
+    )
+    counts = [shape.values_read(int(n) - 1) for n in (~hidden).sum(-1)]
+    most = torch.tensor(counts, device=order.device)[:, None]
+    return ((rank < most) | before.isneginf()) & ~hidden
 
 
 def decode_attention_definition(

@@ -39,6 +39,8 @@ NARROW_TILE = 16
 MAX_PARTS = 64
 PIECE = 128
 
+MILLION = 1_000_000
+
 # Rows of the wide tiles in captured steps, which are too short for larger ones, and on Hopper.
 GRAPH_TILE, HOPPER_TILE = 64, 128
 
@@ -47,7 +49,8 @@ GRAPH_TILE, HOPPER_TILE = 64, 128
 class AttentionShape:
     """What all steps of a model have in common. `window` W: a query at position p sees (p - W, p]; None: [0, p].
 
-    `kv_format`: how the cache's rows are written.
+    `kv_format`: how the cache's rows are written. `sparse_v`: of the positions before its own a query reads the values
+    of this share alone, those with the largest scores (FlexGen §5); None: of all.
     """
 
     heads: int
@@ -56,6 +59,16 @@ class AttentionShape:
     chunk_size: int
     window: int | None = None
     kv_format: KVFormat = "plain"
+    sparse_v: float | None = None
+
+    @property
+    def millionths(self) -> int:
+        """`sparse_v` as kernels have it: in whole millionths, so that all count alike; 0 if all values are read."""
+        return 0 if self.sparse_v is None else max(1, round(self.sparse_v * MILLION))
+
+    def values_read(self, before: int) -> int:
+        """Of how many of the `before` positions before its own a query reads the values: the share, rounded up."""
+        return before if self.sparse_v is None else -(-before * self.millionths // MILLION)
 
     @property
     def group(self) -> int:
@@ -320,13 +333,15 @@ def plan_attention(
     split: int | None = None,
     buffers: AttentionBuffers | None = None,
     kv_format: KVFormat = "plain",
+    sparse_v: float | None = None,
 ) -> AttentionWork:
     """Plan the attention of one step; span s computes positions [start[s], stop[s]) of table row row[s].
 
     `programs`: how many the device runs at once (default: two per multiprocessor). `split`: cut KV every so many
     positions whatever the batch is, so that a request's result does not depend on its company; None: by load.
     `buffers`: where on the device the list is put; None allocates. `kv_format`: how the cache's rows are
-    written. Raises ConfigError for impossible shapes.
+    written. `sparse_v`: the share of values that are read (None: all), on a CPU. Raises ConfigError for impossible
+    shapes, and for shares of values on a device that has no kernel for them.
     """
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"{heads} heads over {kv_heads} KV heads; the first must be a multiple of the second.")
@@ -335,11 +350,15 @@ def plan_attention(
     if split is not None and split < 1:
         raise ConfigError(f"split is {split}; it must be at least 1, or None.")
     device = torch.device(device)
+    if sparse_v is not None and not 0 < sparse_v <= 1:
+        raise ConfigError(f"sparse_v is {sparse_v}; it must be a share of the values, above 0 and at most 1, or None.")
+    if sparse_v is not None and device.type != "cpu":
+        raise ConfigError(f"sparse_v is attention of the CPU, but the device is {device}; leave it out there.")
     starts, stops = np.asarray(start, np.int32), np.asarray(stop, np.int32)
     offset = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(stops - starts, out=offset[1:])
     work = AttentionWork(
-        AttentionShape(heads, kv_heads, head_dim, chunk_size, window, kv_format),
+        AttentionShape(heads, kv_heads, head_dim, chunk_size, window, kv_format, sparse_v),
         np.asarray(row, np.int32),
         starts,
         stops,

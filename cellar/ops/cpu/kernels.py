@@ -14,36 +14,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numba import cfunc, njit, types
+from numba import cfunc, types
 
 from cellar.ops.cpu import blocks as blocks_cpu
 from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
+from cellar.ops.cpu import pieces as pieces_cpu
 from cellar.ops.cpu import quantized as quantized_cpu
+from cellar.ops.cpu import sparse as sparse_cpu
 from cellar.ops.cpu import wide as wide_cpu
 from cellar.ops.cpu.lanes import (
     LONGS,
     WIDTH,
     begin_region,
     brains,
-    codes,
     doubles,
-    e4m3,
-    exponents,
     first_of,
     floats,
     fma,
-    front,
     get,
     greater,
     halves,
-    high,
     ints,
-    largest,
     like,
     load,
     longs,
-    low,
     next_of,
     power,
     put,
@@ -53,16 +48,10 @@ from cellar.ops.cpu.lanes import (
     stack,
     store,
     total,
-    totals,
 )
+from cellar.ops.cpu.pieces import LEAST, add_values, copy, decode, piece, score, turn, weigh
 
-LEAST = -1.0e30
 LOG2E = 1.4426950408889634
-
-
-def _inner(function: Any) -> Any:
-    """A function that kernels call."""
-    return njit(function, error_model="numpy", boundscheck=False)
 
 
 # -- norm ----------------------------------------------------------------------------------------
@@ -71,7 +60,7 @@ def _inner(function: Any) -> Any:
 # outer, inner; rows per turn; eps
 
 
-@_inner
+@piece
 def _norm(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x, weight, out = like(kind, get(a, 0)), like(kind, get(a, 2)), like(kind, get(a, 3))
@@ -121,7 +110,7 @@ def _norm(words, kind):  # type: ignore[no-untyped-def]
 SILU, GELU, GELU_TANH = 0, 1, 2
 
 
-@_inner
+@piece
 def _activated(v, function):  # type: ignore[no-untyped-def]
     if function == SILU:
         return v / (splat(1.0) + power(v * splat(-LOG2E)))
@@ -141,7 +130,7 @@ def _activated(v, function):  # type: ignore[no-untyped-def]
 # through)
 
 
-@_inner
+@piece
 def _activation(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x, out = like(kind, get(a, 0)), like(kind, get(a, 1))
@@ -175,41 +164,12 @@ def _activation(words, kind):  # type: ignore[no-untyped-def]
 # -- rotary embedding ----------------------------------------------------------------------------
 
 
-@_inner
-def _turn(source, at, target, to, kind, cos_sin, row, half, dim, scale):  # type: ignore[no-untyped-def]
-    """Copy a head of `dim` elements, its first 2 * half turned by row `row` of the table, times `scale`."""
-    scales = splat(scale)
-    whole = half - half % WIDTH
-    cos, sin = row * 2 * half, row * 2 * half + half
-    for d in range(0, whole, WIDTH):
-        c, s = load(cos_sin, cos + d), load(cos_sin, sin + d)
-        x, y = load(source, at + d), load(source, at + half + d)
-        store(target, to + d, rounded(kind, fma(x, c, splat(0.0) - y * s)) * scales)
-        store(target, to + half + d, rounded(kind, fma(y, c, x * s)) * scales)
-    for d in range(whole, half):
-        c, s = get(cos_sin, cos + d), get(cos_sin, sin + d)
-        x, y = get(source, at + d), get(source, at + half + d)
-        put(target, to + d, rounded(kind, fma(x, c, -(y * s))) * scale)
-        put(target, to + half + d, rounded(kind, fma(y, c, x * s)) * scale)
-    _copy(source, at + 2 * half, target, to + 2 * half, dim - 2 * half, scale)
-
-
-@_inner
-def _copy(source, at, target, to, count, scale):  # type: ignore[no-untyped-def]
-    scales = splat(scale)
-    whole = count - count % WIDTH
-    for d in range(0, whole, WIDTH):
-        store(target, to + d, load(source, at + d) * scales)
-    for d in range(whole, count):
-        put(target, to + d, get(source, at + d) * scale)
-
-
 # q, its token and head strides; k, its; v, its; out (q turned); positions, cos_sin, rotary_dim (0: nothing turns);
 # k_cache, v_cache, their slot strides, their head stride; slot_mapping; tokens, heads, kv_heads, dim, chunk; tokens per
 # turn
 
 
-@_inner
+@piece
 def _rotary_kv(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
@@ -231,166 +191,33 @@ def _rotary_kv(words, kind):  # type: ignore[no-untyped-def]
             v_at = place // chunk * v_slot + inner
             position = get(positions, t)
             for h in range(heads if half else 0):
-                _turn(q, t * q_token + h * q_head, out, (t * heads + h) * dim, kind, cos_sin, position, half, dim, one)
+                turn(q, t * q_token + h * q_head, out, (t * heads + h) * dim, kind, cos_sin, position, half, dim, one)
             for h in range(kv_heads):
                 to = k_at + h * cache_head
-                _turn(k, t * k_token + h * k_head, k_cache, to, kind, cos_sin, position, half, dim, one)
-                _copy(v, t * v_token + h * v_head, v_cache, v_at + h * cache_head, dim, one)
+                turn(k, t * k_token + h * k_head, k_cache, to, kind, cos_sin, position, half, dim, one)
+                copy(v, t * v_token + h * v_head, v_cache, v_at + h * cache_head, dim, one)
 
 
 # -- attention -----------------------------------------------------------------------------------
 
 
-@_inner
-def _scores(query, at, keys, k_at, dim, last):  # type: ignore[no-untyped-def]
-    """Lane n is the query times the n-th key from k_at on; beyond `last` the last one's stands in their place."""
-    r1, r2, r3 = k_at + min(1, last) * dim, k_at + min(2, last) * dim, k_at + min(3, last) * dim
-    r4, r5, r6 = k_at + min(4, last) * dim, k_at + min(5, last) * dim, k_at + min(6, last) * dim
-    r7 = k_at + min(7, last) * dim
-    s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = splat(0.0)
-    for d in range(0, dim - dim % WIDTH, WIDTH):
-        x = load(query, at + d)
-        s0 = fma(x, load(keys, k_at + d), s0)
-        s1 = fma(x, load(keys, r1 + d), s1)
-        s2 = fma(x, load(keys, r2 + d), s2)
-        s3 = fma(x, load(keys, r3 + d), s3)
-        s4 = fma(x, load(keys, r4 + d), s4)
-        s5 = fma(x, load(keys, r5 + d), s5)
-        s6 = fma(x, load(keys, r6 + d), s6)
-        s7 = fma(x, load(keys, r7 + d), s7)
-    return totals(s0, s1, s2, s3, s4, s5, s6, s7)
-
-
-@_inner
-def _tail_score(query, at, keys, k_at, dim):  # type: ignore[no-untyped-def]
-    """The rest of a product: what is left of the dimensions behind the last whole lanes."""
-    s = types.float32(0.0)
-    for d in range(dim - dim % WIDTH, dim):
-        s = fma(get(query, at + d), get(keys, k_at + d), s)
-    return s
-
-
-@_inner
-def _score(query, at, keys, k_at, begin, end, dim, scores):  # type: ignore[no-untyped-def]
-    """Write the scores of positions begin..end of a chunk, the last one again up to whole lanes; -> the largest."""
-    largest_so_far = splat(LEAST)
-    for o in range(begin, end, WIDTH):
-        s = _scores(query, at, keys, k_at + o * dim, dim, end - 1 - o)
-        if dim % WIDTH:
-            store(scores, o, s)
-            for x in range(o, o + WIDTH):
-                rest = _tail_score(query, at, keys, k_at + min(x, end - 1) * dim, dim)
-                put(scores, x, get(scores, x) + rest)
-            s = load(scores, o)
-        largest_so_far = greater(s, largest_so_far)
-        store(scores, o, s)
-    return largest(largest_so_far)
-
-
-@_inner
-def _weigh(scores, begin, end, top):  # type: ignore[no-untyped-def]
-    """Scores s become 2^(s - top), 0 behind the end; -> their sum."""
-    tops, weight = splat(top), splat(0.0)
-    for o in range(begin, end, WIDTH):
-        w = power(load(scores, o) - tops)
-        if o + WIDTH > end:
-            w = front(w, end - o)
-        store(scores, o, w)
-        weight = weight + w
-    return total(weight)
-
-
-@_inner
-def _add_values(weights, begin, end, values, v_at, dim, sums, at, shrink):  # type: ignore[no-untyped-def]
-    """sums * shrink + the weighted sum of the values begin..end, those of v_at being the 0th, dim elements each."""
-    shrinks = splat(shrink)
-    d = 0
-    while d + 8 * WIDTH <= dim:
-        o = at + d
-        a0, a1 = load(sums, o) * shrinks, load(sums, o + 8) * shrinks
-        a2, a3 = load(sums, o + 16) * shrinks, load(sums, o + 24) * shrinks
-        a4, a5 = load(sums, o + 32) * shrinks, load(sums, o + 40) * shrinks
-        a6, a7 = load(sums, o + 48) * shrinks, load(sums, o + 56) * shrinks
-        for n in range(begin, end):
-            w = splat(get(weights, n))
-            r = v_at + n * dim + d
-            a0 = fma(w, load(values, r), a0)
-            a1 = fma(w, load(values, r + 8), a1)
-            a2 = fma(w, load(values, r + 16), a2)
-            a3 = fma(w, load(values, r + 24), a3)
-            a4 = fma(w, load(values, r + 32), a4)
-            a5 = fma(w, load(values, r + 40), a5)
-            a6 = fma(w, load(values, r + 48), a6)
-            a7 = fma(w, load(values, r + 56), a7)
-        store(sums, o, a0)
-        store(sums, o + 8, a1)
-        store(sums, o + 16, a2)
-        store(sums, o + 24, a3)
-        store(sums, o + 32, a4)
-        store(sums, o + 40, a5)
-        store(sums, o + 48, a6)
-        store(sums, o + 56, a7)
-        d += 8 * WIDTH
-    while d + WIDTH <= dim:
-        b0 = load(sums, at + d) * shrinks
-        for n in range(begin, end):
-            b0 = fma(splat(get(weights, n)), load(values, v_at + n * dim + d), b0)
-        store(sums, at + d, b0)
-        d += WIDTH
-    while d < dim:
-        b = get(sums, at + d) * shrink
-        for n in range(begin, end):
-            b = fma(get(weights, n), get(values, v_at + n * dim + d), b)
-        put(sums, at + d, b)
-        d += 1
-
-
-# How the cache's rows are written (`ops/kv_format.py`).
-PLAIN, FP8, INT4 = 0, 1, 2
-
-
-@_inner
-def _decode(cache, at, begin, end, chunk, dim, format, rows):  # type: ignore[no-untyped-def]
-    """Rows begin..end of one head in a chunk that lies at byte `at`, as float32 [chunk, dim].
-
-    Whole lanes are read and written: what is too much of a row stands behind it, where the next one is written.
-    """
-    raw = codes(cache + at)
-    if format == FP8:
-        factors = exponents(cache + at + chunk * dim)
-        for n in range(begin, end):
-            factor = splat(get(factors, n))
-            for d in range(0, dim, WIDTH):
-                store(rows, n * dim + d, e4m3(raw, n * dim + d) * factor)
-        return
-    half = dim // 2
-    pairs = brains(cache + at + chunk * half)
-    for n in range(begin, end):
-        scale, least = splat(get(pairs, 4 * n)), splat(get(pairs, 4 * n + 1))
-        for d in range(0, half, WIDTH):
-            store(rows, n * dim + d, fma(low(raw, n * half + d), scale, least))
-        scale, least = splat(get(pairs, 4 * n + 2)), splat(get(pairs, 4 * n + 3))
-        for d in range(0, half, WIDTH):
-            store(rows, n * dim + half + d, fma(high(raw, n * half + d), scale, least))
-
-
-@_inner
+@piece
 def _attend(  # type: ignore[no-untyped-def]
     queries, first, group, keys, k_at, values, v_at, begin, end, dim, scores, tops, weights_of, sums
 ):
     """Add positions begin..end of a chunk to what the queries `first` and the group's next ones have seen so far."""
     for n in range(first, first + group):
         old = get(tops, n)
-        top = _score(queries, n * dim, keys, k_at, begin, end, dim, scores)
+        top = score(queries, n * dim, keys, k_at, begin, end, dim, scores)
         shrink = types.float32(1.0)
         if top > old:
             shrink = first_of(power(splat(old - top)))
             put(tops, n, top)
         else:
             top = old
-        weight = _weigh(scores, begin, end, top)
+        weight = weigh(scores, begin, end, top)
         put(weights_of, n, fma(get(weights_of, n), shrink, weight))
-        _add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink)
+        add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink)
 
 
 # q, its token and head strides; k, its (0: all K and V are written); v, its; cos_sin (0: nothing turns), rotary_dim;
@@ -400,7 +227,7 @@ def _attend(  # type: ignore[no-untyped-def]
 # (strides of quantized ones are in bytes)
 
 
-@_inner
+@piece
 def _attention(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
@@ -441,13 +268,13 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
             slot = get(table, slots + start // chunk)
             inner = head * cache_head + start % chunk * dim
             at = token * k_token + head * k_head
-            _turn(k, at, k_cache, slot * k_slot + inner, kind, cos_sin, start, half, dim, one)
-            _copy(v, token * v_token + head * v_head, v_cache, slot * v_slot + inner, dim, one)
+            turn(k, at, k_cache, slot * k_slot + inner, kind, cos_sin, start, half, dim, one)
+            copy(v, token * v_token + head * v_head, v_cache, slot * v_slot + inner, dim, one)
         for i in range(count):
             for g in range(group):
                 n = i * group + g
                 at = (token + i) * q_token + (head * group + g) * q_head
-                _turn(q, at, queries, n * dim, kind, cos_sin, start + i, half, dim, scale)
+                turn(q, at, queries, n * dim, kind, cos_sin, start + i, half, dim, scale)
                 put(tops, n, types.float32(LEAST))
                 put(weights_of, n, types.float32(0.0))
         for d in range(0, count * group * dim - WIDTH + 1, WIDTH):
@@ -462,8 +289,8 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
                 # Of the first query's window up to the last query's position.
                 begin = max(0, start + 1 - window - j * chunk) if window else 0
                 end = min(chunk, start + count - j * chunk)
-                _decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys)
-                _decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values)
+                decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys)
+                decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values)
             for i in range(count):
                 position = start + i - j * chunk
                 end = min(chunk, position + 1)
@@ -482,7 +309,7 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
             for g in range(group):
                 n = i * group + g
                 at = (token + i) * out_token + (head * group + g) * out_head
-                _copy(sums, n * dim, out, at, dim, one / get(weights_of, n))
+                copy(sums, n * dim, out, at, dim, one / get(weights_of, n))
 
 
 # -- entries -------------------------------------------------------------------------------------
@@ -565,10 +392,10 @@ def _launcher(source: str) -> Any:
 
 _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types.int64, types.int64)
 # Numba looks at the file of the function alone; these are all that it may be made of.
-_PARTS = (lanes_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu)
+_PARTS = (lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, sparse_cpu)
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
-_KERNELS = _entries(_SOURCE) | gates_cpu.entries(_SOURCE) | quantized_cpu.entries(_SOURCE)
+_KERNELS = _entries(_SOURCE) | gates_cpu.entries(_SOURCE) | quantized_cpu.entries(_SOURCE) | sparse_cpu.entries(_SOURCE)
 
 
 @functools.cache

@@ -448,14 +448,14 @@ def get(typing: Any, pointer: Any, index: Any) -> Any:
 
 @_written
 def put(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
-    """One float32 into an element."""
+    """One number into an element: an int64 among such, else a float32."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         kind = sig.args[0]
         builder.store(narrowed(builder, kind, args[2]), _place(builder, kind, *args[:2]))
         return context.get_dummy_value()
 
-    return signature(types.none, pointer, types.int64, types.float32), lower
+    return signature(types.none, pointer, types.int64, types.int64 if pointer == LONGS else types.float32), lower
 
 
 @_written

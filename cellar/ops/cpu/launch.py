@@ -18,13 +18,17 @@ LEAST_SHARED = 1 << 14
 """Numbers to be read from which on it pays to wake the team: about 3 us on one thread."""
 
 NAMES = ("norm", "activation", "rotary_kv", "attention")
+SPARSE = "sparse_attention"
 
 Kernel = Callable[[bytes, int], None]
 
 
-def prepare(dtype: torch.dtype) -> None:
-    """Have all kernels ready for tensors of `dtype`: seconds the first time on a machine, else less than one."""
-    for name in NAMES:
+def prepare(dtype: torch.dtype, *, sparse: bool = False) -> None:
+    """Have all kernels ready for tensors of `dtype`: seconds the first time on a machine, else less than one.
+
+    `sparse`: that of attention to a share of the values, too.
+    """
+    for name in (*NAMES, SPARSE) if sparse else NAMES:
         kernel(name, dtype)
 
 

@@ -46,9 +46,11 @@ def measured_rates(
     nbytes: int = 2**30,
     seconds: float = 0.15,
     num_threads: int | None = None,
+    sparse_v: float | None = None,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
     less than a matrix) each, with so many threads of the CPU (None: torch's number).
+    With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values.
 
     Raises CapacityError if the host has not so much.
     """
@@ -65,7 +67,7 @@ def measured_rates(
         link = _Link(moved, device)
         alone = link.rate_while(lambda: time.sleep(seconds))[0]
         over, products = link.rate_while(lambda: _products(spec, read, seconds, 1))
-        attention = link.rate_while(lambda: _attention(spec, read, seconds))[1]
+        attention = link.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
         many = link.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         return MeasuredRates(alone, over, products, attention, many * 2 * MANY / DTYPE_BYTES[spec.dtype])
     finally:
@@ -132,7 +134,7 @@ def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> f
     return _rate(lambda k: weights[k % count].multiply(x), tensor.nbytes, seconds)
 
 
-def _attention(spec: ModelSpec, memory: Tensor, seconds: float) -> float:
+def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float | None) -> float:
     """Decodes of a few sequences, in one layer after another."""
     layer, size = spec.layers[0], spec.kv.chunk_size
     dtype: torch.dtype = getattr(torch, spec.kv.groups[0].dtype)
@@ -144,9 +146,14 @@ def _attention(spec: ModelSpec, memory: Tensor, seconds: float) -> float:
     half = rows * of_row
     count = max(1, memory.nbytes // (2 * half))
     caches = [memory[k * half : (k + 1) * half].view(dtype).view(rows * columns, *inner) for k in range(2 * count)]
+    if sparse_v is not None:
+        caches[0].normal_()  # to choose among equal scores takes longer
+        for cache in caches[1:]:
+            cache.copy_(caches[0])
     table = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
     own, ends = np.arange(rows, dtype=np.int32), np.full(rows, context, np.int32)
-    work = plan_attention(own, ends - 1, ends, layer.num_heads, layer.num_kv_heads, layer.head_dim, size)
+    shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, size)
+    work = plan_attention(own, ends - 1, ends, *shape, sparse_v=sparse_v)
     q = torch.ones(rows, layer.num_heads, layer.head_dim, dtype=dtype)
     new = torch.ones(rows, layer.num_kv_heads, layer.head_dim, dtype=dtype)
 

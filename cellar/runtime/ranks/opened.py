@@ -123,6 +123,7 @@ def _kind(config: EngineConfig, size: int, layouts: Layouts | None) -> str:
     for name, given in (
         ("plan", config.model.plan if layouts is None else None),
         ("device_memory", config.offload.device_memory),
+        ("sparse_v", config.offload.sparse_v),
         ("kv_disk_path", config.cache.kv_disk_path),
         ("kv_remote", config.cache.kv_remote),
         ("kv_offloading_size", None if layouts is None or layouts.homes == 1 else config.cache.kv_offloading_size),

@@ -81,7 +81,7 @@ class StepExecutor:
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
     bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
     `seat`: this rank among others, if there are any: rank 0 samples, and the others take its tokens. `arrivals`:
-    loads that a step may have to wait for, layer by layer.
+    loads that a step may have to wait for, layer by layer. `sparse_v`: see `Forward`.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class StepExecutor:
         seat: Seat | None = None,
         host_kv: HostKV | None = None,
         arrivals: Arrivals | None = None,
+        sparse_v: float | None = None,
     ) -> None:
         spec = model.spec
         self._device = device
@@ -113,7 +114,7 @@ class StepExecutor:
             self.forward = LaidForward(seat.laid, weights, self.arena, num_rows, device)
         else:
             comm = None if seat is None else seat.comm
-            self.forward = self._whole = Forward(model, weights, self.arena, device, comm, layers, batch)
+            self.forward = self._whole = Forward(model, weights, self.arena, device, comm, layers, batch, sparse_v)
         self._arrivals = Arrivals() if arrivals is None else arrivals
         self._comm = None if seat is None else seat.link
         self._samples = self._comm is None or self._comm.rank == 0

@@ -182,6 +182,7 @@ class Forward:
     `comm`: the other ranks, if these are the weights of one rank of several (`models/sharding.py`). `layers`: where the
     layers' weights come from, if not from `weights`. `batch`: so many sequences pass a layer together, then the next
     ones, before the pass goes on to the next layer (FlexGen §4.2, the zig-zag block); None: all of them.
+    `sparse_v`: the share of values that the CPU's attention reads; None: all.
     """
 
     def __init__(
@@ -193,10 +194,12 @@ class Forward:
         comm: Comm | None = None,
         layers: Layers | None = None,
         batch: int | None = None,
+        sparse_v: float | None = None,
     ) -> None:
         self._comm = comm
         self._layers: Layers = ResidentLayers(weights.layers) if layers is None else layers
         self._batch = batch
+        self._sparse_v = sparse_v
         self.model = model
         self.weights = weights
         self.arena = arena
@@ -288,6 +291,7 @@ class Forward:
                 window=shape.window,
                 device=device,
                 kv_format=shape.kv_format,
+                sparse_v=self._sparse_v if device.type == "cpu" else None,
             )
             for shape in self.shapes
         ]

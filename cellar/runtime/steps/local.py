@@ -68,7 +68,8 @@ class LocalRuntime:
     softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
     keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
     `offloaded`: where layers come from that do not lie on the device; its own, too. `seat`: this rank among the
-    others, if there are any; what puts it out of step with them comes out of `poll`, as an error.
+    others, if there are any; what puts it out of step with them comes out of `poll`, as an error. `sparse_v`: see
+    `Forward`.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class LocalRuntime:
         warmup: Warmup | None = None,
         offloaded: Offloaded | None = None,
         seat: Seat | None = None,
+        sparse_v: float | None = None,
     ) -> None:
         spec = model.spec
         self._results: Results = SimpleQueue()
@@ -112,6 +114,7 @@ class LocalRuntime:
             seat=seat,
             host_kv=self._host_kv,
             arrivals=arrivals,
+            sparse_v=sparse_v,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
@@ -306,6 +309,9 @@ def _open(
         )
     if device.type != "cpu" and model_config.quantization == "w8a8":
         raise ConfigError(f"quantization w8a8 runs on a CPU so far, but the device is {device}; take int8 or fp8.")
+    sparse_v = config.offload.sparse_v
+    if sparse_v is not None:
+        _check_sparse(device, placement)
     if not offloads:
         _check_fits(spec, device)
     before = counted(device)
@@ -316,7 +322,7 @@ def _open(
     wide: Collection[int] = ()
     warmup: Warmup | None = None
     if device.type == "cpu":
-        prepare_kernels(getattr(torch, dtype))
+        prepare_kernels(getattr(torch, dtype), sparse=sparse_v is not None)
     else:
         profiles = profiles_of(config.device.machine_profile, device)
         prepared = _preparing(chooser_of(profiles), quantized_chooser_of(profiles))
@@ -347,6 +353,8 @@ def _open(
         weights = loader.assembled(spec, make, change)
     if model_config.quantization is not None:
         content = fingerprint.of_quantized(content, model_config.quantization)
+    if sparse_v is not None:
+        content = fingerprint.of_sparse(content, sparse_v)
     loaded = time.perf_counter()
     if warmup is not None:
         warmup.wait()
@@ -388,6 +396,7 @@ def _open(
             warmup=warmup,
             offloaded=offloaded,
             seat=seat,
+            sparse_v=sparse_v,
         )
     except BaseException:
         close_tiers(tiers)
@@ -436,6 +445,18 @@ def _warmup(
     except Exception:
         _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
         return None
+
+
+def _check_sparse(device: torch.device, placement: Placement | None) -> None:
+    """Raise ConfigError if anything but the CPU attends to decodes."""
+    if device.type == "cpu":
+        return
+    kv = () if placement is None else placement.kv
+    if not kv or any((part.device, part.compute) != ("host", "host") for part in kv):
+        raise ConfigError(
+            f"sparse_v is attention of the CPU, but here {device} attends to KV; leave sparse_v out, set device to "
+            "cpu, or have KV in host memory by device_memory and a larger kv_cache_memory_bytes."
+        )
 
 
 def _threads(asked: int | None, offloaded: Offloaded | None) -> int | None:
