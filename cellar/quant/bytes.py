@@ -132,9 +132,24 @@ def byte_product(
         return bytes_linear(x, x_scales, weight, scales, bias, torch.bfloat16, product)
     if x.dtype == torch.int8:
         return scaled_sums(torch._int_mm(x, weight.t()), x_scales, scales, bias)
-    by_row = scales[None] if scales.dim() == 1 else scales.t()
-    out = torch._scaled_mm(x, weight.t(), x_scales, by_row, out_dtype=torch.bfloat16)
+    if scales.dim() == 1:
+        out = torch._scaled_mm(x, weight.t(), x_scales, scales[None], out_dtype=torch.bfloat16)
+    else:
+        m = len(x)
+        x, x_scales = _by_eights(x, x_scales)
+        out = torch._scaled_mm(x, weight.t(), x_scales, scales.t(), out_dtype=torch.bfloat16)[:m]
     return out if bias is None else out.add_(bias)
+
+
+def _by_eights(x: Tensor, x_scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and their scales by groups, with zeros up to a multiple of eight: the library's product by blocks wants
+    the scales of a group 16 bytes apart, and refuses other numbers of tokens.
+    """
+    missing = -len(x) % 8
+    if not missing:
+        return x, x_scales.t().contiguous().t()
+    codes = torch.nn.functional.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+    return codes, torch.nn.functional.pad(x_scales.t(), (0, missing)).t()
 
 
 def multiplies_bytes(matrix: Quantized) -> bool:

@@ -102,6 +102,22 @@ def test_elsewhere_tokens_are_rounded_and_multiplied_by_packed_codes() -> None:
     torch.testing.assert_close(weight.multiply(x), QuantizedWeight(matrix).multiply(x), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("m", [33, 40, 63])
+def test_the_library_gets_tokens_by_eights_where_matrices_have_blocks(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled(x: Tensor, w: Tensor, x_scales: Tensor, w_scales: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert x.shape[0] % 8 == 0
+        assert x_scales.stride() == (1, x.shape[0]), "tokens behind one another"
+        wide = w_scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return ((x.float() * x_scales.repeat_interleave(128, 1)) @ (w.float() * wide)).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    matrix, bias = quantized(random(256, 384), BLOCKS), random(256, seed=2).bfloat16()
+    weight, x = ByteWeight(matrix), random(m, 384, seed=1).bfloat16()
+    assert weight.product_for(m) is None
+    wanted = rounded(x, BLOCKS) @ dequantized(matrix).t() + bias
+    near(weight.multiply(x, bias), wanted)
+
+
 def on_gpu(format: Format, n: int, k: int, seed: int = 0) -> tuple[Quantized, ByteWeight]:
     generator = torch.Generator("cuda").manual_seed(seed)
     matrix = quantized(torch.randn((n, k), device="cuda", generator=generator) / k**0.5, format)
