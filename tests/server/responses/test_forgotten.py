@@ -135,7 +135,7 @@ def test_what_a_sweep_deletes_leaves_no_kv(served: Served, client: openai.OpenAI
     assert memory(served, id) > 0 < memory(served, chain.id)
     store = served.app.state.conversations.store.store
     store.write(_aged, [id, chain.id])
-    assert store.sweep() >= 2
+    store.sweep()  # unless the server's own came first
     until(lambda: memory(served, id) == 0 == memory(served, chain.id))
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
