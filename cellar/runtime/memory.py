@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 GIB = 2**30
 
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
 _LIMITS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+"""Of a control group, version 2 or 1: its limit, what counts against it, and of that the files nobody reads now."""
 
 
-def host_available(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that this process may still take without swapping: the system's, or less if its control group says so."""
-    available = _meminfo(meminfo, "MemAvailable")
-    for limit, used in _LIMITS:
+def host_available(meminfo: Path = Path("/proc/meminfo"), groups: Path = _GROUPS, own: Path = _OWN_GROUPS) -> int:
+    """Bytes that this process may still take without swapping: the system's, or less if its control group, or one above
+    that, says so.
+    """
+    rooms = (_room(folder) for folder in _group_folders(groups, own))
+    return int(min(_meminfo(meminfo, "MemAvailable"), *rooms))
+
+
+def _group_folders(groups: Path, own: Path) -> Iterator[Path]:
+    """Of this process's control groups that may limit memory, and all above them. In a container the paths are
+    often those of the host, which are not there: then its topmost group is its own.
+    """
+    yield from (groups, groups / "memory")
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):
+            top = groups / "memory" if controllers else groups
+            folder = top / path.lstrip("/")
+            while folder != top and top in folder.parents:
+                yield folder
+                folder = folder.parent
+
+
+def _room(folder: Path) -> float:
+    """Bytes that are left in a control group; infinity where nothing says so."""
+    for limit, used, spare in _LIMITS:
         try:
-            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+            room = int((folder / limit).read_text()) - int((folder / used).read_text())
         except (OSError, ValueError):
             continue  # no such control group, or no limit ("max")
-        available = min(available, max(room, 0))
-    return available
+        return max(room + _field(folder / "memory.stat", spare), 0)
+    return math.inf
+
+
+def _field(file: Path, name: str) -> int:
+    """A number of a file that has one behind each name; 0 if it is not there."""
+    try:
+        return next(int(line.split()[1]) for line in file.read_text().splitlines() if line.startswith(name + " "))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return 0
 
 
 def resident(status: Path = Path("/proc/self/status")) -> int:

@@ -17,7 +17,8 @@ class MemoryUse:
     """Bytes. `weights` and `kv` lie on the device, `host_kv` in the host's memory.
 
     `taken` is what the system counts more than before the model was opened: memory of this process on a CPU, where
-    pages of `kv` and `host_kv` count from when they are first written; on an accelerator memory of the device.
+    pages of `kv` count from when they are first written, and those of `host_kv` from when they are taken, beside the
+    start; on an accelerator memory of the device.
     """
 
     device: str

@@ -1,14 +1,17 @@
 """The host's memory as a tier: one mapping, in which a chunk is one contiguous piece.
 
-On an accelerator the mapping is registered with the driver, so that copies are DMA and overlap with steps. Registering
-touches every page (about 1 s for 4 GiB), so a thread does it beside the start, in ranges of whole chunks; until its
-range is registered a chunk is copied through the driver's own buffer, which is slower and as right.
+What is asked for is taken: a thread has the system give all pages beside the start (about 1 s for 4 GiB), in ranges of
+whole chunks, and asks it afterwards how much it has given. On an accelerator the ranges are registered with the driver,
+so that copies are DMA and overlap with steps; until its range is registered, and if the driver registers no more (a
+limit of locked memory), a chunk is copied through the driver's own buffer, which is slower and as right.
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,10 +20,17 @@ import torch
 from cellar.core.errors import CapacityError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
+from cellar.runtime.pages import take, taken_nbytes
 from cellar.runtime.registered import Registered
 from cellar.runtime.tiers.storage import Bytes
 
+logger = logging.getLogger(__name__)
+
 _REGISTERED_AT_ONCE = 512 * 2**20
+_TAKEN_AT_ONCE = 32 * 2**20
+"""While pages are taken, nobody else in this process maps or unmaps memory."""
+_GIVEN = 0.98
+"""Of what was asked for, what the system must have given for it to be all."""
 _RESERVE = 0.05
 """Of the memory that is free, what is left to others."""
 
@@ -39,15 +49,13 @@ class HostTier:
                 f"{(1 - _RESERVE) * free / 2**30:.1f} or less (GiB)."
             )
         self._num_slots = num_slots
-        # Anonymous pages: they are taken when they are first written, or registered.
         self._map = mmap.mmap(-1, max(nbytes, 1))
         self.chunks: Bytes = np.frombuffer(self._map, np.uint8, nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
         self._registered = Registered(device)
-        self._thread: threading.Thread | None = None
-        if device.type == "cuda":
-            self._thread = threading.Thread(target=self._register, name="cellar-register", daemon=True)
-            self._thread.start()
+        self._registers = device.type == "cuda"
+        self._thread = threading.Thread(target=self._take, name="cellar-host-memory", daemon=True)
+        self._thread.start()
 
     @property
     def num_slots(self) -> int:
@@ -74,17 +82,45 @@ class HostTier:
     def erase(self, slot: int) -> None:
         """What nobody knows of is found by nobody, and gone with the process."""
 
+    def taken(self) -> int | None:
+        """Bytes that the system counts of it, once all have been asked for; None where it does not say."""
+        self._thread.join()
+        return taken_nbytes(self.chunks)
+
     def close(self) -> None:
         """Give the memory back."""
         self._closing.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self._registered.close()
         self.chunks = np.empty((0, 0), np.uint8)
 
-    def _register(self) -> None:
-        nbytes = self.chunks.shape[1]
-        step = max(1, _REGISTERED_AT_ONCE // nbytes)
-        for first in range(0, self._num_slots, step):
-            if self._closing.is_set() or not self._registered.add(self.chunks[first : first + step]):
+    def _take(self) -> None:
+        """Have all pages, and say what the system has given."""
+        begin, chunk_nbytes = time.perf_counter(), self.chunks.shape[1]
+        registers, first = self._registers, 0
+        while first < self._num_slots:
+            if self._closing.is_set():
                 return
+            size = _REGISTERED_AT_ONCE if registers else _TAKEN_AT_ONCE
+            part = self.chunks[first : first + max(1, size // chunk_nbytes)]
+            if registers and not self._registered.add(part):
+                registers = False
+                continue
+            if not registers and not take(part):
+                break
+            first += len(part)
+        self._read_back(time.perf_counter() - begin)
+
+    def _read_back(self, seconds: float) -> None:
+        asked, taken = self.chunks.nbytes, taken_nbytes(self.chunks)
+        if taken is None:
+            return
+        all_there = taken >= _GIVEN * asked
+        logger.log(
+            logging.INFO if all_there else logging.WARNING,
+            "host memory of KV: %s asked for, %s taken after %.1f s%s",
+            human(asked),
+            human(taken),
+            seconds,
+            "" if all_there else "; the rest is taken when it is first used, if it is there then",
+        )

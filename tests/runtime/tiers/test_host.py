@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from cellar.core.config import CacheConfig
 from cellar.core.errors import CapacityError, ConfigError, DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, KeptChunk, Tier
 from cellar.core.specs import KVGroup, KVSpec
+from cellar.runtime.memory import host_available, resident
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.host import HostTier
+from cellar.runtime.tiers.opened import close_tiers, open_tiers
 from tests.limits import SECONDS
 
 CPU = torch.device("cpu")
@@ -183,6 +191,120 @@ def test_more_memory_than_there_is_is_one_sentence(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CapacityError, match=r"kv_offloading_size asks for 976 B .* but 1000 B are free"):
         HostTier(61, 16, CPU)
     HostTier(59, 16, CPU).close()
+
+
+def test_memory_asked_for_is_memory_taken(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan is in the log, what the system has given beside it, and what is written meanwhile stays."""
+    before = resident()
+    with caplog.at_level(logging.INFO, "cellar.runtime.tiers"):
+        tiers = open_tiers(CacheConfig(kv_offloading_size=0.125), SPEC, 6, CPU, None)
+        host, nbytes = tiers[Tier.HOST], SPEC.chunk_nbytes()
+        assert isinstance(host, HostTier)
+        chunk = np.random.default_rng(0).integers(0, 255, nbytes, dtype=np.uint8)
+        written = range(0, host.num_slots, 7)
+        for slot in written:
+            host.write(slot, chunk)
+        asked, taken = 2**27, host.taken()
+    assert taken is not None
+    assert abs(taken - asked) < 0.02 * asked
+    assert resident() - before > 0.9 * asked
+    assert all(np.array_equal(host.chunks[slot], chunk) for slot in written)
+    plan, found = (record.getMessage() for record in caplog.records)
+    assert f"host 128 MiB ({asked // nbytes:,} chunks)" in plan
+    assert "host memory of KV: 128 MiB asked for, 128 MiB taken after" in found
+    close_tiers(tiers)
+
+
+def test_memory_that_the_system_has_not_given_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("cellar.runtime.tiers.host.take", lambda part: False)
+    with caplog.at_level(logging.INFO, "cellar.runtime.tiers"):
+        host = HostTier(64, 2**20, CPU)
+        taken = host.taken()
+    assert taken is not None
+    assert taken < 2**21
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "64 MiB asked for, 0 B taken" in record.getMessage()
+    host.write(3, np.full(2**20, 7, np.uint8))
+    assert host.chunks[3].min() == 7
+    host.close()
+
+
+class Driver:
+    """Registers so many bytes of host memory, as under a limit of locked memory, and no more."""
+
+    def __init__(self, limit: int) -> None:
+        self.left = limit
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if nbytes > self.left:
+            return 2
+        self.left -= nbytes
+        self.registered[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.left += self.registered.pop(address)
+
+
+def test_a_driver_that_registers_less_than_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest is there all the same; copies of it are slower, which the log says once."""
+    driver = Driver(limit=20 * 2**20)
+    monkeypatch.setattr(
+        "cellar.runtime.registered.torch.cuda", SimpleNamespace(cudart=lambda: driver, device=nullcontext)
+    )
+    monkeypatch.setattr("cellar.runtime.tiers.host._REGISTERED_AT_ONCE", 8 * 2**20)
+    with caplog.at_level(logging.INFO, "cellar.runtime"):
+        host = HostTier(48, 2**20, torch.device("cuda", 0))
+        taken = host.taken()
+    assert sum(driver.registered.values()) == 16 * 2**20
+    assert taken is not None
+    assert taken >= 32 * 2**20, "what the driver refused; what it registers this one does not take"
+    refused, *_ = (record.getMessage() for record in caplog.records)
+    assert refused == "the driver did not register 8 MiB of host memory (error 2); copies of it are slower"
+    assert sum("did not register" in record.getMessage() for record in caplog.records) == 1
+    host.close()
+    assert not driver.registered
+
+
+GROUP_FILES = {
+    "v2": ("0::/system.slice/cellar.service\n", "system.slice", ("memory.max", "memory.current", "inactive_file")),
+    "v1": (
+        "5:cpu:/\n4:cpu,memory:/jobs/one\n0::/\n",
+        "memory/jobs",
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ),
+}
+
+
+@pytest.mark.parametrize("version", GROUP_FILES)
+@pytest.mark.parametrize("above", [False, True])
+def test_a_control_group_with_less_memory_than_was_asked_for(
+    version: str, above: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own limit counts, and that of a group above it; files that it has read and nobody uses do not."""
+    own, folder, (limit, used, spare) = GROUP_FILES[version]
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "meminfo").write_text("MemAvailable: 1000000 kB\n")
+    name = own.splitlines()[-2 if version == "v1" else 0].rpartition("/")[2]
+    group = tmp_path / folder / name
+    group.mkdir(parents=True)
+    limited = group.parent if above else group
+    for part, text in ((limit, "50000000\n"), (used, "40000000\n"), ("memory.stat", f"cache 1\n{spare} 20000000\n")):
+        (limited / part).write_text(text)
+    available = partial(host_available, tmp_path / "meminfo", tmp_path, tmp_path / "own")
+    assert available() == 30_000_000
+    monkeypatch.setattr("cellar.runtime.tiers.host.host_available", available)
+    with pytest.raises(CapacityError, match=r"asks for 38.1 MiB of host memory, but 28.6 MiB are free; ask for 0.0"):
+        HostTier(40, 1_000_000, CPU)
+    HostTier(28, 1_000_000, CPU).close()
+    (limited / limit).write_text("max\n")
+    assert available() == 1_024_000_000
 
 
 @pytest.mark.gpu
