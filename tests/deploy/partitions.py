@@ -102,7 +102,7 @@ class Hosts:
             "--include-dashboard=false",
         )
         for host in (self.engine, self.other):
-            self._ray(host, '{"engine": 1}', f"--address={self.front.address}:{PORT}")
+            self.join(host)
         self.ray = Cluster(
             directory, self._environment, self.front.address, self.front.within, f"{self.front.address}:{PORT}"
         )
@@ -112,6 +112,10 @@ class Hosts:
             {"num_replicas": 2, "ray_actor_options": {"num_cpus": 1, "resources": {"engine": 1}}},
             {"ray_actor_options": {"num_cpus": 1, "resources": {"front": 1}}},
         )
+
+    def join(self, host: Host) -> None:
+        """Have it take part, with an engine."""
+        self._ray(host, '{"engine": 1}', f"--address={self.front.address}:{PORT}")
 
     def _ray(self, host: Host, resources: str, *options: str) -> None:
         command = ["ray", "start", f"--node-ip-address={host.address}", "--num-cpus=4", f"--resources={resources}"]
@@ -244,10 +248,14 @@ async def show(hosts: Hosts, seconds: float, count: int, only: str) -> None:
             host.pull()
             await asyncio.sleep(seconds)
             host.plug()
-            began = time.monotonic()
-            while await chunks(http) != whole and time.monotonic() < began + 300:
+            began, lost = time.monotonic(), False
+            while await chunks(http) != whole and time.monotonic() < began + 2 * SECONDS:
                 await asyncio.sleep(0.1)
+                if not lost and time.monotonic() > began + SECONDS / 4 and not host.processes(ENGINE):
+                    lost = True  # Ray has given it up, and ended what ran there
+                    await asyncio.to_thread(hosts.join, host)
             return {
+                "started_again": lost,
                 "whole_again_after": round(time.monotonic() - began, 1),
                 "whole": await chunks(http) == whole,
                 "same_engine": host.processes(ENGINE) == before,
