@@ -8,8 +8,7 @@ happens. If they balance, nobody else was touched; if not, `check` raises, and t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from cellar.core.errors import CellarError, IntegrityError
 
@@ -45,13 +44,11 @@ class Failures:
         unsaid, self._unsaid = self._unsaid, {}
         return unsaid
 
-    @contextmanager
-    def checked(self) -> Iterator[None]:
-        """Around a plan or a commit: if a request fails in it, the books must balance at its end.
+    def settle(self) -> None:
+        """At the end of a plan or a commit: if a request has failed in it, the books must balance.
 
         Raises IntegrityError otherwise, from what the request did.
         """
-        yield
         cause, self._cause = self._cause, None
         if cause is not None:
             try:

@@ -50,6 +50,8 @@ class Prompts:
 
     def plan(self, batch: StepBatch) -> None:
         """Spend what is left of the batch's budget."""
+        if not (self._holders.prompts or self._holders.loading or len(self._queue) or self._favoured):
+            return  # decodes alone, as most steps are
         self._share(batch)
         self._admit_short(batch)
         self.plan_running(batch)

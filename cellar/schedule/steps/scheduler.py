@@ -12,7 +12,6 @@ Plans run ahead of their commits; `holders.py` has the rule that makes that safe
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -48,6 +47,7 @@ from cellar.schedule.steps.holders import Holders
 from cellar.schedule.steps.limits import limit_of
 from cellar.schedule.steps.outlook import outlook
 from cellar.schedule.steps.pace import Pace
+from cellar.schedule.steps.plans import Plans
 from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
@@ -87,27 +87,24 @@ class StepScheduler:
         diagonal: bool = False,
         phases_apart: bool = False,
     ) -> None:
-        self._phases_apart = phases_apart
         self._config = config
         self._max_model_len = max_model_len
-        self._row_depth = row_depth or config.run_ahead
+        row_depth = row_depth or config.run_ahead
         self._caching = enable_prefix_caching
         self._store = KVStore(num_slots, chunk_size, root, tiers, policy, recovery)
         self.foreign = self._store.foreign  # what other engines have written
         self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
         self._queue = WaitingQueue()
         self._requests: dict[str, RequestState] = {}
-        self._in_flight: deque[InFlight] = deque()
-        self._steps = 0
         self._failures = Failures(self.check_integrity)
         self._tally = Tally(1 + len(tiers or {}))
         self._holders = Holders(self._rows, self._store, self._queue, self._failures, self._tally)
         keep_free = math.ceil(config.decode_reserve * num_slots)
         pace = Pace(config.max_mixed_seconds)
         self._stagger = Stagger(num_slots - keep_free, self._rows.num_free, chunk_size) if diagonal else None
-        self._prompts = Prompts(
-            self._holders, pace, keep_free, self._row_depth, self._caching, self._fail, self._stagger
-        )
+        self._prompts = Prompts(self._holders, pace, keep_free, row_depth, self._caching, self._fail, self._stagger)
+        budget = config.max_num_batched_tokens or self._rows.tokens.size
+        self._plans = Plans(self._holders, self._prompts, self._tally, budget, row_depth, self._stagger, phases_apart)
 
     # -- the protocol -----------------------------------------------------------------------------
 
@@ -136,13 +133,16 @@ class StepScheduler:
 
     def plan(self, worker: int, now: float) -> StepPlan | None:
         """The next step, or None if nothing can be computed before the next commit or add."""
-        with self._failures.checked():
-            return self._plan(now)
+        self._holders.now = now
+        plan = self._plans.make()
+        self._failures.settle()
+        return plan
 
     def commit(self, result: StepResult, now: float) -> StepOutput:
         """Take in the result of the oldest plan in flight: deliver tokens, name chunks, give back memory."""
-        with self._failures.checked():
-            return self._commit(result, now)
+        output = self._commit(result, now)
+        self._failures.settle()
+        return output
 
     def failed(self) -> Mapping[str, str]:
         """Requests that have failed by themselves in `plan` since the last call, and why: they have ended."""
@@ -249,7 +249,7 @@ class StepScheduler:
 
     def has_work(self) -> bool:
         """True while any request waits, runs, or has a plan in flight."""
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._plans.in_flight)
 
     def stats(self) -> SchedulerStats:
         """A snapshot; O(1). Prefix queries and hits count prompt tokens of first admissions."""
@@ -261,67 +261,12 @@ class StepScheduler:
         """What routers are told; O(requests and chunks)."""
         return outlook(self._requests.values(), self._store)
 
-    # -- planning (§3.4.2) ------------------------------------------------------------------------
-
-    def _plan(self, now: float) -> StepPlan | None:
-        self._holders.now = now
-        newest = self._in_flight[-1] if self._in_flight else None
-        if newest is not None and len(newest.prompts) and self._prompts.pace.is_long(newest.cost):
-            return None
-        budget = self._config.max_num_batched_tokens or self._rows.tokens.size
-        batch = StepBatch(self._rows, budget, self._prompts.pace.short)
-        if self._phases_apart:
-            self._plan_apart(batch)
-        elif self._plan_decodes(batch):
-            self._prompts.plan(batch)
-        else:
-            self._prompts.plan_short_of_memory(batch)
-        built = batch.build(self._steps, tuple(self._holders.closes))
-        if built is not None:
-            self._holders.closes.clear()
-            self._in_flight.append(built[1])
-            self._steps += 1
-            if self._stagger is not None:
-                self._stagger.passed()
-            self._tally.planned(built[1].num_decodes + len(built[0].tokens))
-        self._prompts.make_way()
-        return None if built is None else built[0]
-
-    def _plan_apart(self, batch: StepBatch) -> None:
-        """Prompts as long as there are any, else decodes."""
-        self._prompts.plan_running(batch)
-        self._prompts.plan_waiting(batch)
-        if not batch.has_prompts:
-            self._plan_decodes(batch)
-
-    def _plan_decodes(self, batch: StepBatch) -> bool:
-        """One token of every running decode, as budget and memory allow. False if memory is short."""
-        rows = self._rows
-        ready = rows.ready(self._row_depth)
-        if len(ready) > batch.budget:
-            ready = rows.in_order(ready)[: batch.budget]
-        need = ready[rows.planned[ready] >= rows.capacity[ready]]
-        enough = True
-        if len(need):
-            if len(need) > self._store.num_available:
-                ready, need = self._holders.make_room(ready, need)
-                enough = False
-            slots = self._store.extend(len(need), self._holders.now)
-            if slots is None:
-                raise IntegrityError(f"{len(need)} chunks were counted as available, but could not be taken")
-            batch.place(need, rows.grow(need, slots), slots)
-        batch.decode(ready)
-        return enough
-
     # -- results ----------------------------------------------------------------------------------
 
     def _commit(self, result: StepResult, now: float) -> StepOutput:
         self._holders.now = now
-        record = self._in_flight.popleft() if self._in_flight else None
-        if record is None or record.step != result.step:
-            raise IntegrityError(f"the result of step {result.step} came out of turn")
+        record = self._plans.commit(result)
         output = StepOutput()
-        self._rows.in_flight[record.rows] -= 1
         if result.error is None:
             self._store.measured(record.prompts, result.seconds)
             if len(record.prompts):
@@ -392,4 +337,4 @@ class StepScheduler:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless rows, queue, plans in flight and chunks agree; for tests, or when idle."""
-        self._holders.check(self._in_flight, self._requests)
+        self._holders.check(self._plans.in_flight, self._requests)

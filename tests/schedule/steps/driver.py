@@ -352,7 +352,7 @@ class World:
                 self.check()
                 continue
             result = dataclasses.replace(result, seconds=0.3 * (result.step * 7919 % 7))
-            names = self.scheduler._rows.ids[self.scheduler._in_flight[0].sampled].tolist()
+            names = self.scheduler._rows.ids[self.scheduler._plans.in_flight[0].sampled].tolist()
             output = self.scheduler.commit(result, self.now)
             if result.error is None:
                 wanted = [n for n, flag in zip(names, result.flags, strict=True) if n in self.live and not flag]

@@ -24,6 +24,7 @@ from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.schedule.steps import batch as batch_module
 from cellar.schedule.steps.batch import StepBatch
 from cellar.schedule.steps.holders import Holders
+from cellar.schedule.steps.plans import Plans
 from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
@@ -130,15 +131,16 @@ def cached_chunk_in_use_can_be_reclaimed(patch: pytest.MonkeyPatch) -> None:
 
 @bug(pressure=True)
 def decode_gets_its_chunk_one_token_late(patch: pytest.MonkeyPatch) -> None:
-    plan = StepScheduler._plan_decodes
+    decode = Plans._decode
 
-    def late(scheduler: StepScheduler, batch: StepBatch) -> bool:
-        scheduler._rows.capacity += 1
-        enough = plan(scheduler, batch)
-        scheduler._rows.capacity -= 1
+    def late(plans: Plans, batch: StepBatch) -> bool:
+        rows = plans._holders.rows
+        rows.capacity += 1
+        enough = decode(plans, batch)
+        rows.capacity -= 1
         return enough
 
-    patch.setattr(StepScheduler, "_plan_decodes", late)
+    patch.setattr(Plans, "_decode", late)
 
 
 # -- identity ------------------------------------------------------------------------------------------
@@ -430,7 +432,7 @@ def error_ends_only_the_first_row(patch: pytest.MonkeyPatch) -> None:
 
     def partly(scheduler: StepScheduler, result: object, now: float) -> object:
         if result.error is not None:  # type: ignore[attr-defined]
-            for row in scheduler._in_flight[0].rows[1:].tolist():
+            for row in scheduler._plans.in_flight[0].rows[1:].tolist():
                 scheduler._rows.accepts[row] = False
         return commit(scheduler, result, now)  # type: ignore[arg-type]
 
