@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cellar.cli.kept import KeptTalk
-from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
+from cellar.cli.verb import ALONE, SAMPLING, sampling_params, verb
 from cellar.cli.wrap import WordWrap
 from cellar.core.errors import RequestError
 
@@ -30,7 +30,7 @@ Ctrl-C ends an answer."""
 _SAMPLING = replace(SAMPLING, skip=SAMPLING.skip | {"n", "logprobs"})
 
 
-@verb(engine=ENGINE, sampling=_SAMPLING)
+@verb(engine=ALONE, sampling=_SAMPLING)
 def chat(
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     conversation: Annotated[

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from cellar.cli.verb import ENGINE, SAMPLING, sampling_params, verb
+from cellar.cli.verb import ALONE, SAMPLING, sampling_params, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STORY = "Once upon a time"
 
 
-@verb(engine=ENGINE, sampling=SAMPLING)
+@verb(engine=ALONE, sampling=SAMPLING)
 def generate(
     prompts: Annotated[
         list[str] | None, typer.Argument(help="Prompts; - reads one per line from standard input. None: a story.")

@@ -15,6 +15,8 @@ from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
 from cellar.server.config import LimitConfig, ServerConfig
 
+# A server has clients who wait for one another; what is a matter of experiments is none of its operator's.
+_ENGINE = replace(ENGINE, skip=frozenset({"model", "machine_profile", "decode_reserve", "run_ahead"}))
 _SERVER = OptionGroup("Server", (ServerConfig,))
 LIMITS = OptionGroup(
     "Limits",
@@ -29,7 +31,7 @@ LIMITS = OptionGroup(
 )
 
 
-@verb(engine=replace(ENGINE, skip=frozenset({"model"})), server=_SERVER, limits=LIMITS)
+@verb(engine=_ENGINE, server=_SERVER, limits=LIMITS)
 def serve(
     model: Annotated[
         str | None, typer.Argument(help="Directory, hub name, or a shipped config; default: the demo model.")

@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -72,6 +72,14 @@ ENGINE = OptionGroup(
     # For the Python API and benchmarks: `cellar profile` writes where it is found without being named; the reserve and
     # how far steps run ahead are matters of experiments. Whom a long prompt keeps waiting is a server's matter.
     skip=frozenset({"machine_profile", "decode_reserve", "run_ahead", "max_mixed_seconds", "mask_timeout"}),
+)
+
+ALONE = replace(
+    ENGINE,
+    # One user's prompts, none with a priority, all there at once or one after the other: which of them a policy prefers
+    # changes nothing, and what machines share is kept by the servers and batches that run there.
+    skip=ENGINE.skip
+    | {"scheduling_policy", "kv_eviction_policy", "kv_remote", "kv_remote_size", "kv_remote_ttl", "kv_remote_key_file"},
 )
 
 SAMPLING = OptionGroup(

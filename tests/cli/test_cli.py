@@ -257,7 +257,27 @@ def test_options_are_the_fields() -> None:
     every = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
     assert set(SAMPLING.names()) == every - SAMPLING.skip
     assert set(SAMPLING.names()) == set(SAMPLING.help), "every sampling option has a help text"
-    assert len(engine) + len(SAMPLING.names()) + 4 < 54
+
+
+def options(*path: str) -> set[str]:
+    """The options of a command, by their fields."""
+    return next(
+        {str(p.name) for p in c.params} for at, c in every_command(typer.main.get_command(build())) if at == path
+    )
+
+
+def test_no_verb_has_options_that_change_nothing_for_it() -> None:
+    shared = {"scheduling_policy", "kv_eviction_policy", "kv_remote", "kv_remote_size", "kv_remote_ttl"}
+    shared |= {"kv_remote_key_file"}
+    for verb in ("generate", "chat"):
+        assert not options(verb) & shared, "nobody shares it with others"
+    assert shared <= options("serve")
+    assert shared <= options("batch")
+    experiments = {"machine_profile", "decode_reserve", "run_ahead"}
+    for verb in ("generate", "chat", "serve", "batch"):
+        assert not options(verb) & experiments
+    assert len(options("generate")) < 50
+    assert len(options("serve")) < 76
 
 
 def test_sampling_options_become_parameters() -> None:
