@@ -15,7 +15,7 @@ from cellar import demo
 def test_a_turn_is_timed_by_where_its_past_lies(tmp_path: Path) -> None:
     found = tmp_path / "out.json"
     model = ["--model", str(demo.path()), "--dtype", "float32", "--device", "cpu", "--context", "128", "--new", "8"]
-    load = ["--kv", "0.01", "--host", "0.03", "--rounds", "1", "--rows", "2", "--prompts", "4", "--answer", "4"]
+    load = ["--kv", "0.01", "--host", "0.06", "--rounds", "1", "--rows", "2", "--prompts", "8", "--answer", "4"]
     tiers.main([*model, *load, "--json", str(found)])
     report = json.loads(found.read_text(encoding="utf-8"))
     (turn,) = report["turns"]
