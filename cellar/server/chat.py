@@ -16,7 +16,7 @@ from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError
 from cellar.server.pieces import lazily
 from cellar.server.requests import ChatRequest
-from cellar.server.stream import event
+from cellar.server.stream import event, unknown_usage
 from cellar.server.tools import Calls, ToolUse
 from cellar.text.tokenizer import Tokenizer
 
@@ -70,8 +70,8 @@ class Chat:
         begun: set[int] = set()
         calls = [Calls(self._tools) for _ in range(request.n or 1)]
         each = request.logprobs or request.return_token_ids or request.continuous_usage
-        plain = not (self._tools.active or request.include_usage or each)
-        fast = json.dumps(head, separators=(",", ":"))[:-1]
+        plain = not (self._tools.active or each)
+        fast, usage_there = json.dumps(head, separators=(",", ":"))[:-1], unknown_usage(request.include_usage)
         async with session, aclosing(session.news()) as news:
             async for _, one in news:
                 if isinstance(one, RequestOutput):
@@ -86,7 +86,7 @@ class Chat:
                     if one.text:
                         yield (
                             f'data: {fast},"choices":[{{"index":{one.index},"delta":{{"content":'
-                            f'{json.dumps(one.text)}}},"logprobs":null,"finish_reason":null}}]}}\n\n'
+                            f'{json.dumps(one.text)}}},"logprobs":null,"finish_reason":null}}]{usage_there}}}\n\n'
                         ).encode()
                     continue
                 part = self._part(one, calls[one.index])

@@ -16,7 +16,7 @@ from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError
 from cellar.server.pieces import lazily
 from cellar.server.requests import CompletionRequest
-from cellar.server.stream import event
+from cellar.server.stream import event, unknown_usage
 from cellar.text.tokenizer import Tokenizer
 
 
@@ -64,8 +64,8 @@ class Completions:
         offsets: dict[tuple[int, int], int] = {}
         scored: dict[int, Tables] = {}
         each = request.logprobs is not None or request.return_token_ids or request.continuous_usage
-        plain = not (request.echo or request.scores_only or request.include_usage or each)
-        fast = json.dumps(self._head, separators=(",", ":"))[:-1]
+        plain = not (request.echo or request.scores_only or each)
+        fast, usage_there = json.dumps(self._head, separators=(",", ":"))[:-1], unknown_usage(request.include_usage)
         async with session, aclosing(session.news()) as news:
             async for k, one in news:
                 if isinstance(one, RequestOutput):
@@ -77,7 +77,7 @@ class Completions:
                         index = k * self._n + one.index
                         yield (
                             f'data: {fast},"choices":[{{"index":{index},"text":{json.dumps(one.text)},'
-                            '"logprobs":null,"finish_reason":null,"stop_reason":null}]}\n\n'
+                            f'"logprobs":null,"finish_reason":null,"stop_reason":null}}]{usage_there}}}\n\n'
                         ).encode()
                     continue
                 first = (k, one.index) not in offsets

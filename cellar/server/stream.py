@@ -72,6 +72,11 @@ async def until_gone(request: Request, work: Awaitable[T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
+def unknown_usage(wanted: bool) -> str:
+    """What ends each event before the last, if the client `wanted` the usage; the API has it there, too, as null."""
+    return ',"usage":null' if wanted else ""
+
+
 class EventStream(Response):
     """Server-sent events. The head is sent with the first event: what fails before it has a status of its own.
 

@@ -260,6 +260,25 @@ def test_a_streamed_chat(served: Served, usage: bool) -> None:
         assert chunks[-1].usage.completion_tokens == 16
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("usage", [False, True])
+def test_each_event_has_the_usage_that_was_asked_for(served: Served, path: str, usage: bool) -> None:
+    """It is null until the last one, as OpenAI says, and not there where nobody asked for it."""
+    asked = {"prompt": [5, 6, 7]} if path == "/v1/completions" else {"messages": MESSAGES}
+    body = {**asked, "max_tokens": 8, "stream": True, "stream_options": {"include_usage": usage}, **EXTRA}
+    with served.http() as http:
+        lines = http.post(path, json=body).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    assert len(events) >= 5
+    if usage:
+        assert [event["usage"] for event in events[:-1]] == [None] * (len(events) - 1)
+        assert events.pop()["usage"]["completion_tokens"] == 8
+    else:
+        assert not any("usage" in event for event in events)
+    keys = {"id", "object", "created", "model", "choices"} | ({"usage"} if usage else set())
+    assert all(event.keys() == keys for event in events)
+
+
 def test_the_async_client(served: Served) -> None:
     async def run() -> None:
         client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)

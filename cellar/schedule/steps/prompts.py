@@ -17,6 +17,12 @@ from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.stagger import Stagger
 
+LEAST_JOINING = 32
+"""Rows that may be opened in a step in which others decode, for owners who have some already."""
+
+JOINING_SHARE = 4
+"""Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
+
 Fail = Callable[[RequestState, Exception, StepBatch], None]
 
 
@@ -46,6 +52,7 @@ class Prompts:
         self._fail = fail
         self._crowded = False  # somebody could not be admitted to the batch being made
         self._was_crowded = False  # nor to the last one
+        self._joining = 0  # in the batch being made: rows opened for owners who have some
         self._favoured: RequestState | None = None  # whom a suspension makes room for
 
     def plan(self, batch: StepBatch) -> None:
@@ -87,6 +94,8 @@ class Prompts:
             following = favoured if favoured is not None and favoured in self._queue else self._queue.first()
             if following is not None and not batch.room(following):
                 return  # the next step has room again
+            if following is not None and not self._may_join(batch, following):
+                return
             if following is not None and following is not favoured and not self._may_begin(following):
                 return
             self._favoured = None
@@ -95,6 +104,7 @@ class Prompts:
 
     def _share(self, batch: StepBatch) -> None:
         """Rows that decode wait for the prompts beside them, and so do short prompts that come now."""
+        self._joining = 0
         room = self.pace.room(batch.num_decodes)
         if room is None:
             return
@@ -116,6 +126,8 @@ class Prompts:
         for state in self._queue.in_line(lambda one: one.key[0] == priority and batch.cost(one) <= self.pace.short):
             if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._may_begin(state):
                 return
+            if not self._may_join(batch, state):
+                return
             if not self._admit(batch, state):
                 return
 
@@ -129,6 +141,16 @@ class Prompts:
         if self._stagger is None or state.num_cached >= 0:
             return True
         return self._stagger.may_begin(bool(holders.running or holders.loading or holders.suspending))
+
+    def _may_join(self, batch: StepBatch, state: RequestState) -> bool:
+        """False if the row is one of too many that owners get beside others' decodes, which would wait until all of
+        them are open. Who is new has at most one row of each owner before it.
+        """
+        shares = self._holders.shares
+        if not self.pace.is_limited or not batch.num_decodes or len(shares) < 2 or state.owner not in shares:
+            return True
+        self._joining += 1
+        return self._joining <= max(LEAST_JOINING, batch.num_decodes // JOINING_SHARE)
 
     def _admit(self, batch: StepBatch, state: RequestState) -> bool:
         """Give a waiting request its memory, and a row if nothing is to be loaded; False if there is none."""

@@ -234,6 +234,35 @@ def test_short_prompts_fill_a_step_beside_decodes() -> None:
     bench.run()
 
 
+def test_who_has_many_sequences_gets_a_few_rows_a_step_beside_others_decodes() -> None:
+    bench = Bench(rows=80, slots=400, max_num_batched_tokens=256, run_ahead=1, max_mixed_seconds=0.1)
+    bench.add(request("mine", range(4), 40, owner="me"))
+    bench.step()
+    bench.add(*(request(f"theirs-{k}", [k % 20], 9, owner="they") for k in range(100)))
+    bench.add(*(request(f"one-{k}", [k % 20], 9, owner=f"one-{k}") for k in range(10)))
+    plan, _ = bench.step()
+    named = [opened.name for opened in plan.opens]
+    assert [name for name in named if name.startswith("one")] == [f"one-{k}" for k in range(10)]
+    assert len([name for name in named if name.startswith("theirs")]) == 1 + 32, "the first, and those that join it"
+    plan, output = bench.step()
+    assert "mine" in output.ids
+    assert len(plan.opens) == 32
+    bench.run()
+    assert len(bench.reasons) == 111
+
+
+@pytest.mark.parametrize("seconds", [0.1, None])
+def test_rows_are_opened_at_once_where_nobody_waits(seconds: float | None) -> None:
+    """An owner alone waits for nobody but itself, and offline nobody waits for single tokens."""
+    bench = Bench(rows=80, slots=400, max_num_batched_tokens=256, run_ahead=1, max_mixed_seconds=seconds)
+    bench.add(request("first", range(4), 40, owner="they" if seconds else "me"))
+    bench.step()
+    bench.add(*(request(f"theirs-{k}", [k % 20], 9, owner="they") for k in range(79)))
+    plan, _ = bench.step()
+    assert len(plan.opens) == 79
+    bench.run()
+
+
 def test_an_owner_alone_waits_for_itself() -> None:
     bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
     bench.add(request("a", range(4), 9, owner="me"), request("b", range(40), 9, owner="me"))
