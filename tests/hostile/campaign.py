@@ -242,6 +242,7 @@ def run(
         join_all(threads, 10 * SECONDS)
         after = Figures()
         honest(url, seed, lambda count: count < 25, after)
+        restarted = restarts(url)
         process_alive = process.poll() is None
         said = (Path(folder) / "log").read_text()
     unwelcome = {status: n for status, n in statuses.items() if status != "lost" and status not in FINE}
@@ -261,6 +262,7 @@ def run(
         "hostile connections": connections["made"],
         "5xx but 503 and 504": unwelcome,
         "killed": dict(killed),
+        "started again, though not killed": max(0, restarted - killed["engine"] - killed["front"]),
         "server lives": process_alive,
         "defects in its log": defects(said),
         "engine driver": {
@@ -288,6 +290,14 @@ def run(
     }
 
 
+def restarts(url: str) -> int:
+    """How often a front or the engine was started again, as the server's metrics have it."""
+    lines = httpx.get(f"{url}/metrics", timeout=SECONDS).text.splitlines()
+    return sum(
+        int(float(line.split()[-1])) for line in lines if re.match(r"cellar:(engine|front)_restarts_total", line)
+    )
+
+
 def defects(log: str) -> dict[str, int]:
     """What the server itself calls a defect, each with the last line of its traceback."""
     found = Counter[str]()
@@ -305,6 +315,7 @@ def is_clean(report: dict[str, Any]) -> bool:
     honest_clients = report["honest"]
     return (
         report["server lives"]
+        and not report["started again, though not killed"]
         and not (honest_clients["lost"] or honest_clients["foreign text"] or honest_clients["other than 200"])
         and not (report["5xx but 503 and 504"] or report["defects in its log"] or report["engine driver"]["wrong"])
         and not (report["checkpoints"]["failures"] or report["errors of the campaign"])
