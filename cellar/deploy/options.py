@@ -32,6 +32,7 @@ _NOT_HERE: dict[str, str] = {
     "ssl_certfile": "http_options of the YAML name the certificate",
     "ssl_keyfile": "http_options of the YAML name the certificate's key",
     "api_server_count": "num_replicas of the deployment Front says how many fronts there are",
+    "replicas": "num_replicas of the deployment Engine says how many engines there are",
     "disable_frontend_multiprocessing": "fronts and engines are processes of their own here",
     "api_key": "Ray shows arguments to whoever sees its dashboard; set CELLAR_API_KEY on every node, or api_key_file",
     "kv_disk_path": "a directory belongs to one engine; engines share kv_remote",

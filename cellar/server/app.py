@@ -63,7 +63,7 @@ class Api:
         self.host = host
         self.model = model
         self.limits = limits
-        self.metrics = Metrics(model.names[0], host.stats, shared, model.cache)
+        self.metrics = Metrics(model.names[0], host.stats, shared, model.cache, host.engines)
         waiting = None if shared is None else shared.waiting()
         tenants = Tenants(server.share_prefixes)
         self.desk = Desk(host, limits, self.metrics, tenants, server.enable_log_requests, waiting)

@@ -49,7 +49,10 @@ class ServerConfig:
         "Default: any, but only localhost on a loopback address without keys.",
     )
     allowed_origins: str | None = _option(None, "Web origins that may call the API, separated by commas; * for any.")
-    api_server_count: int = _option(1, "Front processes that share the port and one engine.")
+    api_server_count: int = _option(1, "Front processes that share the port and the engines.")
+    replicas: int = _option(
+        1, "Engines of the model on this machine, each with its share of GPUs or processor threads."
+    )
     disable_frontend_multiprocessing: bool = _option(False, "Run the engine in the server's own process.")
     chat_template: str | None = _option(None, "File with a Jinja chat template instead of the model's own.")
     tool_call_parser: str | None = _option(
@@ -74,11 +77,14 @@ class ServerConfig:
             raise ConfigError("ssl_keyfile is given without a certificate; give ssl_certfile, too.")
         if self.api_server_count < 1:
             raise ConfigError(f"api_server_count is {self.api_server_count}; it must be at least 1.")
-        if self.api_server_count > 1 and self.disable_frontend_multiprocessing:
-            raise ConfigError(
-                f"api_server_count is {self.api_server_count}, but fronts without a process of their own are one; "
-                "leave disable_frontend_multiprocessing out."
-            )
+        if self.replicas < 1:
+            raise ConfigError(f"replicas is {self.replicas}; it must be at least 1.")
+        for name in ("api_server_count", "replicas"):
+            if getattr(self, name) > 1 and self.disable_frontend_multiprocessing:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}, but without processes of their own there are one front and one "
+                    "engine; leave disable_frontend_multiprocessing out."
+                )
         if self.chat_template is not None:
             from cellar.text.chat import (
                 ChatTemplate,

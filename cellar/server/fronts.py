@@ -1,9 +1,9 @@
-"""Several front processes over one engine: each listens on the port itself, and the system deals out connections.
+"""Front processes over one engine or several: each listens on the port itself, and the system deals out connections.
 
-    this process  -- keeps --> the engine's process <-- a socket -- front 0, front 1, ...  <-- clients
-         +------- keeps and drains -----------------------------------^
+    this process  -- keeps --> the engines' processes <-- sockets -- front 0, front 1, ...  <-- clients
+         +------- keeps and drains ------------------------------------^
 
-A front that ends unasked is started again; the engine drops what it had running.
+A front that ends unasked is started again; the engines drop what it had running.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import ServedModel
 from cellar.server.metrics import FRONT_RESTARTS
+from cellar.server.pool.host import PoolHost
 from cellar.server.priority import yield_to_engine
 from cellar.server.serving import FrontServer, keep_what_is_here, listen_beside, server_config
 from cellar.server.shared import Shared
@@ -197,8 +198,8 @@ def run_front(pipe: Connection, plan: FrontPlan) -> None:
     serving: list[FrontServer] = []
     threading.Thread(target=_obey, args=(pipe, serving), name="cellar-orders", daemon=True).start()
     try:
-        link = Link(plan.shared.address, plan.attach)
-        app = build_app(link, ServedModel.of(link.opened, plan.names), server, plan.limits, plan.shared)
+        host = connected(plan)
+        app = build_app(host, ServedModel.of(host.opened, plan.names), server, plan.limits, plan.shared)
         listener = listen_beside(server.host, plan.port)
     except (CellarError, OSError) as error:
         pipe.send(CellarError(str(error)))
@@ -211,6 +212,18 @@ def run_front(pipe: Connection, plan: FrontPlan) -> None:
     return_spare_memory()
     serving.append(FrontServer(server_config(app, server, plan.limits), ready))
     serving[0].run([listener])
+
+
+def connected(plan: FrontPlan) -> Link | PoolHost:
+    """What keeps a front connected with the engine, or with all of several. Waits until one is there."""
+    addresses = plan.shared.addresses
+    if len(addresses) == 1:
+        return Link(addresses[0], plan.attach)
+    host = PoolHost(plan.attach)
+    for name, address in enumerate(addresses):
+        host.keep(address, str(name))
+    host.wait(None)
+    return host
 
 
 def _obey(pipe: Connection, serving: list[FrontServer]) -> None:

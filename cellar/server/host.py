@@ -74,6 +74,9 @@ class EngineHost(Protocol):
     def stats(self) -> SchedulerStats | None:
         """Its snapshot; None while it does not run."""
 
+    def engines(self) -> Mapping[str, SchedulerStats | None]:
+        """Where there are several: the snapshot of each by its name, None for one that does not run. Else nothing."""
+
     async def close(self) -> None:
         """Stop it and free its memory."""
 
@@ -92,6 +95,10 @@ class SameProcess:
     def stats(self) -> SchedulerStats | None:
         """A snapshot; may be a step old."""
         return self._llm.stats() if self._llm.running else None
+
+    def engines(self) -> Mapping[str, SchedulerStats | None]:
+        """It is the only one."""
+        return {}
 
     async def close(self) -> None:
         """Stop the engine."""

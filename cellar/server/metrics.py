@@ -7,21 +7,15 @@ Whichever front is asked, the answer is the whole server's.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from cellar.core.messages import RequestOutput, SchedulerStats, Tier, TierStats
+from cellar.core.messages import RequestOutput, SchedulerStats
 from cellar.core.sampling import SamplingParams
+from cellar.server.engine_figures import EngineFigures, together
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally
 from cellar.server.vllm_names import with_vllm_names
@@ -30,9 +24,6 @@ _SHORT = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _COUNTS = (1, 2, 5, 10, 20)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-
-_STEP_BUCKETS = 17
-"""Bounds of a step's tokens: 1, 2, 4, ... 65,536."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -83,8 +74,8 @@ class Histogram:
 
 
 class Metrics:
-    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine. `cache` are the
-    options of its KV cache.
+    """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine; of several
+    `engines` gives each one's by its name. `cache` are the options of an engine's KV cache.
 
     One thread counts, except that `restarted` may come from another.
     """
@@ -95,12 +86,14 @@ class Metrics:
         stats: Callable[[], SchedulerStats | None],
         shared: Shared | None = None,
         cache: Mapping[str, str] | None = None,
+        engines: Callable[[], Mapping[str, SchedulerStats | None]] = dict,
     ) -> None:
         self._tally = Tally() if shared is None else shared.tally()
         self._counts = self._tally.counts if shared is None else shared.counts
         self._labels = {"model_name": model_name}
         self._stats = stats
         self._cache = dict(cache or {})
+        self._engines = engines
         tally = self._tally
         self.first_token = Histogram(tally, "time_to_first_token_seconds", "From arrival to the first token.", _LONG)
         self.inter_token = Histogram(tally, "inter_token_latency_seconds", "Between tokens of one sequence.", _SHORT)
@@ -178,7 +171,7 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, under our names and vLLM's."""
-        return with_vllm_names(self._families())
+        return with_vllm_names(self._families(), "all" if self._engines() else "0")
 
     def _families(self) -> Iterator[Metric]:
         counts = self._counts()
@@ -203,76 +196,14 @@ class Metrics:
         yield from self._engine()
 
     def _engine(self) -> Iterator[Metric]:
-        """The engine's own figures; without an engine only that it is down."""
-        stats = self._stats()
-        yield self._gauge("engine_up", "1 while the engine runs.", 0 if stats is None else 1)
-        if stats is None:
-            return
-        used = stats.total_chunks - stats.free_chunks - stats.cached_chunks
-        yield self._gauge("num_requests_running", "Requests in the batch.", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests waiting for a row or memory.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of KV chunks in use.", used / max(stats.total_chunks, 1))
-        yield self._gauge("kv_cache_total_chunks", "Chunks of KV cache.", stats.total_chunks)
-        yield self._gauge("kv_cache_cached_chunks", "Chunks kept for later requests.", stats.cached_chunks)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up in the cache.", stats.prefix_queries)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hits)
-        yield self._counter("num_preemptions", "Requests suspended for want of memory.", stats.preemptions)
-        yield self._counter("prompt_tokens", "Prompt tokens taken in.", stats.prompt_tokens)
-        yield self._counter("generation_tokens", "Tokens generated.", stats.generation_tokens)
-        yield self._steps(stats)
-        cache = InfoMetricFamily("cellar:cache_config", "How the KV cache is set up.", labels=list(self._labels))
-        blocks = {"num_gpu_blocks": str(stats.total_chunks)}
-        cache.add_metric(list(self._labels.values()), {**self._cache, **blocks})
-        yield cache
-        yield self._sources(stats)
-        yield from self._tiers(stats.tiers[1:])
-
-    def _sources(self, stats: SchedulerStats) -> Metric:
-        """Prompt tokens that were there, by tier, and those that had been and were computed again."""
-        family = CounterMetricFamily(
-            "cellar:prompt_tokens_by_source",
-            "Prompt tokens found in each tier, and computed again though they had been computed before.",
-            labels=[*self._labels, "source"],
+        """What engines count; of several each by itself."""
+        engines = self._engines()
+        if not engines:
+            return EngineFigures(self._labels, self._cache).families(self._stats())
+        return together(
+            EngineFigures({**self._labels, "engine": name}, self._cache).families(stats)
+            for name, stats in engines.items()
         )
-        hits = {tier.tier: tier.hit_tokens for tier in stats.tiers}
-        for tier in Tier:
-            family.add_metric([*self._labels.values(), tier.name.lower()], hits.get(tier, 0))
-        family.add_metric([*self._labels.values(), "recomputed"], stats.recomputed_tokens)
-        return family
-
-    def _steps(self, stats: SchedulerStats) -> Metric:
-        """Tokens of a step, those of prompts and those made."""
-        family = HistogramMetricFamily(
-            "cellar:iteration_tokens_total", "Tokens that a step computes.", labels=list(self._labels)
-        )
-        *bounded, last = accumulate(stats.steps or (0,))
-        buckets = [(str(float(2**b)), float(count)) for b, count in enumerate(bounded[:_STEP_BUCKETS])]
-        family.add_metric(list(self._labels.values()), [*buckets, ("+Inf", float(last))], stats.step_tokens)
-        return family
-
-    def _tiers(self, tiers: Sequence[TierStats]) -> Iterator[Metric]:
-        """What lies below the device, and what has moved."""
-        labels = [*self._labels, "tier"]
-        for family, value in (
-            (GaugeMetricFamily("cellar:kv_tier_total_chunks", "Chunks that a tier holds.", labels=labels), "total"),
-            (GaugeMetricFamily("cellar:kv_tier_cached_chunks", "Chunks in a tier.", labels=labels), "cached"),
-            (CounterMetricFamily("cellar:kv_tier_loaded_chunks", "Chunks that came back.", labels=labels), "loaded"),
-            (CounterMetricFamily("cellar:kv_tier_saved_chunks", "Chunks that went there.", labels=labels), "saved"),
-            (CounterMetricFamily("cellar:kv_tier_failed_chunks", "Chunks not copied.", labels=labels), "failed"),
-            (CounterMetricFamily("cellar:kv_tier_load_seconds", "Time of loads.", labels=labels), "load_seconds"),
-            (CounterMetricFamily("cellar:kv_tier_save_seconds", "Time of saves.", labels=labels), "save_seconds"),
-            (CounterMetricFamily("cellar:kv_tier_loaded_bytes", "Bytes that came back.", labels=labels), "load_nbytes"),
-            (CounterMetricFamily("cellar:kv_tier_saved_bytes", "Bytes that went there.", labels=labels), "save_nbytes"),
-        ):
-            for stats in tiers:
-                family.add_metric([*self._labels.values(), stats.tier.name.lower()], getattr(stats, value))
-            if tiers:
-                yield family
-
-    def _gauge(self, stem: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"cellar:{stem}", help, labels=list(self._labels))
-        family.add_metric(list(self._labels.values()), value)
-        return family
 
     def _counter(self, stem: str, help: str, value: float) -> Metric:
         family = CounterMetricFamily(f"cellar:{stem}", help, labels=list(self._labels))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.engine.opened import open_front
+from cellar.engine.shares import shares_of
 from cellar.engine.stream import AsyncLLM
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
@@ -17,12 +18,13 @@ from cellar.server.engine_process import Opener
 from cellar.server.fronts import FrontPlan, Fronts
 from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import EngineHost, SameProcess, ServedModel
+from cellar.server.keepers import EngineKeepers
 from cellar.server.keys import check_quota, owners_of, with_keys
 from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
 from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
-from cellar.server.supervisor import Attach, EngineKeeper, Supervisor, open_config
+from cellar.server.supervisor import Attach, Supervisor, open_config
 from cellar.server.tls import check_certificate, scheme_of
 
 Say = Callable[[str], None]
@@ -37,8 +39,14 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     check_certificate(server)
     check_quota(server, limits)
     names = model_names(engine, server)
+    if server.replicas > 1:
+        openers: list[Opener] = [
+            partial(share.open, limits.shutdown_timeout) for share in shares_of(engine, server.replicas)
+        ]
+        serve_by_several(openers, names, server, limits, say)
+        return
     if server.api_server_count > 1:
-        serve_by_several(partial(open_config, engine, limits.shutdown_timeout), names, server, limits, say)
+        serve_by_several([partial(open_config, engine, limits.shutdown_timeout)], names, server, limits, say)
         return
     listener = listen(server.host, server.port)  # before the model is read: a port in use is found at once
     host: EngineHost
@@ -58,7 +66,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
 
 
 def serve_by_several(
-    opener: Opener,
+    openers: Sequence[Opener],
     names: tuple[str, ...],
     server: ServerConfig,
     limits: LimitConfig,
@@ -66,21 +74,22 @@ def serve_by_several(
     attach: Attach | None = None,
     first_pause: float = 0.5,
 ) -> None:
-    """Serve by `server.api_server_count` front processes over one engine, until a signal comes."""
+    """Serve by `server.api_server_count` front processes over an engine for each opener, until a signal comes."""
     with PrivateDirectory() as directory, listen_beside(server.host, server.port) as place:
         owners = owners_of(server)
-        shared = Shared(directory, server.api_server_count, server.api_server_count, owners)
+        shared = Shared(directory, server.api_server_count, server.api_server_count, owners, len(openers))
         tally = shared.tally()
-        tally.places((ENGINE_RESTARTS, FRONT_RESTARTS))  # now: two threads add to them
+        tally.places((ENGINE_RESTARTS, FRONT_RESTARTS))  # now: several threads add to them
         restarted = partial(tally.add, ENGINE_RESTARTS)
-        keeper = EngineKeeper(opener, shared.address, server.log_level, first_pause, restarted, limits.shutdown_timeout)
+        patience = limits.shutdown_timeout
+        keepers = EngineKeepers(openers, shared.addresses, server.log_level, first_pause, restarted, patience)
         try:
             port = place.getsockname()[1]
             fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach), tally)
             say(served_at(names, server, port))
             fronts.run()
         finally:
-            keeper.close()
+            keepers.close()
 
 
 def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:

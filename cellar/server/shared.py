@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cellar.server.admission import SharedWaiting
@@ -13,19 +13,20 @@ from cellar.server.tally import Tally, summed
 class Shared:
     """The place of one front among `count`; the process that keeps the fronts has the place `count`.
 
-    The directory holds the socket of the engine, the tallies of all places, and who waits at each; `owners` are those
-    of the server's keys.
+    The directory holds the sockets of `engines` engines, the tallies of all places, and who waits at each; `owners` are
+    those of the server's keys.
     """
 
     directory: Path
     index: int
     count: int
     owners: tuple[str, ...] = ()
+    engines: int = 1
 
     @property
-    def address(self) -> str:
-        """Of the engine's socket."""
-        return str(self.directory / "engine")
+    def addresses(self) -> tuple[str, ...]:
+        """Of the engines' sockets."""
+        return tuple(str(self.directory / f"engine-{k}") for k in range(self.engines))
 
     def tally(self) -> Tally:
         """This place's own tally."""
@@ -41,7 +42,7 @@ class Shared:
 
     def at(self, index: int) -> Shared:
         """Another place."""
-        return Shared(self.directory, index, self.count, self.owners)
+        return replace(self, index=index)
 
     def _tally(self, index: int) -> Path:
         return self.directory / f"tally-{index}"

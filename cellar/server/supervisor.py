@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing.connection import wait
 from typing import cast
@@ -160,6 +160,10 @@ class Link:
         llm = self.llm
         return None if llm is None else llm.stats()
 
+    def engines(self) -> Mapping[str, SchedulerStats | None]:
+        """It is the only one."""
+        return {}
+
     def on_return(self, call: Callable[[], None]) -> None:
         """Have something called, from another thread, whenever the engine is there again."""
         self._on_return = call
@@ -230,7 +234,7 @@ class Supervisor(Link):
     ) -> None:
         self._directory = PrivateDirectory()
         try:
-            address = Shared(self._directory.path, 0, 1).address
+            (address,) = Shared(self._directory.path, 0, 1).addresses
             self._keeper = EngineKeeper(opener, address, log_level, first_pause, persist_seconds=persist_seconds)
             try:
                 super().__init__(address, attach, lambda: self._keeper.process.how_it_ended(), yield_to_engine)

@@ -28,8 +28,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 """By our stem, vLLM's."""
 
 
-def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
-    """The families, and those that vLLM has once more under each of its names, with its label `engine`."""
+def with_vllm_names(families: Iterable[Metric], engine: str) -> Iterator[Metric]:
+    """The families, and those that vLLM has once more under each of its names, with its label `engine` where there is
+    none."""
     for family in families:
         yield family
         for stem in NAMES.get(family.name.removeprefix(OURS), ()):
@@ -37,7 +38,7 @@ def with_vllm_names(families: Iterable[Metric]) -> Iterator[Metric]:
             alias.samples = [
                 Sample(
                     sample.name.replace(family.name, alias.name, 1),
-                    {**sample.labels, "engine": "0"},
+                    {"engine": engine, **sample.labels},
                     sample.value,
                     sample.timestamp,
                     sample.exemplar,

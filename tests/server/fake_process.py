@@ -116,15 +116,15 @@ def supervise(opener: Any = open_engine, **fake: Any) -> Supervisor:
 
 
 def main() -> None:
-    """Options are a JSON object: `fronts`, `limits`, `server`, `gate` and those of `open_fake`."""
+    """Options are a JSON object: `fronts`, `replicas`, `limits`, `server`, `gate` and those of `open_fake`."""
     options = json.loads(sys.argv[1])
     count, limits = options.pop("fronts", 1), LimitConfig(**options.pop("limits", {}))
-    gate = options.pop("gate", None)
+    gate, replicas = options.pop("gate", None), options.pop("replicas", 1)
     server = ServerConfig(port=0, log_level="warning", api_server_count=count, **options.pop("server", {}))
     fake = {"num_rows": 64, "num_slots": 1024, **options}
-    if count > 1:
-        opener, say = partial(open_engine, gate, **fake), partial(print, flush=True)
-        serve_by_several(opener, ("fake",), server, limits, say, partial(attach, **fake), first_pause=0.3)
+    if count > 1 or replicas > 1:
+        openers, say = [partial(open_engine, gate, **fake)] * replicas, partial(print, flush=True)
+        serve_by_several(openers, ("fake",), server, limits, say, partial(attach, **fake), first_pause=0.3)
         return
     host = supervise(**fake)
     app = build_app(host, ServedModel.of(host.opened, ("fake",)), server, limits)
@@ -169,11 +169,12 @@ def children_of(pid: int) -> list[Path]:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # it has ended meanwhile; so may a process
             pids += (thread / "children").read_text().split()
-    found = []
-    for path in (Path(f"/proc/{p}") for p in sorted(pids, key=int)):
+    found: list[tuple[int, Path]] = []
+    for path in (Path(f"/proc/{p}") for p in pids):
         with suppress(OSError):
-            found += [path] if b"spawn_main" in (path / "cmdline").read_bytes() else []
-    return found
+            begun = int((path / "stat").read_text().rpartition(")")[2].split()[19])  # numbers of processes come again
+            found += [(begun, path)] if b"spawn_main" in (path / "cmdline").read_bytes() else []
+    return [path for _, path in sorted(found)]
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def metered(path: str, fronts: int, pipe: Any) -> None:
 
     if fronts > 1:
         server = replace(server, api_server_count=fronts)
-        serve_by_several(partial(opener, **fake), ("fake",), server, limits, say, partial(attach, **fake))
+        serve_by_several([partial(opener, **fake)], ("fake",), server, limits, say, partial(attach, **fake))
         return
     host = supervise(opener, **fake)
     app = build_app(host, ServedModel.of(host.opened, ("fake",)), server, limits)

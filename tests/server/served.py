@@ -123,6 +123,13 @@ def running(app: Any, limits: LimitConfig | None = None, options: ServerConfig |
 @contextmanager
 def running_demo(*options: str) -> Iterator[str]:
     """`cellar serve` in a process of its own, with the demo model; gives its address."""
+    with demo_process(*options) as (_, url):
+        yield url
+
+
+@contextmanager
+def demo_process(*options: str) -> Iterator[tuple[int, str]]:
+    """The same; gives the id of its process, too."""
     command = [sys.executable, "-m", "cellar", "serve", "--port", "0", "--log-level", "warning", "--num-threads", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
@@ -130,7 +137,7 @@ def running_demo(*options: str) -> Iterator[str]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert "is served at http://" in line
-        yield line.split(" at ")[1].strip().removesuffix("/v1")
+        yield process.pid, line.split(" at ")[1].strip().removesuffix("/v1")
     finally:
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0

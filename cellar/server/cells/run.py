@@ -16,7 +16,7 @@ from cellar.server.tls import check_certificate, scheme_of
 
 UNUSED = frozenset(
     {
-        *("served_model_name", "api_server_count", "disable_frontend_multiprocessing", "tool_call_parser"),
+        *("served_model_name", "api_server_count", "replicas", "disable_frontend_multiprocessing", "tool_call_parser"),
         *("max_prompt_len", "max_grammar_bytes", "enable_log_requests", "share_prefixes"),
     }
 )

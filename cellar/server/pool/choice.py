@@ -16,14 +16,30 @@ MAX_EXCESS = 8
 
 
 class Sticky:
-    """A `Chooser`. Who has no conversation, and whose engine is gone or crowded, goes where there are the fewest."""
+    """A `Chooser`. Who has no conversation, and whose engine is gone or crowded, goes where there are the fewest; of
+    equal ones to whom nothing was sent for longest.
+    """
 
     def __init__(self) -> None:
         self._last: OrderedDict[tuple[bytes, str], Place] = OrderedDict()
+        self._turns: dict[Place, int] = {}
+        self._turn = 0
 
     def choose(self, request: Request, places: Sequence[Place]) -> Place:
         """One of `places`."""
-        fewest = min(places, key=lambda place: len(place.streams))
+        place = self._choose(request, places)
+        self._turn += 1
+        self._turns[place] = self._turn
+        return place
+
+    def gone(self, place: Place) -> None:
+        """Forget it."""
+        self._turns.pop(place, None)
+        for name in [name for name, last in self._last.items() if last is place]:
+            del self._last[name]
+
+    def _choose(self, request: Request, places: Sequence[Place]) -> Place:
+        fewest = min(places, key=lambda place: (len(place.streams), self._turns.get(place, 0)))
         if request.conversation is None:
             return fewest
         name = request.salt, request.conversation
@@ -35,11 +51,6 @@ class Sticky:
         if len(self._last) > MAX_CONVERSATIONS:
             self._last.popitem(last=False)
         return last
-
-    def gone(self, place: Place) -> None:
-        """Forget it."""
-        for name in [name for name, last in self._last.items() if last is place]:
-            del self._last[name]
 
 
 def _crowded(count: int, fewest: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from cellar.core.errors import CellarError
 from cellar.core.messages import SchedulerStats
@@ -15,7 +15,7 @@ from cellar.server.endpoint import Address
 from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Chooser, Pool
 from cellar.server.remote import RemoteEngine
-from cellar.server.supervisor import Attach, FrontMaker, nothing
+from cellar.server.supervisor import KNOCK_SECONDS, Attach, FrontMaker, nothing
 from cellar.server.wire import Ready
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,12 @@ class PoolHost:
         self._begin = begin
         self._lock = threading.Lock()
         self._known: set[Address] = set()  # connected, or about to be
+        self._kept: dict[str, Address] = {}
         self._first: Ready | None = None
         self._llm: AsyncLLM | None = None
         self._opened: Opened | None = None
         self._there = threading.Event()
-        self._closing = False
+        self._closing = threading.Event()
 
     @property
     def opened(self) -> Opened:
@@ -59,22 +60,28 @@ class PoolHost:
         """The sum of their snapshots; None while there is no engine."""
         return None if self.llm is None else self._pool.stats()
 
+    def engines(self) -> Mapping[str, SchedulerStats | None]:
+        """Of those that are kept, by name: the last snapshot, None while one does not run."""
+        return {name: self._pool.stats_at(address) for name, address in self._kept.items()}
+
     def addresses(self) -> frozenset[Address]:
         """Where engines are that are connected."""
         return frozenset(place.address for place in self._pool.places)
 
-    def wait(self, seconds: float) -> None:
-        """Until the first engine is there. Raises CellarError if none comes in time."""
+    def wait(self, seconds: float | None) -> None:
+        """Until the first engine is there. Raises CellarError if none comes in time (None: for ever)."""
         if not self._there.wait(seconds):
             raise CellarError(f"no engine has come in {seconds:.0f} s; see the engines' logs.")
 
     def add(self, address: Address) -> None:
         """Call an engine, unless it is connected already; one that cannot be reached may be added again."""
-        with self._lock:
-            if address in self._known or self._closing:
-                return
-            self._known.add(address)
-        threading.Thread(target=self._call, args=(address,), name="cellar-caller", daemon=True).start()
+        if self._new(address):
+            threading.Thread(target=self._call, args=(address,), name="cellar-caller", daemon=True).start()
+
+    def keep(self, address: Address, name: str) -> None:
+        """Call an engine that always comes back at the same address, now and whenever it does; before any request."""
+        self._kept[name] = address
+        threading.Thread(target=self._keep, args=(address,), name="cellar-caller", daemon=True).start()
 
     def drain(self, address: Address) -> None:
         """Have an engine's requests go on elsewhere; it gets no new ones."""
@@ -87,11 +94,19 @@ class PoolHost:
     def leave(self) -> None:
         """Leave all engines."""
         with self._lock:
-            self._closing = True
+            self._closing.set()
         if self._llm is not None:
             self._llm.close()
         else:
             self._pool.close()
+
+    def _new(self, address: Address) -> bool:
+        """Whether it is to be called: nobody has yet."""
+        with self._lock:
+            if address in self._known or self._closing.is_set():
+                return False
+            self._known.add(address)
+            return True
 
     def _call(self, address: Address) -> None:
         try:
@@ -101,20 +116,37 @@ class PoolHost:
             with self._lock:
                 self._known.discard(address)
             return
+        self._stay(address, engine)
+
+    def _keep(self, address: Address) -> None:
+        pause, longest = KNOCK_SECONDS
+        while not self._closing.is_set():
+            try:
+                engine = RemoteEngine(address)
+            except (CellarError, OSError):
+                self._closing.wait(pause)
+                pause = min(2 * pause, longest)
+                continue
+            pause = KNOCK_SECONDS[0] if self._stay(address, engine) else longest
+            self._closing.wait(pause)
+
+    def _stay(self, address: Address, engine: RemoteEngine) -> bool:
+        """Until the engine is lost; False if it was of no use."""
         try:
             with self._lock:
                 self._let_in(address, engine)
         except Exception as error:
             logger.error("an engine at %s is of no use (%s)", address, error)
             engine.close()
-            return
+            return False
         engine.ended.wait()
         with self._lock:
             self._known.discard(address)
+        return True
 
     def _let_in(self, address: Address, engine: RemoteEngine) -> None:
         """Under the lock."""
-        if self._closing:
+        if self._closing.is_set():
             engine.close()
             return
         if self._first is None:

@@ -106,7 +106,7 @@ class Pool:
         self._homeless: dict[str, float] = {}  # since when; who has waited longest comes first
         self._refused: dict[str, str] = {}
         self._questions: list[_Question] = []
-        self._past = NOTHING
+        self._past: dict[Address, SchedulerStats] = {}
         self._bell = Bell()
         self._mailbox = Mailbox(self.wake)
 
@@ -212,7 +212,14 @@ class Pool:
 
     def stats(self) -> SchedulerStats:
         """The sum of what engines said last."""
-        return summed([self._past, *(place.engine.stats() for place in self.places)])
+        return summed([*self._past.values(), *(place.engine.stats() for place in self.places)])
+
+    def stats_at(self, address: Address) -> SchedulerStats | None:
+        """What the engine there said last, with what those before it there have counted; None while there is none."""
+        for place in self.places:
+            if place.address == address:
+                return summed([self._past.get(address, NOTHING), place.engine.stats()])
+        return None
 
     def close(self) -> None:
         """Leave all engines, which drop what was running; a second call does nothing."""
@@ -306,7 +313,8 @@ class Pool:
         self._places.remove(place)
         self._bell.ignore(place.engine.connection)
         place.history.deal(place.streams)
-        self._past = summed([self._past, past(place.engine.stats())])
+        before = self._past.get(place.address, NOTHING)
+        self._past = {**self._past, place.address: summed([before, past(place.engine.stats())])}  # others read it
         place.engine.close()
         self._chooser.gone(place)
         for asked in self._questions:
