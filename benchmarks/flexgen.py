@@ -20,7 +20,19 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Measure
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
-from cellar.planner.flexgen import HALVES, JOB, MODELS, ROWS, Row, fit, predicted, with_constants
+from cellar.planner.flexgen import (
+    FOUR_BITS,
+    HALVES,
+    JOB,
+    MODELS,
+    ROWS,
+    Row,
+    fit,
+    fit_unpacking,
+    four_bits,
+    predicted,
+    with_constants,
+)
 from cellar.planner.linear import OffloadPlan, policy, search, solve, without_overlap
 from cellar.planner.machines import Machine, flexgen_t4, h200
 from cellar.planner.offload import Block, problem
@@ -179,7 +191,12 @@ def main() -> None:
     worst = {part: [abs(math.log(getattr(one, part) / one.row.published)) for one in rows] for part in ("other", "own")}
     means = {part: math.exp(sum(errors) / len(errors)) for part, errors in worst.items()}
     print(f"factor in the mean: {means['other']:.2f} by the other half, {means['own']:.2f} by its own\n")
-    print("| OPT | technique | FlexGen on a T4 | its machine, predicted | H200 held to 16 GiB, predicted |")
+    whole = with_constants(t4, fit(ROWS, t4))
+    unpacking = fit_unpacking("30B", whole)
+    print(f"four bits, {unpacking:.3g} s to unpack a number, fitted to 30B; predicted / published, and with none:")
+    for model, rate in FOUR_BITS.items():
+        print(f"{model}: {four_bits(model, whole, unpacking) / rate:.2f}, {four_bits(model, whole, 0.0) / rate:.2f}")
+    print("\n| OPT | technique | FlexGen on a T4 | its machine, predicted | H200 held to 16 GiB, predicted |")
     print("|---|---|---|---|---|")
     ablations = {model: {"T4": ablated(model, t4), "H200": ablated(model, capped)} for model in ABLATIONS}
     for model, published in ABLATIONS.items():

@@ -3,6 +3,9 @@
 OPT in 16 bits, 512 tokens of prompt and 32 generated (tables 2 to 5), where the paper names the policy or its command
 does: rows of 1,024 tokens and of four bits do not say theirs. Rates are tokens/s; channels are seconds of a block with
 one channel at work at a time (table 4).
+
+In four bits FlexGen unpacks weights and KV by operations of their own before it computes, for each GPU batch anew. What
+a number costs is fitted to one model; the policy is the best one without attention on the CPU, which would unpack, too.
 """
 
 from __future__ import annotations
@@ -16,10 +19,11 @@ from scipy.optimize import least_squares
 
 from cellar.core.hardware import Measure
 from cellar.planner.cost import Dimensions, dimensions
-from cellar.planner.linear import OffloadPlan, by_tensor, phase_group, policy, without_overlap
+from cellar.planner.linear import OffloadPlan, by_tensor, phase_group, policy, search, without_overlap
 from cellar.planner.machines import Machine
 from cellar.planner.models import decoder_spec
 from cellar.planner.offload import Block, Job, Phase, problem
+from cellar.planner.partition import INT4_KV4
 
 JOB = Job(512, 32)
 
@@ -163,3 +167,29 @@ def fit(rows: Sequence[Row], machine: Machine) -> list[float]:
     bounds = (np.full(len(GUESS), -np.inf), np.log(MOST))
     found = least_squares(errors, np.log(GUESS), bounds=bounds, diff_step=1e-3)
     return [float(value) for value in np.exp(found.x)]
+
+
+FOUR_BITS = {"6.7B": 29.12, "30B": 8.38, "175B": 1.12}
+"""Tokens/s in four bits (table 2), by policies that are not named."""
+
+_NEVER = Measure(1.0, "bytes/s", "assumed")
+
+
+def four_bits(model: str, machine: Machine, unpack_seconds: float) -> float:
+    """Tokens/s of the best policy in four bits where each number costs so much to unpack."""
+    unpacking = Measure(unpack_seconds, "s", "fitted")
+    constants = replace(machine.constants, unpack_seconds=unpacking, host_attention=_NEVER)
+    sizes, counts = (1, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
+    plans = search(MODELS[model], replace(machine, constants=constants), JOB, (INT4_KV4,), gbs=sizes, batches=counts)
+    return plans[0].tokens_per_second
+
+
+def fit_unpacking(model: str, machine: Machine) -> float:
+    """Seconds a number with which the model's row is met; 0 if it is slower without."""
+    low, high = -27.0, -20.0  # in logarithms: 2e-12 to 2e-9
+    if four_bits(model, machine, 0.0) < FOUR_BITS[model]:
+        return 0.0
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if four_bits(model, machine, np.exp(middle)) > FOUR_BITS[model] else (low, middle)
+    return float(np.exp((low + high) / 2))

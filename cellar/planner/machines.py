@@ -65,7 +65,8 @@ class Constants:
     `attention_*` are what attention over a cache reaches of the two peaks that products reach `matmul` and `hbm` of.
     Of a product's compute and memory the longer hides `product_overlap` of the shorter.
     `step_seconds` pass once in each step, whatever its size. A step with prompts is launched kernel by kernel, which
-    takes the host `eager_seconds` a layer: the step lasts at least that long.
+    takes the host `eager_seconds` a layer: the step lasts at least that long. `unpack_seconds` pass for each number of
+    weights and KV in fewer than 16 bits that the device unpacks before it computes; 0: kernels unpack as they read.
     """
 
     matmul: Measure
@@ -84,6 +85,7 @@ class Constants:
     read_cached: Measure
     write_cached: Measure
     disk_op_seconds: Measure
+    unpack_seconds: Measure
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +172,7 @@ _GPU = Constants(
     read_cached=_share(0.0, "assumed"),
     write_cached=_share(0.0, "assumed"),
     disk_op_seconds=_seconds(1e-4, "assumed"),
+    unpack_seconds=_seconds(0.0, "assumed"),
 )
 
 
@@ -222,6 +225,7 @@ def flexgen_t4() -> Machine:
             # 620 GB of KV are written to a disk of 1 GB/s in 261 s (table 4), of which the link takes 48.
             write_cached=_share(0.66, "fitted"),
             disk_op_seconds=_seconds(4.5e-3, "fitted"),  # FlexGen table 4: 124 s for 23,808 small writes of the decode
+            unpack_seconds=_seconds(0.0, "assumed"),
         ),
         price=Measure(0.05, "dollars/h", "measured"),  # FlexGen §6.3: 250 W at 0.2 dollars per kWh
     )

@@ -201,6 +201,8 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
     rate = peak * c.matmul.value
     attention_hbm, attention_flops = hbm_peak * c.attention_hbm.value, peak * c.attention_matmul.value
     operation = c.disk_op_seconds.value
+    unpack_weights = c.unpack_seconds.value if wb < 2 else 0.0
+    unpack_kv = c.unpack_seconds.value if kb < 2 else 0.0
     one = block_work(d, Layout(Mesh()), "", "switch")  # of one token, on one device
     layers, wire, gathering = part.layers, float("inf"), 0.0
     if machine.networks:
@@ -221,7 +223,8 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
         linear_bound = max(flops / peak, touched / hbm_peak) / part.cut
         # A stage hands its activations on once, which is a layer's share of it in each layer.
         passing = hidden / wire / layers if part.stages > 1 else 0.0
-        fixed = block.batches * (linear + c.layer_seconds.value + talk)
+        unpacked = unpack_weights * d.layer_elements / part.cut
+        fixed = block.batches * (linear + unpacked + c.layer_seconds.value + talk)
         scores = 4 * one.query_elements * each * d.seen(context - (new - 1) / 2) * block.batches / part.cut
         q = q_token * tokens
         terms = [
@@ -246,7 +249,7 @@ def problem(d: Dimensions, machine: Machine, job: Job, block: Block, part: Slice
         if prefill:
             terms.append(Term("device", "compute", m["none"], scores / attention_flops, c.attention_matmul.value))
             return tuple(terms)
-        attending = max(scores / attention_flops, cache / attention_hbm)
+        attending = max(scores / attention_flops, cache / attention_hbm) + unpack_kv * cache / kb
         bound = max(scores / peak, cache / hbm_peak) / attending
         terms += [
             Term("device", "compute", m["kv on device"] * attending, 0.0, bound),
