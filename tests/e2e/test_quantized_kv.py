@@ -110,7 +110,7 @@ def test_what_it_costs_a_text() -> None:
     tokenizer = Tokenizer.from_file(str(demo.path() / "tokenizer.json"))
     windows = [tokenizer.encode(TEXT, add_special_tokens=False).ids]
     found = {}
-    for name in kv_accuracy.FORMATS:
+    for name in ("auto", *FORMATS, kv_accuracy.THREE_BITS):
         with kv_accuracy.engine(demo.path(), name, "float32") as llm:
             found[name] = accuracy.bits_per_byte(llm, windows, tokenizer)
     lost = {name: bits / found["auto"] - 1 for name, bits in found.items()}
