@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -225,7 +226,8 @@ def serve(name: str, setting: Setting, pipe: Connection) -> None:
     pipe.send("ready")
     assert pipe.recv() == "measure"  # all together
     pipe.send(replica.measure())
-    replica.run()
+    with suppress(ConnectionError):  # as soon as nobody listens
+        replica.run()
 
 
 def start(name: str, setting: Setting) -> tuple[multiprocessing.process.BaseProcess, Connection]:
