@@ -22,7 +22,7 @@ from cellar.runtime.offload.held import HOST, NUM_THREADS, PAGE, HeldMemory
 from cellar.runtime.offload.layout import (
     PLACES,
     LayerLayout,
-    Rows,
+    PlacedRows,
     aligned,
     layer_layout,
     planned_nbytes,
@@ -52,7 +52,7 @@ class Homes:
     def __init__(
         self,
         spec: ModelSpec,
-        rows: Mapping[str, tuple[Rows, ...]],
+        rows: Mapping[str, tuple[PlacedRows, ...]],
         memory: HeldMemory,
         directory: Path | None,
         device: torch.device = HOST,
@@ -130,7 +130,7 @@ class Homes:
             if part.place == "disk" or rows.is_cpu:
                 digest.result()  # its room is the next layer's, or of what was made no more is kept
 
-    def _record(self, layout: LayerLayout, part: Rows, tensor: str) -> Tensor:
+    def _record(self, layout: LayerLayout, part: PlacedRows, tensor: str) -> Tensor:
         """Where rows that are away stand in the record of their layer; one on disk is being put together."""
         move = next(m for m in layout.moves if (m.tensor, m.start, m.place) == (tensor, part.start, part.place))
         record = self._records[layout.index] if part.place == "host" else self.staging[0]
@@ -189,7 +189,7 @@ def _digest(there: Tensor) -> int:
 
 def opened_homes(
     spec: ModelSpec,
-    rows: Mapping[str, tuple[Rows, ...]],
+    rows: Mapping[str, tuple[PlacedRows, ...]],
     memory: HeldMemory,
     directory: Path | None,
     make: Make,

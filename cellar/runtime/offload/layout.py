@@ -24,7 +24,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PlacedRows:
     """Rows [start, stop) of a tensor lie in `place`. `by_cpu`: it may multiply them there."""
 
     place: str
@@ -81,7 +81,7 @@ class LayerLayout:
     """
 
     index: int
-    rows: Mapping[str, tuple[Rows, ...]]
+    rows: Mapping[str, tuple[PlacedRows, ...]]
     areas: tuple[Area, ...]
     moves: tuple[Move, ...]
     copies: tuple[Copy, ...]
@@ -104,14 +104,14 @@ def row_nbytes(tensor: TensorSpec) -> int:
     return tensor.nbytes // tensor.shape[0]
 
 
-def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Rows, ...]]:
+def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[PlacedRows, ...]]:
     """Where the rows of each tensor lie, by its name in `ModelSpec.named_tensors`, ascending.
 
     Raises ConfigError unless every row of every tensor of the model is placed once, in its own format, in a place that
     there is, with the tables and the head on the device.
     """
     tensors = dict(spec.named_tensors())
-    found: dict[str, list[Rows]] = {name: [] for name in tensors}
+    found: dict[str, list[PlacedRows]] = {name: [] for name in tensors}
     for part in placement.weights:
         if part.tensor not in tensors:
             raise ConfigError(f"the plan places {part.tensor}, which this model does not have; plan this model again.")
@@ -136,7 +136,7 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Rows, 
                 "host alone multiplies, and rows of matrices in its own memory alone; plan this model again."
             )
         if part.start < part.stop:
-            found[part.tensor].append(Rows(part.device, part.start, part.stop, by_cpu))
+            found[part.tensor].append(PlacedRows(part.device, part.start, part.stop, by_cpu))
     for name, rows in found.items():
         rows.sort(key=lambda r: r.start)
         last = 0
@@ -158,7 +158,7 @@ def _format(tensor: TensorSpec) -> str:
     return "+".join(dict.fromkeys(part.format.name for part in tensor.stored_parts()))
 
 
-def planned_nbytes(rows: Mapping[str, Sequence[Rows]], spec: ModelSpec) -> dict[str, int]:
+def planned_nbytes(rows: Mapping[str, Sequence[PlacedRows]], spec: ModelSpec) -> dict[str, int]:
     """Bytes of weights in each place, as planned."""
     found = dict.fromkeys(PLACES, 0)
     for name, tensor in spec.named_tensors():
@@ -167,7 +167,7 @@ def planned_nbytes(rows: Mapping[str, Sequence[Rows]], spec: ModelSpec) -> dict[
     return found
 
 
-def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[Rows, ...]]) -> LayerLayout:
+def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[PlacedRows, ...]]) -> LayerLayout:
     """What the slot of a layer holds. `rows` by the tensor's name in the layer."""
     areas: list[Area] = []
     moves: list[Move] = []

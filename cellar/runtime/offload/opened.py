@@ -20,7 +20,15 @@ from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
-from cellar.runtime.offload.layout import PLACES, Rows, aligned, layer_layout, placed_rows, planned_nbytes, row_nbytes
+from cellar.runtime.offload.layout import (
+    PLACES,
+    PlacedRows,
+    aligned,
+    layer_layout,
+    placed_rows,
+    planned_nbytes,
+    row_nbytes,
+)
 from cellar.runtime.offload.mover import mover_for
 
 _LOG = logging.getLogger(__name__)
@@ -103,7 +111,7 @@ class Offloaded:
         self.layers.close()
 
 
-def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device) -> dict[str, tuple[Rows, ...]]:
+def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device) -> dict[str, tuple[PlacedRows, ...]]:
     """Where rows lie. Raises ConfigError for a placement that does not run yet on `device`, or of another model."""
     if placement.partition is not None:
         raise ConfigError("the plan offloads on several devices, but one runs yet; plan for one device.")
@@ -183,7 +191,7 @@ def open_offloaded(
 
 def _device_memory(
     spec: ModelSpec,
-    rows: Mapping[str, tuple[Rows, ...]],
+    rows: Mapping[str, tuple[PlacedRows, ...]],
     num_chunks: int,
     kv_place: str,
     device: torch.device,
@@ -230,7 +238,7 @@ def check_host(taken: int, device: torch.device, *, named: bool) -> None:
     )
 
 
-def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[Rows, ...]], num_chunks: int) -> int:
+def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[PlacedRows, ...]], num_chunks: int) -> int:
     """Bytes that rows, ring and KV take of the device's memory, each piece aligned."""
     resident = sum(
         aligned((part.stop - part.start) * row_nbytes(tensor))

@@ -32,7 +32,7 @@ from cellar.runtime.steps.graphs import StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
-from cellar.runtime.steps.rows import Drawing, Rows
+from cellar.runtime.steps.rows import DeviceRows, Drawing
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.transfer import Upload, to_host, uploader
 
@@ -121,7 +121,7 @@ class StepExecutor:
         self._begun = 0
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
-        self.rows = Rows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
+        self.rows = DeviceRows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
         if host_kv is not None:
             assert self._whole is not None
             self._whole.attend_in_host(host_kv, self.rows.table_host)

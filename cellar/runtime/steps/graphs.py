@@ -38,7 +38,7 @@ from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
 from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.inputs import StepInputs
-from cellar.runtime.steps.rows import Rows
+from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.transfer import pull
 
 # Steps whose inputs may be on their way at once; more than any run-ahead in use.
@@ -102,7 +102,9 @@ class StepGraphs:
     for other steps of up to `most_tokens` tokens.
     """
 
-    def __init__(self, forward: Forward, rows: Rows, most_rows: int, most_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, forward: Forward, rows: DeviceRows, most_rows: int, most_tokens: int, device: torch.device
+    ) -> None:
         self._forward = forward
         self._rows = rows
         self._device = device

@@ -75,7 +75,7 @@ class Applied:
     failed: dict[int, str]
 
 
-class Rows:
+class DeviceRows:
     """All rows of a runtime. Changes are applied in the order of the plans, by the one thread that launches them.
 
     `mirrored` says that the device has a table of its own; by default an accelerator has.

@@ -175,7 +175,7 @@ def _tile(shape: AttentionShape, machine: Machine) -> int:
 
 def _choose(logits: Tensor, *, greedy: bool, cut: bool, numbers: tuple[Tensor, Tensor] | None = None) -> None:
     """`numbers`: temperatures and bounds of probability, float32 [3, n], and seeds, places, top_k, int64 [3, n], as
-    `Rows` packs them; without them each is a tensor of its own, as for rows that are all greedy."""
+    `DeviceRows` packs them; without them each is a tensor of its own, as for rows that are all greedy."""
     if numbers is None:
         real, integer = (torch.empty(len(logits), dtype=d, device=META) for d in (torch.float32, torch.int64))
         choose(logits, real, integer, real, real, integer, integer, greedy, cut)

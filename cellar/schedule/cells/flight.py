@@ -19,7 +19,7 @@ Fan = Callable[[int, int], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Emit:
+class Emitted:
     """Nodes whose output comes back: where in the outbox, whose it is; task t owns [bounds[t], bounds[t + 1])."""
 
     places: IndexArray
@@ -47,7 +47,7 @@ class Flight:
     kind: CellType
     cu_batch: list[int]
     owners: IndexArray
-    emits: tuple[Emit | None, ...]
+    emits: tuple[Emitted | None, ...]
     dependants: Dependants | None
     ending: IndexArray
     plain: bool
@@ -79,7 +79,7 @@ def assemble(
     touched = request_slots.rows.data.take(codes + sub.run.take(owners))
     sources, rows = touched[: kind.num_inputs], touched[kind.num_inputs :]
     uploads = _uploads(kind, sources, entries, owners, sub, request_slots)
-    emits: list[Emit | None] = [None] * len(kind.spec.outputs)
+    emits: list[Emitted | None] = [None] * len(kind.spec.outputs)
     positions: list[IntArray | None] = [None] * len(emits)
     mask = table[Column.EMIT].take(entries)
     union = int(np.bitwise_or.reduce(mask))
@@ -92,7 +92,7 @@ def assemble(
                 assert batch.steps is not None
                 places += batch.steps[chosen]
             positions[o] = chosen.astype(np.int32)
-            emits[o] = Emit(places, mine, chosen.searchsorted(cu).tolist())
+            emits[o] = Emitted(places, mine, chosen.searchsorted(cu).tolist())
     dependants = None
     if kind.num_waited_for:
         dependants = _dependants(table[Column.DEP].take(entries), owners, cu, sub, request_slots, fan)
