@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -38,6 +39,13 @@ HURRY_SECONDS = 1.0
 """How long ranks may take to end by themselves after one has failed: they may wait for it for ever."""
 
 
+OPENING_SECONDS = 120.0
+"""How long a rank's process may say nothing while it opens: a library may keep the interpreter to itself."""
+
+WATCH_SECONDS = 2.0
+"""Between two looks at the pulses."""
+
+
 @dataclass(slots=True)
 class _Awaited:
     """A plan or a batch, and what the ranks have answered so far."""
@@ -52,20 +60,25 @@ class RankGroup:
 
     Rank 0 samples: masks go to it alone, and the ranks hand its tokens on among themselves. All answer, and must say
     the same: a rank that answers otherwise or out of turn raises IntegrityError from `poll`; one that has died, or has
-    not answered `patience` seconds after another did, DeviceError, and then all are ended. Every later call raises the
-    same. A step that failed on any rank has failed. Capacity is the least of all ranks. `memory` is what each takes,
+    not answered `patience` seconds after another did, or whose process has not said for `silence` seconds that it lives
+    (it is stopped; a long step is none), DeviceError, and then all are ended. Every later call raises the same. A step
+    that failed on any rank has failed. Capacity is the least of all ranks. `memory` is what each takes,
     where they say it. There is no tier to be looked up (`lookup`).
 
     Raises what a user can mend of what kept a rank from opening, else DeviceError.
     """
 
-    def __init__(self, openers: Sequence[Opener], make: MakeRank = ThreadRank, *, patience: float = 60.0) -> None:
+    def __init__(
+        self, openers: Sequence[Opener], make: MakeRank = ThreadRank, *, patience: float = 60.0, silence: float = 30.0
+    ) -> None:
         self._news: SimpleQueue[News] = SimpleQueue()
         self._patience = patience
+        self._silence = silence
         self._steps: deque[_Awaited] = deque()
         self._copies: dict[int, _Awaited] = {}
         self._failed: Exception | None = None
         self._closed = False
+        self._watch = _Watch()
         self._ranks: list[Rank] = []
         try:
             for number, opener in enumerate(openers):
@@ -150,7 +163,11 @@ class RankGroup:
         """What all ranks have opened, in order. Raises CellarError if one cannot."""
         found: dict[int, Opened] = {}
         while len(found) < len(self._ranks):
-            news = self._news.get()
+            self._watch.look(self._ranks, OPENING_SECONDS)
+            try:
+                news = self._news.get(timeout=WATCH_SECONDS)
+            except Empty:
+                continue
             if isinstance(news, Opened):
                 found[news.rank] = news
             elif isinstance(news, Died):
@@ -213,9 +230,14 @@ class RankGroup:
         return due
 
     def _left(self, end: float | None) -> float | None:
-        """Seconds until `end`, or until a rank that keeps the others waiting is given up. Raises DeviceError then."""
+        """Seconds until `end`, or until ranks that are waited for have to be looked after. Raises DeviceError for one
+        that is given up.
+        """
         now = time.monotonic()
         left = None if end is None else max(0.0, end - now)
+        if self._steps or self._copies:
+            self._watch.look(self._ranks, self._silence)
+            left = WATCH_SECONDS if left is None else min(left, WATCH_SECONDS)
         behind = next((a for a in (*self._steps, *self._copies.values()) if a.since), None)
         if behind is None:
             return left
@@ -232,6 +254,30 @@ class RankGroup:
             raise self._failed
         if self._closed:
             raise DeviceError("the runtime is closed and takes no plans; open a new one.")
+
+
+class _Watch:
+    """Looks at the pulses of ranks. What passed while nobody looked does not count: this process may have been stopped
+    itself.
+    """
+
+    def __init__(self) -> None:
+        self._looked = -math.inf
+        self._since = 0.0
+
+    def look(self, ranks: Sequence[Rank], silence: float) -> None:
+        """Raises DeviceError for a rank that has been silent for so many seconds."""
+        now = time.monotonic()
+        if now > self._looked + 2 * WATCH_SECONDS:
+            self._since = now
+        self._looked = now
+        for number, rank in enumerate(ranks):
+            heard = rank.heard
+            if heard is not None and now - max(heard, self._since) > silence:
+                raise DeviceError(
+                    f"rank {number} has given no sign of life for {silence:g} s: its process is stopped or "
+                    "starved; start again."
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,9 @@ logger = logging.getLogger(__name__)
 CLOSE_SECONDS = 4.0
 """How long ranks may take to end by themselves."""
 
+PULSE_SECONDS = 1.0
+"""How often a rank's process says that it lives."""
+
 OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
 Opener = Callable[[], Runtime[StepPlan]]
@@ -83,11 +86,20 @@ class Died:
     follows: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A rank's process runs, whatever its runtime waits for."""
+
+
 News = Opened | Answer | Died | None
 
 
 class Rank(Protocol):
     """One of a group. It begins to open at once, and all that it says is news: first `Opened`, or `Died`."""
+
+    @property
+    def heard(self) -> float | None:
+        """When its process last said that it lives (`time.monotonic`); None: it has none of its own."""
 
     def send(self, order: Order, packed: Packed) -> None:
         """Give an order; they are obeyed one after another. Fails silently once the rank has died: that is news."""
@@ -124,6 +136,10 @@ class ThreadRank:
         self._thread = threading.Thread(target=self._run, name=f"cellar-rank-{number}", daemon=True)
         self._thread.start()
 
+    @property
+    def heard(self) -> None:
+        return None
+
     def send(self, order: Order, packed: Packed) -> None:
         self._orders.put(order)
 
@@ -159,6 +175,7 @@ class ProcessRank:
         self._pipe, theirs = context.Pipe()
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._stopping = False
+        self.heard = time.monotonic()
         self.process: BaseProcess = context.Process(
             target=run_rank, args=(number, theirs, lifeline, opener), name=f"cellar-rank-{number}"
         )
@@ -192,7 +209,10 @@ class ProcessRank:
     def _read(self) -> None:
         try:
             while True:
-                self._news.put(self._pipe.recv())
+                news = self._pipe.recv()
+                self.heard = time.monotonic()
+                if not isinstance(news, Alive):
+                    self._news.put(news)
         except (EOFError, OSError):
             if not self._stopping:
                 self._news.put(Died(self._number, self._how_it_ended()))
@@ -227,9 +247,16 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
     threading.Thread(target=_end_with, args=(lifeline,), name="cellar-lifeline", daemon=True).start()
     lock = threading.Lock()
 
-    def say(what: News) -> None:
+    def say(what: News | Alive) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens: the end is near
             pipe.send(what)
+
+    def pulse() -> None:
+        while True:
+            time.sleep(PULSE_SECONDS)
+            say(Alive())
+
+    threading.Thread(target=pulse, name="cellar-pulse", daemon=True).start()
 
     def order() -> Order | None:
         try:

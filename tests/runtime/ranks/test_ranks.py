@@ -22,7 +22,7 @@ from cellar.core.messages import CopyBatch, FinishReason, Request, StepPlan, Ste
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity, Runtime
-from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.group import RankGroup, _Watch
 from cellar.runtime.ranks.rank import ProcessRank
 from cellar.runtime.ranks.star import Star, stars
 from cellar.runtime.steps.fake import FakeRuntime, next_token
@@ -34,6 +34,8 @@ from tests.fake_front import TOKENIZER
 from tests.limits import SECONDS, until
 
 VOCAB = 97
+SLOW = 6.0
+"""Seconds of a step that is long."""
 CAPACITY = Capacity(64, 8, 16, 256)
 
 
@@ -320,6 +322,48 @@ def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
     engine.close()
     assert time.monotonic() - begin < 10
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_rank_whose_process_is_stopped_is_found() -> None:
+    """The other one waits for it, so nobody answers; but it goes on saying that it lives."""
+    group = RankGroup([partial(open_rank, star) for star in stars(2)], ProcessRank, silence=4.0)
+    engine = engine_over(group)
+    engine.add(request("before", [3], 5))
+    assert run(engine)[0] == {"before": expected([3], 5)}
+    pids = [rank.process.pid for rank in group._ranks]  # type: ignore[attr-defined]
+    os.kill(pids[1], signal.SIGSTOP)
+    engine.add(request("long", [7], 200))
+    with pytest.raises(DeviceError, match="rank 1 has given no sign of life for 4 s"):
+        run(engine)
+    engine.close()
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_long_step_is_no_silence() -> None:
+    group = RankGroup([partial(open_rank, star, fail=_takes_long) for star in stars(2)], ProcessRank, silence=SLOW / 2)
+    engine = engine_over(group)
+    try:
+        engine.add(request("r", [1, 2], 1))
+        assert run(engine)[0] == {"r": expected([1, 2], 1)}
+    finally:
+        engine.close()
+
+
+def _takes_long(plan: StepPlan) -> None:
+    time.sleep(SLOW)
+
+
+def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Heard:
+        heard = 0.0
+
+    moments = iter([0.0, 1.0, 2.0, 100.0, 102.0, 103.5])
+    monkeypatch.setattr("cellar.runtime.ranks.group.time.monotonic", lambda: next(moments))
+    watch, ranks = _Watch(), [Heard()]
+    for _ in range(5):
+        watch.look(ranks, 3.0)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="rank 0 has given no sign of life for 3 s"):
+        watch.look(ranks, 3.0)  # type: ignore[arg-type]
 
 
 def test_a_rank_whose_process_cannot_open_says_why() -> None:
