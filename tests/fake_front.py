@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
-from cellar.core.messages import StepPlan
+from cellar.core.messages import StepPlan, Tier
 from cellar.core.specs import KVGroup, KVSpec, ModelSpec
 from cellar.engine.engine import Engine
 from cellar.engine.front import Front
@@ -15,6 +15,8 @@ from cellar.engine.opened import Opened
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.engine.structured import Masking
+from cellar.routing.basis import Basis
+from cellar.routing.digest import DigestShape
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -61,7 +63,9 @@ def open_fake(
         text,
         ChatTemplate(template, text.special_tokens) if text else None,
     )
-    return Opened(front, config, _spec(vocab, max_model_len), None), runtime
+    shape = DigestShape.of({Tier.DEVICE: num_slots})
+    basis = Basis(b"" if caching else None, CHUNK, {1: 1.0}, shape)
+    return Opened(front, config, _spec(vocab, max_model_len), None, outlook=scheduler.outlook, basis=basis), runtime
 
 
 def engine_of(opened: Opened) -> StepEngine:

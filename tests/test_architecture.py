@@ -26,9 +26,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"core", "ops", "quant", "models"},
     "cells": {"core", "ops", "models"},
     "demo": set(),
-    "engine": {"core", "text", "kv", "schedule", "planner", "models", "cells", "runtime", "demo"},
+    "engine": {"core", "text", "kv", "schedule", "planner", "routing", "models", "cells", "runtime", "demo"},
     "simulate": {"core", "kv", "schedule", "planner", "routing", "runtime", "engine"},
-    "server": {"core", "text", "conversations", "engine"},
+    "server": {"core", "text", "conversations", "routing", "engine"},
     "deploy": {"core", "engine", "server"},
     "bench": {
         "core",

@@ -359,13 +359,24 @@ class StepOutput:
         return cls(finished={id: (FinishReason.ERROR, reason) for id, reason in reasons.items()})
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRates:
+    """What an engine has learned of its speed, 0 where nothing has run yet: seconds of a unit of prompts' costs, and of
+    a step of decodes alone; by tier, seconds of a load and of each of its chunks.
+    """
+
+    cost: float = 0.0
+    decode: float = 0.0
+    load: Mapping[Tier, tuple[float, float]] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Outlook:
     """What a router wants to know of an engine: how long a prompt would wait there, and what need not be computed.
 
     `pending` are the positions [start, stop) of prompts that are yet to be computed, int32 [n, 2]; `requests` wait or
     run in all, with `context_tokens`. The device's tokens of K and V are free, cached (nobody uses them), or used.
-    `keys` are the first 64 bits of the identities of the chunks that can be read in each tier.
+    `keys` are the first 64 bits of the identities of the chunks that can be read in each tier, `rates` how fast it is.
     """
 
     pending: IntArray
@@ -375,6 +386,7 @@ class Outlook:
     cached_tokens: int
     total_tokens: int
     keys: Mapping[Tier, NDArray[np.uint64]]
+    rates: EngineRates = EngineRates()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from cellar import demo
 from cellar.core.config import EngineConfig, ModelConfig
 from cellar.core.errors import CapacityError, ConfigError
-from cellar.core.messages import StepPlan
+from cellar.core.messages import Outlook, StepPlan, Tier
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
 from cellar.engine.own_plan import with_own_plan
@@ -22,6 +22,8 @@ from cellar.kv.identity import root_identity
 from cellar.kv.policy import named_policy
 from cellar.kv.recovery import Recovery, RecoveryRule
 from cellar.planner.saved import SavedPlan
+from cellar.routing.basis import Basis
+from cellar.routing.digest import DigestShape
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.steps.memory_use import MemoryUse
@@ -40,7 +42,11 @@ Wrap = Callable[[Runtime[StepPlan]], Runtime[StepPlan]]
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A front, and what it was opened with: everything in `config` is decided."""
+    """A front, and what it was opened with: everything in `config` is decided.
+
+    Of an engine of this process, `outlook` is what routers are told; the engine's thread may ask. `basis` is what they
+    must know of the model.
+    """
 
     front: Front
     config: EngineConfig
@@ -50,6 +56,8 @@ class Opened:
     plan: SavedPlan | None = None
     memory: MemoryUse | None = None
     offload: OffloadReport | None = None
+    outlook: Callable[[], Outlook] | None = None
+    basis: Basis | None = None
 
 
 def open_front(
@@ -86,9 +94,8 @@ def open_front(
         else:
             opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
-        scheduler = _scheduler(
-            config, capacity, model_costs(spec), root_identity(spec, opened.fingerprint), recovery, _is_diagonal(plan)
-        )
+        costs, root = model_costs(spec), root_identity(spec, opened.fingerprint)
+        scheduler = _scheduler(config, capacity, costs, root, recovery, _is_diagonal(plan))
     except MemoryError as error:
         raise CapacityError(
             f"this machine's memory does not hold the bookkeeping for {config.schedule.max_num_seqs} requests; "
@@ -117,6 +124,13 @@ def open_front(
         plan,
         opened.memory,
         None if isinstance(opened, OpenedRanks) else opened.offload,
+        scheduler.outlook,
+        Basis(
+            root if config.cache.enable_prefix_caching else None,
+            capacity.chunk_size,
+            costs,
+            DigestShape.of({Tier.DEVICE: capacity.num_slots * capacity.homes, **capacity.tiers}),
+        ),
     )
 
 

@@ -41,6 +41,10 @@ class Recovery:
         found: Floats = (stop - start) / chunk_size * self._curve((start + stop) / 2)
         return found
 
+    def total(self, ranges: NDArray[np.int32], chunk_size: int) -> float:
+        """The cost of positions [start, stop) in all: [n, 2]."""
+        return float(self.cost(ranges[:, 0], ranges[:, 1], chunk_size).sum()) if len(ranges) else 0.0
+
     def measured(self, cost: float, seconds: float) -> None:
         """A step took so long, in which prompts of so much cost were computed: 0 for decodes alone."""
         if cost <= 0:
@@ -51,6 +55,11 @@ class Recovery:
         alone = min(self._decode_seconds, seconds / 2)
         both, square = self._sums
         self._sums = MEMORY * both + cost * (seconds - alone), MEMORY * square + cost * cost
+
+    @property
+    def decode_seconds(self) -> float:
+        """Of a step without prompts; 0: none has run."""
+        return self._decode_seconds
 
     @property
     def seconds_per_cost(self) -> float | None:

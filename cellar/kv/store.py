@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyResult, KeptChunk, Tier, TierOrder, TierStats
+from cellar.core.messages import CopyResult, EngineRates, KeptChunk, Tier, TierOrder, TierStats
 from cellar.kv.foreign import Foreign
 from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_identity
 from cellar.kv.movement import Movement
@@ -224,11 +224,14 @@ class KVStore:
 
     def measured(self, prompts: NDArray[np.int32], seconds: float) -> None:
         """A step that computed the ranges `prompts` [n, 2] of sequences, besides decodes, took so long (0: unknown)."""
-        if self._has_tiers and seconds > 0:
-            self.recovery.measured(self._cost(prompts) if len(prompts) else 0.0, seconds)
+        if seconds > 0:
+            self.recovery.measured(self.recovery.total(prompts, self.chunk_size), seconds)
 
-    def _cost(self, ranges: NDArray[np.int32]) -> float:
-        return float(self.recovery.cost(ranges[:, 0], ranges[:, 1], self.chunk_size).sum())
+    def rates(self) -> EngineRates:
+        """How fast computing and loads were so far."""
+        links = zip(self._shelves.tiers[1:], self._movement.links[1:], strict=True)
+        load = {tier: link.rate() for tier, link in links if link.known}
+        return EngineRates(self.recovery.seconds_per_cost or 0.0, self.recovery.decode_seconds, load)
 
     def extend(self, count: int, now: float = 0.0) -> Slots | None:
         """`count` new slots for chunks to be computed, or None (and no change)."""
@@ -455,7 +458,9 @@ class KVStore:
             recovery, movement = self.recovery, self._movement
             begins = places * self.chunk_size
             cost = recovery.cost(begins, begins + found.tokens[places], self.chunk_size)
-            busy = self._cost(np.array(before, np.int32).reshape(-1, 2)) * (recovery.seconds_per_cost or 0.0)
+            busy = recovery.total(np.array(before, np.int32).reshape(-1, 2), self.chunk_size) * (
+                recovery.seconds_per_cost or 0.0
+            )
             coming = {movement.fills(slot) for slot in hits.tolist()}
             floor = max([busy, *(movement.seconds_until(batch, now) for batch in coming)])
             wanted[places] = recovery.loads(found.tier[places], cost, movement.links, now, floor)

@@ -75,6 +75,10 @@ class Reporter:
         self._prices = prices
         self._keeper = DigestKeeper(shape)
 
+    def reprice(self, prices: RoutePrices) -> None:
+        """Go by other prices from now on."""
+        self._prices = prices
+
     def report(
         self, outlook: Outlook, seen: Mapping[str, int], *, whole: bool = False, draining: bool = False
     ) -> ReplicaReport:

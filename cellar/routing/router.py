@@ -125,6 +125,10 @@ class AffinityRouter:
         replicas.reported(column, report, unseen, now)
         return taken
 
+    def reprice(self, prices: RoutePrices) -> None:
+        """Go by other prices from now on, of the same size of chunks."""
+        self._prices = prices
+
     def remove(self, replica: str) -> None:
         column = self._replicas.remove(replica)
         if column is not None:

@@ -64,6 +64,7 @@ class Api:
         self.model = model
         self.limits = limits
         self.metrics = Metrics(model.names[0], host.stats, shared, model.cache, host.engines)
+        host.count_by(self.metrics.routing)
         waiting = None if shared is None else shared.waiting()
         tenants = Tenants(server.share_prefixes)
         self.desk = Desk(host, limits, self.metrics, tenants, server.enable_log_requests, waiting)

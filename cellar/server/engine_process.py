@@ -29,13 +29,16 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from cellar.core.errors import CellarError, IntegrityError
-from cellar.core.messages import FinishReason, SchedulerStats, StepOutput
+from cellar.core.messages import EngineRates, FinishReason, Outlook, SchedulerStats, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
 from cellar.engine.opened import Opened
+from cellar.routing.digest import DigestShape
+from cellar.routing.report import ReplicaReport
 from cellar.server.endpoint import Address, Gate, listen
 from cellar.server.heap import one_heap, reserve_steps
-from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told, engine_id
+from cellar.server.reports import Reports
+from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Reported, Step, Terms, Told, Watch, engine_id
 
 logger = logging.getLogger(__name__)
 
@@ -142,12 +145,13 @@ def run_engine(pipe: Connection, opener: Opener, address: Address, log_level: st
     gc.collect()  # What is here now stays; a collection that walked over all of it would hold up a step.
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
-    ready = Ready(opened.config, opened.spec, opened.checkpoint, opened.front.reader.max_model_len, opened.generation)
+    longest = opened.front.reader.max_model_len
+    ready = Ready(opened.config, opened.spec, opened.checkpoint, longest, opened.generation, opened.basis)
     if isinstance(address, str):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(address)  # of an engine that was killed
     try:
-        switchboard = Switchboard(opened.front.engine, ready, address)
+        switchboard = Switchboard(opened.front.engine, ready, address, opened.outlook)
     except OSError as error:
         pipe.send(CellarError(f"the engine cannot listen for fronts ({error})."))
         return
@@ -159,7 +163,8 @@ def run_engine(pipe: Connection, opener: Opener, address: Address, log_level: st
 class Line:
     """The connection of one front, with the engine's ids of the sequences that it has running.
 
-    `frame` is what the step at hand brought it so far, `told` the last snapshot that it got.
+    `frame` is what the step at hand brought it so far, `told` the last snapshot that it got, `seen` the number of its
+    last sequence that came.
     """
 
     def __init__(self, number: int, connection: Connection) -> None:
@@ -169,6 +174,7 @@ class Line:
         self.terms: dict[int, tuple[SamplingParams, frozenset[int]]] = {}
         self.frame: Frame | None = None
         self.told: SchedulerStats | None = None
+        self.seen = -1
         self.outbox: SimpleQueue[Any] = SimpleQueue()
         self.sender = threading.Thread(target=self._send_all, name="cellar-sender", daemon=True)
         self.sender.start()
@@ -200,11 +206,17 @@ class Line:
 
 
 class Switchboard:
-    """Joins the fronts' connections with the engine; all but who listens and reads belongs to the engine's thread."""
+    """Joins the fronts' connections with the engine; all but who listens and reads belongs to the engine's thread.
 
-    def __init__(self, engine: StepClient, ready: Ready, address: Address) -> None:
+    `outlook` is what the engine says of itself, if it does.
+    """
+
+    def __init__(
+        self, engine: StepClient, ready: Ready, address: Address, outlook: Callable[[], Outlook] | None = None
+    ) -> None:
         self._engine = engine
         self._ready = ready
+        self._reports = None if outlook is None or ready.basis is None else Reports(outlook, ready.basis)
         self._listener, self.address = listen(address)
         self._gate = Gate(self.address)
         self._lines: dict[int, Line] = {}
@@ -220,17 +232,23 @@ class Switchboard:
         told = 0.0
         try:
             while not self._closing.is_set():
-                outputs = engine.turn()
+                outputs = engine.turn(self._patience())
                 stats, now = engine.stats(), time.monotonic()
                 everyone = not engine.has_work() or now >= told + STATS_SECONDS
                 self._deliver(outputs, stats, everyone)
                 if everyone:
                     told = now
+                if self._reports is not None:
+                    self._reports.turned(bool(outputs) or engine.has_work(), now)
         except Exception as error:
             logger.exception("the engine's loop has ended")
             self._failed = CellarError(f"the engine's loop has ended ({type(error).__name__}: {error})")
         self._close()
         engine.close()
+
+    def _patience(self) -> float | None:
+        """How long the engine may wait for something to do."""
+        return None if self._reports is None else self._reports.patience(time.monotonic())
 
     def _deliver(self, outputs: Iterable[StepOutput], stats: SchedulerStats, everyone: bool) -> None:
         """To each front its share; the snapshot alone to `everyone` else, if it is another."""
@@ -269,7 +287,7 @@ class Switchboard:
         if (owner := self._owners.pop(id, None)) is not None:
             owner[0].ids.discard(id)
 
-    def _serve(self, line: Line, call: Call | Add | Terms) -> None:
+    def _serve(self, line: Line, call: Call | Add | Terms | Watch) -> None:
         """Do what a front wants; if it cannot be done the sequences that it is about end."""
         match call:
             case Terms(number, None, None):
@@ -280,10 +298,22 @@ class Switchboard:
                 line.terms[number] = params, stop_ids
             case Add():
                 self._add(line, call)
+            case Watch(shape):
+                self._watched(line, shape)
             case Call():
                 self._call(line, call)
 
+    def _watched(self, line: Line, shape: DigestShape) -> None:
+        """A front wants reports."""
+
+        def tell(report: ReplicaReport, rates: EngineRates) -> None:
+            line.outbox.put(Reported(line.seen, report, rates))
+
+        if self._reports is not None:
+            self._reports.watch(line, shape, tell)
+
     def _add(self, line: Line, call: Add) -> None:
+        line.seen = max(line.seen, *call.numbers)
         try:
             requests = call.requests(*line.terms[call.terms], line.number)
             for request, number in zip(requests, call.numbers, strict=True):
@@ -321,6 +351,8 @@ class Switchboard:
     def _drop(self, line: Line) -> None:
         """A front has gone."""
         self._lines.pop(line.number, None)
+        if self._reports is not None:
+            self._reports.leave(line)
         line.outbox.put(None)
         dropped = list(line.ids)
         for id in dropped:

@@ -11,6 +11,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.messages import SchedulerStats
 from cellar.engine.opened import Opened
 from cellar.engine.stream import AsyncLLM
+from cellar.server.routing_figures import RoutingFigures
 from cellar.text.chat import ChatTemplate
 from cellar.text.generation import NEUTRAL, GenerationConfig
 from cellar.text.pooling import read_pooling
@@ -77,6 +78,9 @@ class EngineHost(Protocol):
     def engines(self) -> Mapping[str, SchedulerStats | None]:
         """Where there are several: the snapshot of each by its name, None for one that does not run. Else nothing."""
 
+    def count_by(self, figures: RoutingFigures) -> None:
+        """Have choices and moves between engines counted there from now on; before any request."""
+
     async def close(self) -> None:
         """Stop it and free its memory."""
 
@@ -99,6 +103,9 @@ class SameProcess:
     def engines(self) -> Mapping[str, SchedulerStats | None]:
         """It is the only one."""
         return {}
+
+    def count_by(self, figures: RoutingFigures) -> None:
+        """There is nothing to choose."""
 
     async def close(self) -> None:
         """Stop the engine."""

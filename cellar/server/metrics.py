@@ -6,16 +6,17 @@ Whichever front is asked, the answer is the whole server's.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from time import perf_counter
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Metric
 
 from cellar.core.messages import RequestOutput, SchedulerStats
 from cellar.core.sampling import SamplingParams
 from cellar.server.engine_figures import EngineFigures, together
+from cellar.server.histogram import Histogram
+from cellar.server.routing_figures import RoutingFigures
 from cellar.server.shared import Shared
 from cellar.server.tally import Tally
 from cellar.server.vllm_names import with_vllm_names
@@ -45,39 +46,11 @@ _COUNTERS = {
 }
 
 
-class Histogram:
-    """Counts of values by bucket, not cumulated, and their sum, in a tally."""
-
-    def __init__(self, tally: Tally, stem: str, help: str, bounds: tuple[float, ...]) -> None:
-        self.stem = stem
-        self._help = help
-        self._bounds = bounds
-        self._names = [f"{stem}/{k}" for k in range(len(bounds) + 1)] + [f"{stem}/sum"]
-        self._values = tally.values
-        self._first = tally.places(self._names)
-        self._sum = self._first + len(bounds) + 1
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
-        self._values[self._first + bisect_left(self._bounds, value)] += times
-        self._values[self._sum] += value * times
-
-    def family(self, labels: Mapping[str, str], counts: Mapping[str, float]) -> Metric:
-        """The histogram as Prometheus has it."""
-        cumulated, buckets = 0.0, list[tuple[str, float]]()
-        for bound, name in zip((*map(float, self._bounds), "+Inf"), self._names, strict=False):
-            cumulated += counts.get(name, 0.0)
-            buckets.append((str(bound), cumulated))
-        family = HistogramMetricFamily(f"cellar:{self.stem}", self._help, labels=list(labels))
-        family.add_metric(list(labels.values()), buckets, counts.get(self._names[-1], 0.0))
-        return family
-
-
 class Metrics:
     """All metrics of one server; `stats` gives the engine's snapshot, or None while there is no engine; of several
     `engines` gives each one's by its name. `cache` are the options of an engine's KV cache.
 
-    One thread counts, except that `restarted` may come from another.
+    One thread counts, except that `restarted` may come from another, and `routing` is the engine's thread's.
     """
 
     def __init__(
@@ -126,6 +99,7 @@ class Metrics:
             tally.place(f"ended/{reason}")
         for name in _COUNTERS:
             tally.place(name)
+        self.routing = RoutingFigures(tally)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -193,6 +167,7 @@ class Metrics:
         yield answers
         for name, help in _COUNTERS.items():
             yield self._counter(name, help, counts.get(name, 0.0))
+        yield from self.routing.families(self._labels, counts)
         yield from self._engine()
 
     def _engine(self) -> Iterator[Metric]:

@@ -16,10 +16,11 @@ from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Req
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import Message
 from cellar.engine.engine import Mailbox
+from cellar.routing.digest import DigestShape
 from cellar.server.bell import Bell
 from cellar.server.endpoint import Address, connect
 from cellar.server.outlet import Outlet
-from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Step, Terms, Told
+from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Reported, Step, Terms, Told, Watch
 
 
 @dataclass(slots=True)
@@ -55,6 +56,7 @@ class RemoteEngine:
         self._names: dict[int, str] = {}
         self._questions: dict[int, Callable[[MemoryAnswer | CellarError], None]] = {}
         self._frames: list[Frame] = []  # not told yet
+        self.reported: list[Reported] = []  # found by `take`; for whoever wanted it, who empties it
         self._refused: dict[str, str] = {}  # by us, not told yet
         self._steady: tuple[list[int], list[str]] | None = None  # numbers of the last frame, and their ids
         self._mailbox = Mailbox(self.wake)
@@ -118,6 +120,15 @@ class RemoteEngine:
         self._questions[number] = then
         self._send(Call("memory", number, (question,)))
 
+    @property
+    def next_number(self) -> int:
+        """Of the next sequence that is added."""
+        return self._count
+
+    def watch(self, shape: DigestShape) -> None:
+        """Have the engine report, with digests of this shape; one that makes none sends none."""
+        self._send(Watch(shape))
+
     def wake(self) -> None:
         """End a waiting `turn`."""
         self._bell.ring()
@@ -171,6 +182,9 @@ class RemoteEngine:
                 raise message
             if isinstance(message, Told):
                 self._questions.pop(message.number)(message.answer)
+                continue
+            if isinstance(message, Reported):
+                self.reported.append(message)
                 continue
             self._frames += message.frames
             self._stats = message.stats
@@ -228,7 +242,7 @@ class RemoteEngine:
             with contextlib.suppress(CellarError):  # whoever reads next is told that the engine has gone
                 self._send(Terms(told.number))
 
-    def _send(self, call: Call | Add | Terms) -> None:
+    def _send(self, call: Call | Add | Terms | Watch) -> None:
         try:
             self._outlet.send(call)
         except OSError as error:

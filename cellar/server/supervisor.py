@@ -25,6 +25,7 @@ from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Pool
 from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
+from cellar.server.routing_figures import RoutingFigures
 from cellar.server.shared import Shared
 from cellar.server.wire import Ready
 
@@ -137,7 +138,8 @@ class Link:
         self._on_return: Callable[[], None] = nothing
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._pool = Pool(Sticky(), max_lost=MAX_LOST)
+        self._figures: RoutingFigures | None = None
+        self._pool = Pool(Sticky(), max_lost=MAX_LOST, migrated=self._migrated)
         try:
             self._remote, at = self._knock()
             self.opened = self._made(self._remote)
@@ -164,6 +166,10 @@ class Link:
         """It is the only one."""
         return {}
 
+    def count_by(self, figures: RoutingFigures) -> None:
+        """What goes on at the next engine is counted."""
+        self._figures = figures
+
     def on_return(self, call: Callable[[], None]) -> None:
         """Have something called, from another thread, whenever the engine is there again."""
         self._on_return = call
@@ -179,6 +185,10 @@ class Link:
         with self._lock:
             self._remote.close()  # one that came too late for the pool
         self._thread.join()
+
+    def _migrated(self, count: int) -> None:
+        if self._figures is not None:
+            self._figures.migrated(count)
 
     def _made(self, remote: RemoteEngine) -> Opened:
         """The front, over whatever engine there is; it reads what the first one serves."""

@@ -13,21 +13,34 @@ from typing import Any
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError
-from cellar.core.messages import FinishReason, FloatArray, IntArray, Logprobs, MemoryAnswer, Request, SchedulerStats
+from cellar.core.messages import (
+    EngineRates,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    Logprobs,
+    MemoryAnswer,
+    Request,
+    SchedulerStats,
+)
 from cellar.core.sampling import SamplingParams
 from cellar.core.specs import ModelSpec
+from cellar.routing.basis import Basis
+from cellar.routing.digest import DigestShape
+from cellar.routing.report import ReplicaReport
 from cellar.text.generation import NEUTRAL, GenerationConfig
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine's first message: what was opened."""
+    """The engine's first message: what was opened. Without a `basis` it makes no reports."""
 
     config: EngineConfig
     spec: ModelSpec
     checkpoint: Path | None
     max_model_len: int
     generation: GenerationConfig = NEUTRAL
+    basis: Basis | None = None
 
 
 @dataclass(slots=True)
@@ -54,6 +67,22 @@ class Step:
 
     frames: list[Frame]
     stats: SchedulerStats
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The front wants reports, with digests of this shape."""
+
+    shape: DigestShape
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A report for the front's router, made after the sequence of the front's number `seen` had come."""
+
+    seen: int
+    report: ReplicaReport
+    rates: EngineRates
 
 
 @dataclass(frozen=True, slots=True)

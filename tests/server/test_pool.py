@@ -41,8 +41,11 @@ class Local:
 
     def __init__(self, **fake: Any) -> None:
         opened, _ = open_fake(**fake)
-        ready = Ready(opened.config, opened.spec, None, opened.front.reader.max_model_len)
-        self._board = Switchboard(opened.front.engine, ready, Endpoint("127.0.0.1", 0, os.urandom(32)))
+        ready = Ready(
+            opened.config, opened.spec, None, opened.front.reader.max_model_len, opened.generation, opened.basis
+        )
+        at = Endpoint("127.0.0.1", 0, os.urandom(32))
+        self._board = Switchboard(opened.front.engine, ready, at, opened.outlook)
         self.address = self._board.address
         self._ours, theirs = multiprocessing.Pipe()
         self._thread = threading.Thread(target=self._board.run, args=(theirs,), daemon=True)
@@ -255,7 +258,7 @@ def test_a_conversation_stays_and_questions_reach_all(three: Engines) -> None:
         hits = three.host.stats()
         assert hits is not None
         for _ in range(3):
-            await tokens_of(llm, [90], conversation="other")  # whoever has the fewest requests is the first engine
+            await tokens_of(llm, [90], conversation="other")
             await tokens_of(llm, prompt, conversation="mine")
         after = three.host.stats()
         assert after is not None

@@ -18,6 +18,7 @@ from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Pool
 from cellar.server.pool.stream import Stream, told_once
 from cellar.server.pool.totals import NOTHING
+from cellar.server.wire import Reported
 
 REQUEST = Request("one", np.array([1, 2], np.int32), SamplingParams(), frozenset(), 8)
 
@@ -31,6 +32,7 @@ class Scripted:
         self.added: list[Request] = []
         self.asked: list[Callable[[MemoryAnswer | CellarError], None]] = []
         self.closed = False
+        self.reported: list[Reported] = []
         self.connection, self._theirs = Pipe()
 
     def add(self, *requests: Request) -> None:

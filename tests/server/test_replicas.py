@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from cellar.core.errors import CellarError, ConfigError
+from cellar.routing.router import Why
 from cellar.server.config import ServerConfig
 from cellar.server.keepers import EngineKeepers
 from tests.fake_front import ROOMY
@@ -65,6 +66,7 @@ def test_streams_outlive_each_engine() -> None:
             assert prompt in streams.ended
             streams.check(prompt)
         until(lambda: of_engine(metrics(url), "engine_up") == [1, 1] and restarts(url) == 2)
+        assert metrics(url)['cellar:requests_migrated_total{model_name="fake"}'] >= 12  # each engine had some, at least
 
 
 def restarts(url: str) -> float:
@@ -87,6 +89,10 @@ def test_a_conversation_stays_where_its_memory_is_and_figures_tell_engines_apart
         assert of_engine(found, "generation_tokens_total", prefix="vllm") == made
         assert 'cellar:generation_tokens_total{model_name="fake"}' not in found
         assert found['vllm:e2e_request_latency_seconds_count{engine="all",model_name="fake"}'] == 12
+        chosen = {why: found[f'cellar:router_choices_total{{model_name="fake",reason="{why}"}}'] for why in Why}
+        assert sum(chosen.values()) == found['cellar:router_choice_seconds_count{model_name="fake"}'] == 12
+        assert chosen["new"] == 4
+        assert found['cellar:requests_migrated_total{model_name="fake"}'] == 0
         assert httpx.get(f"{url}/engine/status", timeout=SECONDS).json()["engine"]["generation_tokens"] == 96
 
 
@@ -124,6 +130,7 @@ def test_stories_outlive_a_killed_replica() -> None:
         join_all(threads)
         assert [stories[prompt] for prompt in prompts] == wanted
         until(lambda: of_engine(metrics(url), "engine_up", "cellar-demo") == [1, 1])
+        assert metrics(url)['cellar:requests_migrated_total{model_name="cellar-demo"}'] > 0
 
 
 def told(url: str, prompt: str, begun: Callable[[], object] = lambda: None) -> str:

@@ -203,6 +203,7 @@ class HomesScheduler:
             cached_tokens=sum(one.cached_tokens for one in found),
             total_tokens=sum(one.total_tokens for one in found),
             keys=keys,
+            rates=found[0].rates,
         )
 
     def check_integrity(self) -> None:

@@ -40,4 +40,5 @@ def outlook(states: Iterable[RequestState], store: KVStore) -> Outlook:
         cached_tokens=stats.cached * size,
         total_tokens=stats.total * size,
         keys=store.keys(),
+        rates=store.rates(),
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cellar.core.messages import Request
 from cellar.server.pool.pool import Place
+from cellar.server.wire import Reported
 
 MAX_CONVERSATIONS = 100_000
 """How many conversations are remembered; the ones that were heard of last."""
@@ -32,11 +33,23 @@ class Sticky:
         self._turns[place] = self._turn
         return place
 
+    def joined(self, place: Place) -> None:
+        """It has the fewest."""
+
     def gone(self, place: Place) -> None:
         """Forget it."""
         self._turns.pop(place, None)
         for name in [name for name, last in self._last.items() if last is place]:
             del self._last[name]
+
+    def reported(self, place: Place, reported: Reported) -> None:
+        """Nothing is asked."""
+
+    def started(self, request_id: str) -> None:
+        """Nothing is kept."""
+
+    def ended(self, request_id: str, num_output: int) -> None:
+        """Nothing is kept."""
 
     def _choose(self, request: Request, places: Sequence[Place]) -> Place:
         fewest = min(places, key=lambda place: (len(place.streams), self._turns.get(place, 0)))

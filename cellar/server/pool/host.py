@@ -12,9 +12,10 @@ from cellar.core.messages import SchedulerStats
 from cellar.engine.opened import Opened
 from cellar.engine.stream import AsyncLLM
 from cellar.server.endpoint import Address
-from cellar.server.pool.choice import Sticky
+from cellar.server.pool.affinity import Affinity
 from cellar.server.pool.pool import Chooser, Pool
 from cellar.server.remote import RemoteEngine
+from cellar.server.routing_figures import RoutingFigures
 from cellar.server.supervisor import KNOCK_SECONDS, Attach, FrontMaker, nothing
 from cellar.server.wire import Ready
 
@@ -31,7 +32,8 @@ class PoolHost:
     def __init__(
         self, attach: Attach | None = None, chooser: Chooser | None = None, begin: Callable[[], None] = nothing
     ) -> None:
-        self._pool = Pool(chooser or Sticky())
+        self._figures: RoutingFigures | None = None
+        self._pool = Pool(chooser or Affinity(self._chosen), migrated=self._migrated)
         self._attach = attach or FrontMaker()
         self._begin = begin
         self._lock = threading.Lock()
@@ -63,6 +65,10 @@ class PoolHost:
     def engines(self) -> Mapping[str, SchedulerStats | None]:
         """Of those that are kept, by name: the last snapshot, None while one does not run."""
         return {name: self._pool.stats_at(address) for name, address in self._kept.items()}
+
+    def count_by(self, figures: RoutingFigures) -> None:
+        """Count choices, and what goes on elsewhere."""
+        self._figures = figures
 
     def addresses(self) -> frozenset[Address]:
         """Where engines are that are connected."""
@@ -99,6 +105,14 @@ class PoolHost:
             self._llm.close()
         else:
             self._pool.close()
+
+    def _chosen(self, why: str, seconds: float) -> None:
+        if self._figures is not None:
+            self._figures.chosen(why, seconds)
+
+    def _migrated(self, count: int) -> None:
+        if self._figures is not None:
+            self._figures.migrated(count)
 
     def _new(self, address: Address) -> bool:
         """Whether it is to be called: nobody has yet."""

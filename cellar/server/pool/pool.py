@@ -28,6 +28,7 @@ from cellar.server.pool.history import History
 from cellar.server.pool.stream import Stream, told_once
 from cellar.server.pool.totals import NOTHING, merged, past, summed
 from cellar.server.remote import RemoteEngine
+from cellar.server.wire import Reported
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Place:
 
     def take(self, stream: Stream[Place]) -> None:
         """A stream runs here from now on."""
-        stream.place, stream.since = self, self.history.now
+        stream.place, stream.since, stream.begun = self, self.history.now, None
         self.streams[stream.request.id] = stream
 
 
@@ -58,10 +59,22 @@ class Chooser(Protocol):
     """Who gets a request."""
 
     def choose(self, request: Request, places: Sequence[Place]) -> Place:
-        """One of `places`, of which there is at least one."""
+        """One of `places`, of which there is at least one. It is given to that one next."""
+
+    def joined(self, place: Place) -> None:
+        """It is in the pool from now on. May raise CellarError if its engine is gone already."""
 
     def gone(self, place: Place) -> None:
         """It is in the pool no more."""
+
+    def reported(self, place: Place, reported: Reported) -> None:
+        """What an engine says of itself, if the chooser wanted that."""
+
+    def started(self, request_id: str) -> None:
+        """A request's first token has come; it may not have been chosen for: its sibling was."""
+
+    def ended(self, request_id: str, num_output: int) -> None:
+        """A request has ended after about so many tokens, if it was chosen for."""
 
 
 @dataclass(slots=True)
@@ -93,13 +106,21 @@ class _Question:
 
 
 class Pool:
-    """Belongs to the thread that calls `turn`; `post`, `stats` and `wake` are for all. It begins without an engine."""
+    """Belongs to the thread that calls `turn`; `post`, `stats` and `wake` are for all. It begins without an engine.
+
+    `migrated` is told how many sequences go on elsewhere.
+    """
 
     def __init__(
-        self, chooser: Chooser, clock: Callable[[], float] = time.monotonic, max_lost: int | None = None
+        self,
+        chooser: Chooser,
+        clock: Callable[[], float] = time.monotonic,
+        max_lost: int | None = None,
+        migrated: Callable[[int], None] = lambda count: None,
     ) -> None:
         self._chooser = chooser
         self._max_lost = max_lost
+        self._migrated = migrated
         self._clock = clock
         self._places: list[Place] = []
         self._streams: dict[str, Stream[Place]] = {}
@@ -119,8 +140,11 @@ class Pool:
 
     def join(self, address: Address, engine: RemoteEngine) -> None:
         """An engine is there; who waits for one goes there, and so do streams of engines that drain."""
-        self._places.append(Place(address, engine))
+        place = Place(address, engine)
+        self._places.append(place)
         self._bell.listen(engine.connection)
+        with self._losing(place):
+            self._chooser.joined(place)
         for id in list(self._homeless):
             del self._homeless[id]
             self._settle(self._streams[id])
@@ -161,7 +185,7 @@ class Pool:
 
     def finish(self, request_id: str, num_tokens: int, reason: FinishReason = FinishReason.STOP) -> None:
         """End a request after `num_tokens` output tokens; later ones are void."""
-        if (place := self._forget(request_id)) is not None:
+        if (place := self._forget(request_id, num_tokens)) is not None:
             with self._losing(place):
                 place.engine.finish(request_id, num_tokens, reason)
 
@@ -238,6 +262,9 @@ class Pool:
                 continue  # lost meanwhile, when it was to go on with what another had
             try:
                 outputs += [self._seen(place, output) for output in place.engine.take()]
+                told, place.engine.reported = place.engine.reported, []
+                for reported in told:
+                    self._chooser.reported(place, reported)
             except CellarError as error:
                 self._lose(place, error)
         if self._refused:
@@ -250,7 +277,11 @@ class Pool:
         place.history.add(output.ids, output.tokens, place.streams)
         if output.num_cached_tokens or output.prompt_logprobs:
             for id in {*output.prompt_logprobs, *output.num_cached_tokens}:
-                told_once(output, id, place.streams[id])
+                stream = place.streams[id]
+                if stream.begun is None:
+                    stream.begun = place.history.now - 1
+                    self._chooser.started(id)
+                told_once(output, id, stream)
         for id in output.finished:
             self._forget(id)
         return output
@@ -304,6 +335,7 @@ class Pool:
         for stream in moved:
             self._settle(stream)
         if moved:
+            self._migrated(len(moved))
             logger.warning("an engine drains; its %d sequences go on elsewhere", len(moved))
 
     def _lose(self, place: Place, error: CellarError) -> None:
@@ -324,10 +356,13 @@ class Pool:
             stream.place, stream.lost = None, stream.lost + 1
             if stream.lost >= (self._max_lost or MAX_LOST):
                 del self._streams[id_]
+                self._chooser.ended(id_, 0)
                 self._refused[id_] = f"the engine was lost {stream.lost} times with this request; send it again."
-        for id_, stream in place.streams.items():
-            if id_ in self._streams:
-                self._settle(stream)
+        onward = [stream for id_, stream in place.streams.items() if id_ in self._streams]
+        for stream in onward:
+            self._settle(stream)
+        if onward:
+            self._migrated(len(onward))
 
     @contextlib.contextmanager
     def _losing(self, place: Place) -> Iterator[None]:
@@ -337,12 +372,15 @@ class Pool:
         except CellarError as error:
             self._lose(place, error)
 
-    def _forget(self, id: str) -> Place | None:
-        """-> where it ran."""
+    def _forget(self, id: str, num_output: int | None = None) -> Place | None:
+        """-> where it ran. Who does not say how much its answer is takes a token for each frame since it began."""
         stream = self._streams.pop(id, None)
         self._homeless.pop(id, None)
         if stream is None or stream.place is None:
             return None
+        if num_output is None:
+            num_output = 0 if stream.begun is None else stream.place.history.now - stream.begun
+        self._chooser.ended(id, num_output)
         stream.place.streams.pop(id, None)
         return stream.place
 

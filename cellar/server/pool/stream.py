@@ -18,7 +18,8 @@ class Stream(Generic[PlaceT]):
     been dealt out; its frames from number `since` on tell of this stream.
 
     `scored` counts the prompt positions whose log-probability was delivered. `lost` says how many engines have gone
-    down with it, `admitted` that it was delivered what the first engine had found of it and how long it waited there.
+    down with it, `admitted` that it was delivered what the first engine had found of it and how long it waited there,
+    and `begun` with which frame its answer began where it is now.
     """
 
     request: Request
@@ -28,6 +29,7 @@ class Stream(Generic[PlaceT]):
     scored: int = 0
     admitted: bool = False
     lost: int = 0
+    begun: int | None = None
 
     def onward(self) -> Request:
         """What is to be asked of the next engine."""
