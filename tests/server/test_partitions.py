@@ -21,6 +21,7 @@ from cellar.conversations import database
 from cellar.server import endpoint
 from cellar.server.endpoint import Endpoint
 from cellar.server.outlet import Outlet
+from cellar.server.pool.choice import Sticky
 from cellar.server.pool.host import PoolHost
 from tests.conversations.postgres import cluster
 from tests.fake_front import ROOMY
@@ -37,7 +38,8 @@ class Far:
     """Two engines, each at the end of a way, and a host that knows both."""
 
     def __init__(self, stack: ExitStack) -> None:
-        self.host = PoolHost(partial(attach, **FAKE))
+        # By numbers of requests alone, so that both engines get some.
+        self.host = PoolHost(partial(attach, **FAKE), chooser=Sticky())
         stack.callback(self.host.leave)
         self.engines = [Local(**FAKE) for _ in range(2)]
         self.ways: list[Way] = []
