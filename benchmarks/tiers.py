@@ -13,9 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,8 +27,9 @@ from typing import Any
 import numpy as np
 
 from cellar.core.config import EngineConfig
-from cellar.core.messages import CopyBatch, CopyResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, MemoryQuestion, Tier
 from cellar.core.sampling import SamplingParams
+from cellar.engine.front import Front
 from cellar.engine.llm import LLM
 from cellar.engine.opened import open_front
 from cellar.runtime.steps.local import LocalRuntime
@@ -65,34 +70,43 @@ def loaded(llm: LLM) -> tuple[int, float, int]:
     return tier.load_nbytes, tier.load_seconds, tier.hit_tokens
 
 
-def next_turn(llm: LLM, context: int, new: int, rounds: int) -> dict[str, Any]:
+def say(line: str) -> None:
+    """One line, at once: who reads it may have to stop the rest."""
+    print(line, flush=True)
+
+
+def next_turn(side: Side, context: int, new: int, rounds: int) -> dict[str, Any]:
     """Median seconds to the first token of the next turn, by where the KV of the turns before it is."""
+    llm = side.llm
     talk = Talk(llm, seed=new)
-    device, host, computed, rates = [], [], [], []
+    seen: dict[str, list[float]] = {"computed": [], "device": [], "host": [], "bytes_per_second": []}
+    fewest, most_nbytes = float(context), 0.0
     for k in range(rounds + 1):  # the first one warms kernels up
         past = talk.tokens(context)
-        first = talk.seconds([past + talk.tokens(new)])
-        again = talk.seconds([past + talk.tokens(new)])
+        times = [talk.seconds([past + talk.tokens(new)]) for _ in range(2)]
         fill(llm, talk)
+        side.empty_device()
         before = loaded(llm)
-        late = talk.seconds([past + talk.tokens(new)])
+        times.append(talk.seconds([past + talk.tokens(new)]))
         nbytes, seconds, hits = (b - a for a, b in zip(before, loaded(llm), strict=True))
-        if hits < 0.9 * context:
-            raise RuntimeError(f"only {hits} of {context} tokens were found in the tier")
+        times.append(nbytes / seconds if seconds else 0.0)
+        say(
+            f"{new} new tokens after {context}, {f'round {k} of {rounds}' if k else 'warming up'}: computed "
+            f"{1e3 * times[0]:.1f} ms, on the device {1e3 * times[1]:.1f}, from the host {1e3 * times[2]:.1f}; "
+            f"{hits:.0f} tokens found there, {nbytes / 2**20:.0f} MiB loaded at {times[3] / 1e9:.1f} GB/s"
+        )
         if k:
-            computed.append(first)
-            device.append(again)
-            host.append(late)
-            rates.append(nbytes / seconds)
+            fewest, most_nbytes = min(fewest, hits), max(most_nbytes, nbytes)
+            for each, value in zip(seen.values(), times, strict=True):
+                each.append(value)
     return {
         "context": context,
         "new": new,
-        "computed": statistics.median(computed),
-        "device": statistics.median(device),
-        "host": statistics.median(host),
-        "link": nbytes / LINK,
-        "nbytes": nbytes,
-        "bytes_per_second": statistics.median(rates),
+        **{name: statistics.median(each) for name, each in seen.items()},
+        "link": most_nbytes / LINK,
+        "nbytes": most_nbytes,
+        "fewest_found": fewest,
+        "rounds": seen,
     }
 
 
@@ -164,30 +178,61 @@ class Outwards:
             self._changed.notify()
 
 
-def copying(llm: LLM, runtime: LocalRuntime, rows: int, answer: int, rounds: int) -> dict[str, float]:
+def copying(side: Side, rows: int, answer: int, rounds: int) -> dict[str, float]:
     """What decodes take while the device's chunks are copied out, and while nothing is."""
-    talk, outwards = Talk(llm, seed=1), Outwards(runtime)
+    talk, outwards = Talk(side.llm, seed=1), Outwards(side.runtime)
     quiet, busy = [], []
-    for k in range(rounds + 1):  # the first one registers memory
-        quiet.append(talk.seconds([talk.tokens(64) for _ in range(rows)], answer))
-        with outwards:
-            busy.append(talk.seconds([talk.tokens(64) for _ in range(rows)], answer))
-        if not k:
-            outwards.nbytes, outwards.seconds = 0, 0.0
-    outwards.close()
+    try:
+        for k in range(rounds + 1):  # the first one registers memory
+            quiet.append(talk.seconds([talk.tokens(64) for _ in range(rows)], answer))
+            with outwards:
+                busy.append(talk.seconds([talk.tokens(64) for _ in range(rows)], answer))
+            if not k:
+                outwards.nbytes, outwards.seconds = 0, 0.0
+    finally:
+        outwards.close()
     ratios = [b / a for a, b in zip(quiet[1:], busy[1:], strict=True)]
     return {
         "rows": rows,
         "quiet": statistics.median(quiet[1:]) / answer,
         "copying": statistics.median(busy[1:]) / answer,
         "ratio": statistics.median(ratios),
-        "bytes_per_second": outwards.nbytes / outwards.seconds,
+        "bytes_per_second": outwards.nbytes / max(outwards.seconds, 1e-9),
         "nbytes": outwards.nbytes,
     }
 
 
-def opened(options: argparse.Namespace, **more: Any) -> tuple[LLM, LocalRuntime]:
+def nothing_known(tier: Side, without: Side, options: argparse.Namespace) -> dict[str, float]:
+    """Tokens per second of prompts that nothing is known of, with the tier and without, in turns."""
+    hits, saved = loaded(tier.llm)[2], tier.llm.stats().tiers[-1].save_nbytes
+    speeds: dict[str, list[float]] = {"with": [], "without": []}
+    for k in range(options.rounds + 1):  # the first one fills the device
+        for name, side in (("with", tier), ("without", without)):
+            speed = crowd(side.llm, options.prompts, min(1024, options.context), options.answer, seed=10_000 + k)
+            speeds[name] += [speed] if k else []
+    return {
+        **{name: statistics.median(each) for name, each in speeds.items()},
+        "ratio": statistics.median([a / b for a, b in zip(*speeds.values(), strict=True)]),
+        "saved": tier.llm.stats().tiers[-1].save_nbytes - saved,
+        "hits": loaded(tier.llm)[2] - hits,
+    }
+
+
+@dataclass(frozen=True)
+class Side:
     """The model with little memory for KV, and what runs it."""
+
+    llm: LLM
+    front: Front
+    runtime: LocalRuntime
+
+    def empty_device(self) -> None:
+        """Whatever nobody uses leaves the device, if fill has left any of it there."""
+        self.front.memory(MemoryQuestion((), flush=Tier.DEVICE), lambda answer: None)
+
+
+def opened(options: argparse.Namespace, **more: Any) -> Side:
+    """One side of what is compared."""
     found = []
 
     def caught(runtime: Any) -> Any:
@@ -204,24 +249,70 @@ def opened(options: argparse.Namespace, **more: Any) -> tuple[LLM, LocalRuntime]
         kv_cache_memory_bytes=int(options.kv * GIB),
         **more,
     )
-    llm = LLM.over(open_front(config, caught))
+    front = open_front(config, caught)
     (runtime,) = found
-    return llm, runtime
+    return Side(LLM.over(front), front.front, runtime)
 
 
-def report(turn: dict[str, Any]) -> str:
+def said_turn(turn: dict[str, Any]) -> str:
     """One line of a turn."""
     bound = max(turn["device"], turn["link"])
+    short = (
+        "" if turn["fewest_found"] >= 0.9 * turn["context"] else f"; ONLY {turn['fewest_found']:.0f} TOKENS WERE FOUND"
+    )
     return (
         f"{turn['new']} new tokens after {turn['context']}: computed {1e3 * turn['computed']:.1f} ms, on the device "
         f"{1e3 * turn['device']:.1f}, from the host {1e3 * turn['host']:.1f} ({turn['host'] / bound:.2f} of the larger "
         f"of device and link, {1e3 * turn['link']:.1f}; {turn['host'] / turn['device']:.2f} of the device), "
-        f"{turn['bytes_per_second'] / 1e9:.1f} GB/s"
+        f"{turn['bytes_per_second'] / 1e9:.1f} GB/s{short}"
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line of this module."""
+def said_copying(out: dict[str, float]) -> str:
+    """One line of decodes while chunks go out."""
+    return (
+        f"{out['rows']} decodes: {1e3 * out['quiet']:.3f} ms a step, {1e3 * out['copying']:.3f} while "
+        f"{out['bytes_per_second'] / 1e9:.1f} GB/s go out ({out['ratio']:.3f})"
+    )
+
+
+def said_nothing_known(found: dict[str, float]) -> str:
+    """One line of prompts that nothing is known of."""
+    wrong = f"; {found['hits']:.0f} TOKENS WERE FOUND NONE THE LESS" if found["hits"] else ""
+    return (
+        f"no hits: {found['with']:.0f} tok/s with the tier, {found['without']:.0f} without ({found['ratio']:.3f}), "
+        f"{found['saved'] / GIB:.1f} GiB copied out{wrong}"
+    )
+
+
+class Report:
+    """What was found so far, in the file that was asked for."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._begin = time.perf_counter()
+        self.found: dict[str, Any] = {}
+
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.perf_counter() - self._begin
+
+    def part(self, name: str, run: Callable[[], dict[str, Any]], said: Callable[[dict[str, Any]], str]) -> None:
+        """Run a part and say what it has found, or why it has not."""
+        try:
+            self.found[name] = found = run()
+            say(said(found))
+        except Exception as error:
+            traceback.print_exc()
+            self.found.setdefault("failed", {})[name] = f"{type(error).__name__}: {error}"
+            say(f"{name} FAILED: {error}")
+        self.found["seconds"] = self.seconds()
+        if self._path is not None:
+            self._path.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line of this module; -> how many parts have failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tiers", description=__doc__)
     parser.add_argument("--model", default="mistral-7b")
     parser.add_argument("--device", default="auto")
@@ -236,42 +327,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--answer", type=int, default=128, help="tokens of each answer")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    begin = time.perf_counter()
-    found: dict[str, Any] = {"turns": []}
-    with_tier, _ = opened(options, kv_offloading_size=options.host)
-    without, runtime = opened(options)
-    with with_tier, without:
-        found["ready"] = time.perf_counter() - begin
-        out = found["copying"] = copying(without, runtime, options.rows, options.answer, options.rounds)
-        print(
-            f"{options.rows} decodes: {1e3 * out['quiet']:.3f} ms a step, {1e3 * out['copying']:.3f} while "
-            f"{out['bytes_per_second'] / 1e9:.1f} GB/s go out ({out['ratio']:.3f})",
-            flush=True,
-        )
-        hits, saved = loaded(with_tier)[2], with_tier.stats().tiers[-1].save_nbytes
-        speeds: dict[str, list[float]] = {"with": [], "without": []}
-        for k in range(options.rounds + 1):  # the first one fills the device
-            for name, llm in (("with", with_tier), ("without", without)):
-                speed = crowd(llm, options.prompts, min(1024, options.context), options.answer, seed=10_000 + k)
-                speeds[name] += [speed] if k else []
-        if loaded(with_tier)[2] != hits:
-            raise RuntimeError("a prompt that nothing is known of was found in the tier")
-        found |= {name: statistics.median(each) for name, each in speeds.items()}
-        found["ratio"] = statistics.median([a / b for a, b in zip(*speeds.values(), strict=True)])
-        found["saved"] = with_tier.stats().tiers[-1].save_nbytes - saved
-        print(
-            f"no hits: {found['with']:.0f} tok/s with the tier, {found['without']:.0f} without "
-            f"({found['ratio']:.3f}), {found['saved'] / GIB:.1f} GiB copied out",
-            flush=True,
-        )
+    report = Report(options.json)
+    tier, without = opened(options, kv_offloading_size=options.host), opened(options)
+    with tier.llm, without.llm:
+        report.found["ready"] = report.seconds()
+        say(f"{options.model} ready twice after {report.seconds():.1f} s, once with {options.host:g} GiB below it")
         for new in options.new:
-            found["turns"].append(next_turn(with_tier, options.context, new, options.rounds))
-            print(report(found["turns"][-1]), flush=True)
-    found["seconds"] = time.perf_counter() - begin
-    print(json.dumps(found))
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            run = partial(next_turn, tier, options.context, new, options.rounds)
+            report.part(f"turn of {new}", run, said_turn)
+        run = partial(copying, without, options.rows, options.answer, options.rounds)
+        report.part("copying", run, said_copying)
+        report.part("nothing known", partial(nothing_known, tier, without, options), said_nothing_known)
+    say(json.dumps(report.found))
+    return len(report.found.get("failed", {}))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(1 if main() else 0)
