@@ -75,6 +75,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         options={
             "activation": fields.activation("hidden_act", "silu"),
             "norm_eps": fields.number("layer_norm_eps", 1e-5),
+            "norm_mean": True,
             "parallel_block": True,
             "logit_scale": fields.number("logit_scale", 0.0625),
         },

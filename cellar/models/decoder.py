@@ -21,7 +21,7 @@ from cellar.core.errors import CheckpointError
 from cellar.core.specs import KVGroup, KVSpec, LayerSpec, ModelSpec, TensorSpec
 from cellar.models import points
 from cellar.models.fields import Fields
-from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
+from cellar.models.model import Carried, Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import rope_spec
 from cellar.models.tensors import LayerTensors, head_matrix
 from cellar.ops.linear.definition import linear
@@ -193,17 +193,17 @@ class Decoder:
         if "q_norm" in weights:
             q = rms_norm(q, tensors["q_norm"], self._eps)
             k = rms_norm(k, tensors["k_norm"], self._eps)
-        return Projected(q, k, v, residual)
+        return Projected(q, k, v, Carried(residual))
 
     def after_attention(
-        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """x += out(attended); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
         tensors, comm = plain(weights), ctx.comm
         attended = points.returned(attended, comm)
         delta = points.summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
         fed, residual = points.norm_feed_forward(
-            residual,
+            carried.residual,
             delta,
             tensors["post_norm"],
             self._eps,

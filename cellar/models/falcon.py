@@ -84,6 +84,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
         options={
             "activation": fields.activation("activation", "gelu"),
             "norm_eps": fields.number("layer_norm_epsilon", 1e-5),
+            "norm_mean": True,
             "parallel_block": True,
         },
     )

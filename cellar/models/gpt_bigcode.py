@@ -80,6 +80,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
             "activation": fields.activation("activation_function", "gelu_pytorch_tanh"),
             "norm_first": True,
             "norm_eps": fields.number("layer_norm_epsilon", 1e-5),
+            "norm_mean": True,
             "position_offset": 0,
         },
     )

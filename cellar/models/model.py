@@ -30,15 +30,24 @@ class Hidden(NamedTuple):
     delta: Tensor | None = None
 
 
+class Carried(NamedTuple):
+    """What the second half of a layer takes of the first: the residual that it adds to, and what a parallel block has
+    normed for both (None: nothing). Both [tokens, hidden].
+    """
+
+    residual: Tensor
+    normed: Tensor | None = None
+
+
 class Projected(NamedTuple):
     """What the first half of a layer leaves: q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim], not yet
-    rotated, and the residual [tokens, hidden] that the second half adds to.
+    rotated, and what it carries past attention.
     """
 
     q: Tensor
     k: Tensor
     v: Tensor
-    residual: Tensor
+    carried: Carried
 
 
 class Comm(Protocol):
@@ -93,7 +102,7 @@ class Model(Protocol):
         """Layer j up to its q, k and v, over all tokens of the step."""
 
     def after_attention(
-        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """Layer j from what attention made of q, k and v on; attended: [tokens, heads, head_dim]."""
 
@@ -106,5 +115,5 @@ class Model(Protocol):
 
 def run_layer(model: Model, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
     """Layer j: its first half, attention, its second half."""
-    q, k, v, residual = model.before_attention(j, weights, h, ctx)
-    return model.after_attention(j, weights, residual, ctx.attend(j, q, k, v, rotate=model.spec.rope is not None), ctx)
+    q, k, v, carried = model.before_attention(j, weights, h, ctx)
+    return model.after_attention(j, weights, carried, ctx.attend(j, q, k, v, rotate=model.spec.rope is not None), ctx)

@@ -27,7 +27,7 @@ from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.models import points
 from cellar.models.decoder import kv_spec
 from cellar.models.fields import Fields
-from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
+from cellar.models.model import Carried, Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.models.rope import context_length
 from cellar.models.tensors import LayerTensors, head_matrix
 from cellar.ops.embedding import embedding
@@ -95,6 +95,7 @@ def spec(config: Mapping[str, Any], dtype: str, chunk_size: int, max_model_len: 
             "activation": fields.activation("activation_function", "relu"),
             "norm_first": norm_first,
             "norm_eps": NORM_EPS,
+            "norm_mean": True,
             "position_offset": POSITION_OFFSET,
         },
     )
@@ -148,13 +149,13 @@ class OPT:
         qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
         q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
         q, k, v = points.spread(q, k, v, ctx.comm)
-        return Projected(q, k, v, residual)
+        return Projected(q, k, v, Carried(residual))
 
     def after_attention(
-        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """Norms first: x += out(attended), x += mlp(norm(x)). Norms last: x = norm(x + out(attended)), likewise."""
-        comm = ctx.comm
+        residual, comm = carried.residual, ctx.comm
         attended = points.returned(attended, comm)
         delta = points.summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), comm)
         if self._norm_first:

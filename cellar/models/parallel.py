@@ -1,7 +1,7 @@
 """Blocks whose attention and feed-forward read the same normed input and are added at once: Falcon, Command-R, PaLM.
 
 Ranks that share such a layer sum once where others sum twice (Efficiently Scaling Transformer Inference, §3.4). The
-norm is a LayerNorm, with or without a bias; it is computed again for the second half, which costs less than keeping it.
+norm is a LayerNorm, with or without a bias; its result goes past attention, so that ranks gather its input once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cellar.core.specs import ModelSpec
 from cellar.models import points
-from cellar.models.model import Comm, Hidden, LayerContext, Projected, Weights, plain
+from cellar.models.model import Carried, Comm, Hidden, LayerContext, Projected, Weights, plain
 from cellar.ops.linear.definition import linear
 
 
@@ -33,14 +33,15 @@ class ParallelDecoder:
         x, residual = self._norm(weights, "input_norm", h, ctx.comm)
         qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
         q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
-        return Projected(*points.spread(q, k, v, ctx.comm), residual)
+        return Projected(*points.spread(q, k, v, ctx.comm), Carried(residual, x))
 
     def after_attention(
-        self, j: int, weights: Weights, residual: Tensor, attended: Tensor, ctx: LayerContext
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """x += out(attended) + mlp(norm(x)), the add put off."""
         tensors, comm, kind = plain(weights), ctx.comm, self._activation
-        x, residual = self._norm(weights, "input_norm", Hidden(residual), comm)
+        residual, x = carried
+        assert x is not None, "before_attention has normed it"
         if "gate_up" in weights:
             x = points.gated_linear(x, weights["gate_up"], tensors.get("gate_up_bias"), kind, comm)
         else:

@@ -101,7 +101,7 @@ def dimensions(spec: ModelSpec) -> Dimensions:
         tied=spec.tied_head,
         windows=windows if any(w is not None for w in windows) else (),
         chunk=spec.kv.chunk_size,
-        norm_sums=2 if any(t.name == "input_norm_bias" for t in layer.tensors) else 1,
+        norm_sums=2 if spec.options.get("norm_mean", False) else 1,
     )
 
 

@@ -246,23 +246,39 @@ def block_program(layout: Layout, kv_heads: int, parallel: bool) -> Program:
 
 
 @lru_cache(maxsize=256)
-def embed_program(layout: Layout) -> Program:
-    """The residual stream from the table of words: each chip looks up the words that it has, the others are zeros."""
+def embed_program(layout: Layout, words: str = "E", norm_last: bool = False) -> Program:
+    """The residual stream from the table of words: each chip looks up the words that it has, the others are zeros.
+
+    `words` W: they are narrower than E, and whole where they are projected. `norm_last`: a block norms what it leaves,
+    not what it takes, and the first one takes the stream gathered.
+    """
     b = _Builder()
-    b.input("table", "V_zyxE", weight=True)
-    b.local("look_up", "words", ("table",), Sharded("BLE", ("", "", ""), "zyx"))
+    b.input("table", f"V_zyx{words}", weight=True)
+    b.local("look_up", "words", ("table",), Sharded(f"BL{words}", ("", "", ""), "zyx"))
     b.scatter("words", "B", layout.gather)
-    b.scatter("words", "E", layout.stream)
+    if words == "E":
+        b.scatter("words", "E", layout.stream)
+    else:
+        b.sum("words", layout.stream)
+        b.local("project", "words", ("words",), Sharded.parse(stream_axes(layout)))
+    if norm_last:
+        b.gather("words", "E", layout.rest)
     return b.finish("words")
 
 
 @lru_cache(maxsize=256)
-def head_program(layout: Layout) -> Program:
-    """Logits of every row on every chip, from the residual stream of the rows that are sampled (L is 1)."""
+def head_program(layout: Layout, norm_last: bool = False) -> Program:
+    """Logits of every row on every chip, from the residual stream of the rows that are sampled (L is 1).
+
+    `norm_last`: the last block has normed, and gathered, what is taken here.
+    """
     b = _Builder()
     b.input("x", stream_axes(layout))
     b.input("lm_head", "V_zyxE", weight=True)
-    _enter(b, layout, "x", "n", normed=True)
+    if norm_last:
+        b.local("copy", "n", ("x",), sharding.all_gather(b.now["x"], "E", layout.rest) if layout.rest else b.now["x"])
+    else:
+        _enter(b, layout, "x", "n", normed=True)
     b.gather("n", "E", "" if layout.gather else "x")
     b.gather("n", "B", layout.gather)
     b.product("logits", "n", "lm_head", "BLV")

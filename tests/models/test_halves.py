@@ -65,7 +65,7 @@ def test_all_first_halves_may_run_before_any_attention(family: str) -> None:
         ]
         attended = [ctx.attend(j, p.q, p.k, p.v, rotate=rotate) for p, ctx in zip(first, contexts, strict=True)]
         hidden = [
-            model.after_attention(j, layer, p.residual, a, ctx)
+            model.after_attention(j, layer, p.carried, a, ctx)
             for p, a, ctx in zip(first, attended, contexts, strict=True)
         ]
     for tokens, h in zip(pair, hidden, strict=True):

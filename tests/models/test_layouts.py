@@ -292,9 +292,12 @@ def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tup
     weight_bytes = 1 if spec.layers[0].tensors[1].formats else 4
     sizes = {"B": batch, "L": length, "S": 0, "E": d.embed, "F": d.mlp, "G": 2 if d.gated else 1, "H": d.heads}
     sizes |= {"K": d.kv_heads, "D": d.head_dim, "N": d.norm_sums, "V": -(-d.vocab // mesh.size) * mesh.size}
+    sizes["W"] = spec.embedding[0].shape[1]
+    last = not spec.options.get("norm_first", True)
+    table = embed_program(layout, "E" if sizes["W"] == d.embed else "W", last).moves()
     block = block_program(layout, d.kv_heads, d.parallel).moves() * spec.num_layers
     found: Counter[tuple[str, str]] = Counter()
-    for move in (*embed_program(layout).moves(), *block, *head_program(layout).moves()):
+    for move in (*table, *block, *head_program(layout, last).moves()):
         elements = volume(move.kind, move.before, move.after, move.axes, {k: float(n) for k, n in sizes.items()}, mesh)
         assert elements == int(elements)
         if elements:
@@ -328,10 +331,11 @@ def check_bytes(family: str, layout: Layout, length: int) -> None:
         ("llama", Mesh(2, 2, 2)),
         ("opt", Mesh(4, 1, 2)),
         ("llama, one head of K and V", Mesh(2, 2, 1)),
+        ("falcon", Mesh(2, 1, 2)),
+        ("cohere", Mesh(2, 1, 2)),
+        ("opt, norms last", Mesh(2, 1, 2)),
         pytest.param("llama", Mesh(1, 2, 4), marks=pytest.mark.long),
-        pytest.param("llama, one head of K and V", Mesh(2, 2, 2), marks=pytest.mark.long),
-        pytest.param("llama, all heads", Mesh(2, 2, 2), marks=pytest.mark.long),
-        pytest.param("opt", Mesh(2, 2, 2), marks=pytest.mark.long),
+        *(pytest.param(family, Mesh(2, 2, 2), marks=pytest.mark.long) for family in FAMILIES if family != "llama"),
     ],
     ids=name,
 )
