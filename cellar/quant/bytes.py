@@ -21,6 +21,8 @@ from cellar.quant.tokens import byte_tokens, gated_byte_tokens, norm_byte_tokens
 
 _STEP = 16
 """What the library's product and ours want of both sides of a matrix."""
+_BLOCK = 128
+"""Rows and columns of a block, and numbers of a token, that share a scale."""
 
 
 class ByteWeight(LinearWeight):
@@ -134,11 +136,27 @@ def byte_product(
         return scaled_sums(torch._int_mm(x, weight.t()), x_scales, scales, bias)
     if scales.dim() == 1:
         out = torch._scaled_mm(x, weight.t(), x_scales, scales[None], out_dtype=torch.bfloat16)
+    elif scales.shape[1] % 4:
+        out = _half_product(x, x_scales, weight, scales)
     else:
         m = len(x)
         x, x_scales = _by_eights(x, x_scales)
         out = torch._scaled_mm(x, weight.t(), x_scales, scales.t(), out_dtype=torch.bfloat16)[:m]
     return out if bias is None else out.add_(bias)
+
+
+def _half_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+    """Both sides written out in float16, where the library's product by blocks wants a multiple of 512 columns (torch
+    2.11). A token's largest number, and the matrix's, is 1 at most, so that no sum leaves float16's range.
+    """
+    tops = 448 * x_scales.amax(1, keepdim=True).clamp_min(1e-30), 448 * scales.amax().clamp_min(1e-30)
+    by_row = scales.repeat_interleave(_BLOCK, 0)[: len(weight)]
+    halves = (
+        (side.float().view(len(side), -1, _BLOCK) * (factors / top)[:, :, None]).flatten(1).half()
+        for side, factors, top in ((x, x_scales, tops[0]), (weight, by_row, tops[1]))
+    )
+    left, right = halves
+    return ((left @ right.t()).float() * (tops[0] * tops[1])).bfloat16()
 
 
 def _by_eights(x: Tensor, x_scales: Tensor) -> tuple[Tensor, Tensor]:

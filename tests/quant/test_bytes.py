@@ -111,11 +111,22 @@ def test_the_library_gets_tokens_by_eights_where_matrices_have_blocks(m: int, mo
         return ((x.float() * x_scales.repeat_interleave(128, 1)) @ (w.float() * wide)).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", scaled)
-    matrix, bias = quantized(random(256, 384), BLOCKS), random(256, seed=2).bfloat16()
-    weight, x = ByteWeight(matrix), random(m, 384, seed=1).bfloat16()
+    matrix, bias = quantized(random(256, 512), BLOCKS), random(256, seed=2).bfloat16()
+    weight, x = ByteWeight(matrix), random(m, 512, seed=1).bfloat16()
     assert weight.product_for(m) is None
     wanted = rounded(x, BLOCKS) @ dequantized(matrix).t() + bias
     near(weight.multiply(x, bias), wanted)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e6, 1e-12])
+def test_the_library_is_not_asked_where_columns_are_no_multiple_of_512(scale: float) -> None:
+    """One token of zeros, one group of a token far smaller than the others, rows that end within a block."""
+    matrix = quantized(random(272, 384), BLOCKS)
+    weight, x = ByteWeight(matrix), (scale * random(70, 384, seed=1)).bfloat16()
+    x[3] = 0
+    x[4, :128] *= 1e-6
+    assert weight.product_for(70) is None
+    near(weight.multiply(x), (rounded(x, BLOCKS) @ dequantized(matrix).t()).double())
 
 
 def on_gpu(format: Format, n: int, k: int, seed: int = 0) -> tuple[Quantized, ByteWeight]:
