@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -103,20 +104,27 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
     are an H200's: they are not what such a pass waits for.
     """
     from cellar.runtime.device import resolve_device
-    from cellar.runtime.offload.rates import measured_disk, measured_rates
+    from cellar.runtime.offload.rates import MeasuredRates, measured_rates
+    from cellar.runtime.offload.reads import DiskReads
 
     threads, path, sparse_v = config.device.num_threads, config.offload.disk_path, config.offload.sparse_v
     device = resolve_device(config.device.device)
     nbytes = MEASURED_NBYTES if kind == "cpu" else MEASURED_NBYTES_OF_A_HOST
-    with ThreadPoolExecutor(1, "cellar-rates") as thread:
-        found = thread.submit(measured_rates, spec, device, nbytes, MEASURED_SECONDS, threads, sparse_v).result()
-    if kind == "cpu":
-        rates = Rates(link=found.link, attention=found.attention, device=found.multiply, flops=found.flops)
+
+    def measured(reads: DiskReads | None) -> MeasuredRates:
+        with ThreadPoolExecutor(1, "cellar-rates") as thread:
+            how = (nbytes, MEASURED_SECONDS, threads, sparse_v, reads)
+            return thread.submit(measured_rates, spec, device, *how).result()
+
+    if not config.offload.disk:
+        found, disk = measured(None), Rates().disk
     else:
-        rates = Rates(link=found.link, multiply=found.multiply, attention=found.attention)
-    if config.offload.disk:
-        rates = replace(rates, disk=measured_disk(None if path is None else Path(path), MEASURED_NBYTES))
-    return rates
+        with DiskReads(None if path is None else Path(path), MEASURED_NBYTES) as reads:
+            found = measured(reads)
+            disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS))[0]
+    if kind == "cpu":
+        return Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
+    return Rates(link=found.link, multiply=found.multiply, attention=found.attention, disk=disk)
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

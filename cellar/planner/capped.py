@@ -1,6 +1,6 @@
 """A model on a device that holds only a part of it, planned from bytes alone: weights may lie elsewhere.
 
-What must be on the device comes first: tables, head and vectors, the ring (two slots of what one layer has elsewhere),
+What must be on the device comes first: tables, head and vectors, the ring (two slots of what comes of one layer),
 the KV cache, a step's activations and logits. Then as many rows of every layer as fit, its matrices one after another,
 the same ones in all layers; then host memory, then disk: so at most two matrices of a layer are cut. All else being
 fixed, a byte in a faster place is never worse, so this is what the linear program of `linear.py` finds where only
@@ -53,6 +53,7 @@ LIBRARIES = 3 * 2**28
 
 RING_SLOTS = 2
 _ALIGNMENT = 64
+_PAGE = 4096
 _STEPS = 1 << 12
 _UNIT = 64
 """Rows of large matrices go in so many."""
@@ -109,8 +110,11 @@ def capped_plan(
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)
     chunks = kv // spec.kv.chunk_nbytes()
-    # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest.
-    left = division.warm * rates.multiply / (rates.multiply + rates.link) if room.kind != "cpu" else 0.0
+    # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest. Where
+    # it is the device, it multiplies all of it as it lies.
+    left = division.warm
+    if room.kind != "cpu":
+        left *= rates.multiply / (rates.multiply + rates.link)
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
     weights, on_disk = _placed(spec, *cuts)
     if on_disk > room.disk:
@@ -236,9 +240,27 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
     def on_device(share: float) -> int:
         kept = [[(t, _rows(layer, k, share)) for k, t in enumerate(layer)] for layer in layers]
         resident = sum(_aligned(rows * _row(t)) for layer in kept for t, rows in layer)
-        slot = max(sum(_aligned((t.shape[0] - rows) * _row(t)) for t, rows in layer) for layer in kept)
-        # A matrix that lies in host memory and on disk takes two places of a slot.
-        return fixed + resident + RING_SLOTS * _aligned(slot + _ALIGNMENT)
+        here = share + warm(share) if room.kind == "cpu" else share
+        come = [[(t, t.shape[0] - _rows(layer, k, here)) for k, t in enumerate(layer)] for layer in layers]
+        slot = max(sum(_aligned(rows * _row(t)) for t, rows in layer) for layer in come)
+        # A matrix that lies in host memory and on disk takes two places of a slot, and a record whole pages.
+        ring = RING_SLOTS * -(-(slot + _ALIGNMENT + _PAGE) // _PAGE) * _PAGE + _PAGE
+        return fixed + resident + (ring if slot else 0)
+
+    def in_host(kept: float, share: float) -> int:
+        rows = [
+            (t, _rows(layer, k, share + kept) - _rows(layer, k, kept)) for layer in layers for k, t in enumerate(layer)
+        ]
+        return sum(_aligned(away * _row(t)) for t, away in rows)
+
+    limit = room.host
+    if limit is not None and place == "host":
+        limit -= needed * spec.kv.chunk_nbytes()
+
+    def warm(kept: float) -> float:
+        rest = 1.0 - kept
+        held = rest if limit is None else _largest(lambda share: in_host(kept, share * rest) <= limit)
+        return rest if limit is None else (held or 0.0) * rest
 
     kept = _largest(lambda share: on_device(share) <= room.device)
     if kept is None:
@@ -248,19 +270,8 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
             "kv_cache_memory_bytes."
         )
 
-    def in_host(share: float) -> int:
-        rows = [
-            (t, _rows(layer, k, share + kept) - _rows(layer, k, kept)) for layer in layers for k, t in enumerate(layer)
-        ]
-        return sum(_aligned(away * _row(t)) for t, away in rows)
-
-    rest = 1.0 - kept
-    limit = room.host
-    if limit is not None and place == "host":
-        limit -= needed * spec.kv.chunk_nbytes()
-    held = rest if limit is None else _largest(lambda share: in_host(share * rest) <= limit)
-    warm = rest if limit is None else (held or 0.0) * rest
-    return _Division(kept, warm, in_host(rest), in_host(warm))
+    share = warm(kept)
+    return _Division(kept, share, in_host(kept, 1.0 - kept), in_host(kept, share))
 
 
 def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -> list[tuple[str, int]]:

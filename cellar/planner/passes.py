@@ -1,7 +1,7 @@
 """What a pass of a model whose weights are streamed takes, from the rates of its channels, and within which bound.
 
 The weights that lie elsewhere are moved while the device computes with those that have come, so a pass takes the longer
-of both. On a GPU link and disk are at work at once; a processor's loader reads the disk, then copies what the host has.
+of both. Link and disk are at work at once; a processor multiplies what host memory has as it lies.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class Rates:
 
 
 def processor_rates(machine: Machine, dtype: str) -> Rates:
-    """Those of a processor by its profile: a copy reads and writes the memory that products read."""
+    """Those of a processor by its profile. Nothing crosses a link."""
     constants, memory = machine.constants, machine.host.bandwidth.value
     disk = {} if machine.disk is None else {"disk": machine.disk.bandwidth.value}
     return Rates(
-        link=memory / 2,
         attention=memory * constants.attention_hbm.value,
         device=memory * constants.hbm.value,
         flops=machine.flops(dtype) * constants.matmul.value,
@@ -80,13 +79,14 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away) -> StepCost:
         launches=0.0,
         eager=0.0,
         windows=d.windows if any(d.windows) else (),
-        streamed=sum(_moves(rates, away)) if away.kind == "cpu" else max(_moves(rates, away)),
+        streamed=max(_moves(rates, away)),
     )
 
 
 def _moves(rates: Rates, away: Away) -> tuple[float, float]:
-    """Seconds of the disk and of the link, over which comes what the disk brought, too."""
-    return away.disk / rates.disk, (away.host + away.disk) / rates.link
+    """Seconds of the disk and of the link, over which comes what the disk brought, too. A processor has none."""
+    link = 0.0 if away.kind == "cpu" else (away.host + away.disk) / rates.link
+    return away.disk / rates.disk, link
 
 
 def decode_seconds(cost: StepCost, sequences: int, context: float) -> float:
@@ -223,7 +223,7 @@ def predicted_pass(spec: ModelSpec, limits: Limits, rates: Rates, away: Away, co
     attention = decode_seconds(cost, count, limits.max_model_len) - products
     disk, link = _moves(rates, away)
     if away.kind == "cpu":
-        return {"disk": disk, "link": link, "device": products + attention}
+        return {"disk": disk, "device": products + attention}
     rows = 0.0
     if count <= CPU_TOKENS:
         rows = away.host * rates.multiply / (rates.multiply + rates.link)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 
 class Channel:
-    """Seconds that something has taken in all: of a thread (`busy`), or between pairs of a device's events."""
+    """Seconds that something has taken in all: of threads (`busy`), or between pairs of a device's events."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
         self._seconds = 0.0
+        self._inside = 0
+        self._since = 0.0
         self._open: deque[tuple[Any, Any]] = deque()
 
     @property
@@ -26,16 +31,23 @@ class Channel:
 
     def add(self, seconds: float) -> None:
         """So much more."""
-        self._seconds += seconds
+        with self._lock:
+            self._seconds += seconds
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """While the block runs."""
-        begin = time.perf_counter()
+        """While the block runs; where several threads are inside, the time counts once."""
+        with self._lock:
+            if not self._inside:
+                self._since = self._clock()
+            self._inside += 1
         try:
             yield
         finally:
-            self._seconds += time.perf_counter() - begin
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    self._seconds += self._clock() - self._since
 
     def between(self, begin: Any, end: Any) -> None:
         """Two events of one stream, with timing."""

@@ -1,5 +1,9 @@
 """Weights on disk: a file of records without a name, read past the page cache by a few threads at a time.
 
+    begin(record) -> [queue of pieces] -> threads: read, compare the checksum -> fence
+
+Records are queued behind one another, so that the disk has work while whoever asked waits for the first of them.
+
 The file is gone when the process is, however it ends. Every piece that is read is tested against its checksum.
 """
 
@@ -9,8 +13,7 @@ import errno
 import logging
 import os
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +22,15 @@ from xxhash import xxh3_64_intdigest
 
 from cellar.core.errors import CapacityError, DeviceError
 from cellar.runtime.memory import human
-from cellar.runtime.offload.held import PAGE
-from cellar.runtime.offload.layout import aligned
+from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.layout import PAGE, aligned
+from cellar.runtime.offload.mover import Fence
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 4
-"""Reads at a time: enough to keep a solid-state disk busy."""
-PIECE_NBYTES = 2**20
+NUM_THREADS = 8
+"""Reads at a time: enough to keep a solid-state disk busy while a few threads wait for a core."""
+PIECE_NBYTES = 2**22
 
 Bytes = NDArray[np.uint8]
 
@@ -34,8 +38,7 @@ Bytes = NDArray[np.uint8]
 class WeightFile:
     """Records of `sizes` bytes in `directory` (None: where the system keeps temporary files).
 
-    `num_read` bytes came in `read_seconds`. Raises CapacityError if the disk has no room, DeviceError if the directory
-    cannot be used.
+    Raises CapacityError if the disk has no room, DeviceError if the directory cannot be used.
     """
 
     def __init__(self, directory: Path | None, sizes: list[int]) -> None:
@@ -44,8 +47,6 @@ class WeightFile:
         self._digests: list[list[int]] = [[] for _ in sizes]
         self._where = Path(tempfile.gettempdir() if directory is None else directory)
         self.direct = True
-        self.num_read = 0
-        self.read_seconds = 0.0
         self._file = self._open(self._starts[-1])
         self._threads = ThreadPoolExecutor(NUM_THREADS, "cellar-disk")
 
@@ -72,30 +73,42 @@ class WeightFile:
             raise DeviceError(f"weights cannot be written to {self._where} ({error}); check the disk.") from error
         self._digests[number] = digests
 
-    def read(self, number: int, record: Bytes) -> None:
-        """Fill `record`, aligned and long like that of `write`. Raises DeviceError if the disk fails or brings other
+    def begin(self, number: int, record: Bytes, channel: Channel | None = None) -> Fence:
+        """Queue the reads of a record, which fill `record`, aligned and long like that of `write`. The channel is busy
+        while any of them is at the disk.
+
+        The fence returns once none of them writes any more; it raises DeviceError if the disk failed or brought other
         bytes than were written.
         """
-        begin = time.perf_counter()
+        channel = channel or Channel()
         start, nbytes = self._starts[number], aligned(self._sizes[number], PAGE)
 
         def piece(k: int) -> None:
             at = k * PIECE_NBYTES
             part = record[at : min(at + PIECE_NBYTES, nbytes)]
-            count = self._pread(part, start + at)
+            with channel.busy():
+                count = self._pread(part, start + at)
             if count != len(part):
                 raise OSError(f"it is cut short: {count} of {len(part)} bytes")
             if xxh3_64_intdigest(part.data) != self._digests[number][k]:
                 raise OSError("it is damaged: a checksum is another")
 
+        reads = [self._threads.submit(piece, k) for k in range(len(self._digests[number]))]
+        return lambda: self._finish(reads)
+
+    def _finish(self, reads: list[Future[None]]) -> None:
+        wait(reads)
         try:
-            list(self._threads.map(piece, range(len(self._digests[number]))))
+            for read in reads:
+                read.result()
         except OSError as error:
             raise DeviceError(
                 f"the weights on the disk of {self._where} cannot be read ({error}); check the disk, and start again."
             ) from error
-        self.num_read += nbytes
-        self.read_seconds += time.perf_counter() - begin
+
+    def read(self, number: int, record: Bytes, channel: Channel | None = None) -> None:
+        """`begin`, and wait for it."""
+        self.begin(number, record, channel)()
 
     def close(self) -> None:
         """Let go of the file, and so of its room on the disk."""

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from cellar.core.errors import CapacityError
 from cellar.runtime.memory import human, is_out_of_memory
-from cellar.runtime.offload.layout import aligned
+from cellar.runtime.offload.layout import PAGE, aligned
 from cellar.runtime.registered import Registered
 
-PAGE = 4096
 NUM_THREADS = 8
 AT_ONCE = 2**28
 HOST = torch.device("cpu")

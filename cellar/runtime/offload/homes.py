@@ -17,9 +17,11 @@ from cellar.core.errors import ConfigError, IntegrityError
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import Make
 from cellar.ops.linear.weight import Weight
+from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.held import HOST, NUM_THREADS, PAGE, HeldMemory
+from cellar.runtime.offload.held import HOST, NUM_THREADS, HeldMemory
 from cellar.runtime.offload.layout import (
+    PAGE,
     PLACES,
     LayerLayout,
     PlacedRows,
@@ -28,6 +30,7 @@ from cellar.runtime.offload.layout import (
     planned_nbytes,
     row_nbytes,
 )
+from cellar.runtime.offload.mover import Fence
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +139,19 @@ class Homes:
         record = self._records[layout.index] if part.place == "host" else self.staging[0]
         return record[move.source : move.source + move.nbytes]
 
-    def source(self, place: str, layer: int, buffer: int = 0) -> Tensor:
+    def source(self, place: str, layer: int, buffer: int = 0, channel: Channel | None = None) -> Tensor:
         """A layer's record in `place`; one on disk is read into a buffer of `staging`. Raises DeviceError."""
         if place == "host":
             return self._records[layer]
-        assert self.file is not None
-        self.file.read(layer, self.staging[buffer].numpy())
+        self.begin(layer, self.staging[buffer], channel)()
         return self.staging[buffer]
+
+    def begin(self, layer: int, there: Tensor, channel: Channel | None = None) -> Fence:
+        """Queue the reads of a layer's record on disk, which fill `there`: aligned to pages, whole pages long. The
+        fence behind them raises DeviceError.
+        """
+        assert self.file is not None
+        return self.file.begin(layer, there.numpy(), channel)
 
     def read_back(self) -> ReadBack:
         """Read all that was placed from where it lies. Raises IntegrityError if rows, bytes or places are not as

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.host_rows import HostRows
-from cellar.runtime.offload.layout import LayerLayout
+from cellar.runtime.offload.layout import PAGE, LayerLayout, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
 
@@ -32,7 +33,9 @@ MEASURED_NBYTES = 2**31
 class StreamedLayers:
     """Implements `Layers` (`runtime/steps/forward.py`) over `homes`. The ring is carved from `device`.
 
-    Layers that lie wholly on the device pass no ring. Raises CapacityError if the ring does not fit.
+    Where moves are over when they return, slots are memory that the disk's reads go to. Where the device is the CPU,
+    rows that it multiplies are multiplied as they lie in every pass. Layers that nothing has to be brought of pass no
+    ring. Raises CapacityError if the ring does not fit.
     """
 
     def __init__(
@@ -45,18 +48,19 @@ class StreamedLayers:
         # What each buffer for records of the disk waits for before it is filled again.
         self._staged: list[Fence] = [opened] * len(homes.staging)
         self._turn = 0
-        streamed = [layout for layout in homes.layouts if layout.slot_nbytes]
-        size = ring_nbytes(homes.layouts)
-        self._slots = [device.carve(size) for _ in range(NUM_SLOTS if streamed else 0)]
+        self._is_here = homes.device.type == "cpu"
+        streamed = [layout for layout in homes.layouts if slot_nbytes(layout, homes.device)]
+        size = aligned(ring_nbytes(homes.layouts, homes.device), PAGE)
+        self._slots = [device.carve(size, PAGE) for _ in range(NUM_SLOTS if streamed else 0)]
         weights = LayerWeights(homes, channels.rows)
         self._weights: dict[tuple[int, int, bool], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
-                for by_cpu in {False, any(area.source is not None for area in layout.areas)}:
+                for by_cpu in {self._is_here, any(area.source is not None for area in layout.areas)}:
                     self._weights[layer.index, slot, by_cpu] = weights.of(layer, layout, there, by_cpu=by_cpu)
-        self._by_cpu = False
+        self._by_cpu = self._is_here
         # Whether what a slot holds leaves rows to the CPU; the loader writes it, before the slot can be taken.
-        self._left = [False] * len(self._slots)
+        self._left = [self._is_here] * len(self._slots)
         self._streamed = frozenset(layout.index for layout in streamed)
         self.host_rate = self._measured(streamed) if mover.is_asynchronous else None
         self._ring = WeightRing(sorted(self._streamed), NUM_SLOTS, self._fill) if streamed else None
@@ -66,13 +70,15 @@ class StreamedLayers:
 
     @property
     def pass_nbytes(self) -> dict[str, int]:
-        """Bytes that each pass moves from host and disk."""
+        """Bytes that each pass moves from host and disk; of many tokens, if some passes leave rows to the CPU."""
         layouts = self._homes.layouts
-        return {place: sum(layout.record_nbytes[place] for layout in layouts) for place in ("host", "disk")}
+        found = {place: sum(layout.record_nbytes[place] for layout in layouts) for place in ("host", "disk")}
+        found["host"] -= self.cpu_nbytes if self._is_here else 0
+        return found
 
     @property
     def cpu_nbytes(self) -> int:
-        """Bytes of these that the CPU multiplies instead in a pass of few tokens."""
+        """Bytes in host memory that the CPU multiplies there in a pass of few tokens; if it is the device, in any."""
         return sum(copy.nbytes for layout in self._homes.layouts for copy in layout.copies if copy.by_cpu)
 
     @property
@@ -82,7 +88,7 @@ class StreamedLayers:
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens begins."""
-        self._by_cpu = num_tokens <= CPU_TOKENS
+        self._by_cpu = self._is_here or num_tokens <= CPU_TOKENS
         if self._ring is not None:
             self._ring.begin()
 
@@ -93,7 +99,7 @@ class StreamedLayers:
         Raises DeviceError if they cannot be read.
         """
         if j not in self._streamed or self._ring is None:
-            yield self._weights[j, 0, False]
+            yield self._weights[j, 0, self._is_here]
             return
         slot = self._ring.take(j)
         try:
@@ -115,23 +121,33 @@ class StreamedLayers:
         """The loader's thread: bring a layer's rows into a slot."""
         layout, begun = self._homes.layouts[layer], self._mover.mark()
         # As in the pass that is under way; the next one will mostly be like it, and either is right.
-        left = self._left[slot] = self._by_cpu and any(copy.by_cpu for copy in layout.copies)
+        left = self._left[slot] = self._is_here or (self._by_cpu and any(copy.by_cpu for copy in layout.copies))
+        there, on_disk, arrived = self._slots[slot], layout.record_nbytes["disk"], opened
+        if on_disk and not self._mover.is_asynchronous:
+            arrived = self._homes.begin(layer, there[: aligned(on_disk, PAGE)], self._channels.disk)
         if layout.record_nbytes["host"]:
-            self._move("host", layout, self._homes.source("host", layer), self._slots[slot], left=left)
+            self._move("host", layout, self._homes.source("host", layer), there, left=left)
         for move in layout.moves:
             if move.place == "device":
                 source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]
-                self._mover.move(source, self._slots[slot][move.target : move.target + move.nbytes])
-        if layout.record_nbytes["disk"]:
+                self._mover.move(source, there[move.target : move.target + move.nbytes])
+        if on_disk and self._mover.is_asynchronous:
             # The disk is read while what the host has is on its way.
             self._turn = (self._turn + 1) % len(self._staged)
             self._staged[self._turn]()
-            with self._channels.disk.busy():
-                record = self._homes.source("disk", layer, self._turn)
-            self._move("disk", layout, record, self._slots[slot])
+            record = self._homes.source("disk", layer, self._turn, self._channels.disk)
+            self._move("disk", layout, record, there)
             self._staged[self._turn] = self._mover.over()
         self._mover.count(self._channels.link, begun)
-        return self._mover.moved()
+        return self._mover.moved() if arrived is opened else partial(self._arrive, arrived, layout, there)
+
+    def _arrive(self, arrived: Fence, layout: LayerLayout, slot: Tensor) -> None:
+        """A record has been read into its slot, all but vectors to where they belong."""
+        arrived()
+        for copy in layout.copies:
+            if copy.place == "disk" and copy.source != copy.target:
+                source = slot[copy.source : copy.source + copy.nbytes]
+                self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
 
     def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor, *, left: bool = False) -> None:
         for copy in layout.copies:
@@ -150,9 +166,14 @@ class StreamedLayers:
         return nbytes / (time.perf_counter() - begin) if nbytes else None
 
 
-def ring_nbytes(layouts: list[LayerLayout]) -> int:
+def slot_nbytes(layout: LayerLayout, device: torch.device) -> int:
+    """Bytes of a layer's slot."""
+    return layout.left_nbytes if device.type == "cpu" else layout.slot_nbytes
+
+
+def ring_nbytes(layouts: list[LayerLayout], device: torch.device) -> int:
     """Bytes of one slot: those of the largest layer."""
-    return max((layout.slot_nbytes for layout in layouts), default=0)
+    return max((slot_nbytes(layout, device) for layout in layouts), default=0)
 
 
 class LayerWeights:

@@ -1,10 +1,12 @@
 """What a placement means to the byte, as data: which rows of which tensor lie where, and what a layer's slot holds.
 
     device:  [rows of tensor a] [rows of tensor b] ...      each in a place of its own
-    host:    layer j: [rows of a][rows of c]                one record a layer, rows that the CPU may multiply last
-    disk:    layer j: [rows of a][rows of b]                one record a layer, at a multiple of 4 KiB
-    slot:    [rows from host ...][rows from disk ...]       records as they are, so that one copy moves each
+    host:    layer j: [rows of a][vectors][rows of c]       one record a layer, rows that the CPU may multiply last
+    disk:    layer j: [rows of a][rows of b][vectors]       one record a layer, at a multiple of 4 KiB
+    slot:    [record of the disk, whole pages]              as it is, so that reads may go straight here
+             [rows from host ...]                           as they are, so that one copy moves them
              [vectors of which anything is away, whole]     rows of the device included
+             [rows that the CPU may multiply]               where it is the device, slots end before them
 
 Runs of rows begin at multiples of 64 bytes, in records as in slots.
 """
@@ -21,6 +23,8 @@ from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 PLACES = ("device", "host", "disk")
 ALIGNMENT = 64
 """Of what begins in a slot or an arena, in bytes: a line of the cache."""
+PAGE = 4096
+"""Of records on disk, and of slots: what reads past the page cache begin at and are multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Copy:
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
     """A layer's rows by tensor, and its slot. `record_nbytes[place]`: what host and disk keep of it. `copies` are the
-    moves from there, as few as they can be.
+    moves from there, as few as they can be. `left_nbytes`: of the slot, where rows are left to the CPU in all passes.
     """
 
     index: int
@@ -86,6 +90,7 @@ class LayerLayout:
     moves: tuple[Move, ...]
     copies: tuple[Copy, ...]
     slot_nbytes: int
+    left_nbytes: int
     record_nbytes: Mapping[str, int]
 
     @property
@@ -174,7 +179,10 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[PlacedRows, ...]]) -
     end = 0
     taken = {"host": 0, "disk": 0}
     away = [t for t in layer.tensors if any(part.place != "device" for part in rows[t.name])]
-    for place, by_cpu in (("host", False), ("host", True), ("disk", False)):
+    vectors = [t for t in away if len(t.shape) == 1]
+
+    def add_matrices(place: str, by_cpu: bool) -> None:
+        nonlocal end
         for tensor in away:
             each = row_nbytes(tensor)
             for part in rows[tensor.name]:
@@ -184,9 +192,12 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[PlacedRows, ...]]) -
                     areas.append(Area(tensor.name, part.start, part.stop, end, source if by_cpu else None))
                     moves.append(Move(place, tensor.name, part.start, source, end, nbytes, by_cpu))
                     end, taken[place] = end + nbytes, source + nbytes
-    for tensor in away:
-        if len(tensor.shape) > 1:
-            continue
+
+    add_matrices("disk", by_cpu=False)
+    on_disk = [(t, part) for t in vectors for part in rows[t.name] if part.place == "disk"]
+    end = aligned(end + sum((part.stop - part.start) * row_nbytes(t) for t, part in on_disk), PAGE)
+    add_matrices("host", by_cpu=False)
+    for tensor in vectors:
         end = aligned(end)
         areas.append(Area(tensor.name, 0, tensor.shape[0], end))
         for part in rows[tensor.name]:
@@ -195,7 +206,9 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[PlacedRows, ...]]) -
             if part.place in taken:
                 taken[part.place] += nbytes
             end += nbytes
-    return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), _copies(moves), end, taken)
+    left = end
+    add_matrices("host", by_cpu=True)
+    return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), _copies(moves), end, left, taken)
 
 
 def _copies(moves: Sequence[Move]) -> tuple[Copy, ...]:

@@ -16,11 +16,13 @@ from cellar.core.specs import KVSpec, ModelSpec
 from cellar.models.loader import LoadedWeights, Make
 from cellar.runtime.memory import host_available, human
 from cellar.runtime.offload.channels import Channels
-from cellar.runtime.offload.held import HeldMemory
+from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
 from cellar.runtime.offload.layout import (
+    ALIGNMENT,
+    PAGE,
     PLACES,
     PlacedRows,
     aligned,
@@ -44,8 +46,7 @@ class OffloadReport:
     `weights`: by place, as planned and as read back. `ring` lies on the device, whose memory may hold `device`; `kv`
     in `kv_place`. `by_cpu`: bytes in host memory that the CPU multiplies in passes of few tokens instead.
     `channels`: how long each way has been busy since, while the model runs.
-    `direct`: reads of the disk pass the page cache by. `overlapped`: while the device takes what host memory has, the
-    disk is read.
+    `direct`: reads of the disk pass the page cache by.
     """
 
     weights: Mapping[str, int]
@@ -55,7 +56,6 @@ class OffloadReport:
     moved: Mapping[str, int]
     rates: Mapping[str, float]
     direct: bool
-    overlapped: bool = False
     kv_place: str = "device"
     by_cpu: int = 0
     channels: Channels = field(default_factory=Channels, compare=False)
@@ -67,11 +67,8 @@ class OffloadReport:
 
     @property
     def limit(self) -> float:
-        """The least seconds of a pass for the weights that it moves. Unless both ways are `overlapped`, one loader
-        reads the disk, then moves what the host has.
-        """
-        seconds = self.seconds.values()
-        return max(seconds, default=0.0) if self.overlapped else sum(seconds)
+        """The least seconds of a pass for the weights that it moves: the disk is read while those of the host move."""
+        return max(self.seconds.values(), default=0.0)
 
     def line(self) -> str:
         """In one line, for people."""
@@ -177,7 +174,6 @@ def open_offloaded(
             layers.pass_nbytes,
             rates,
             homes.file is not None and homes.file.direct,
-            overlapped=device.type != "cpu",
             kv_place=way[0],
             by_cpu=layers.cpu_nbytes,
             channels=channels,
@@ -205,10 +201,10 @@ def _device_memory(
     if kv_place == "host":
         in_host, num_chunks, kv = in_host + kv, 0, 0
     if device.type == "cpu":
-        here = device_nbytes(spec, rows, num_chunks)
+        here = device_nbytes(spec, rows, num_chunks, device)
         capacity, taken = here if held is None else held, here + in_host
     else:
-        capacity, taken = device_nbytes(spec, rows, 0), in_host
+        capacity, taken = device_nbytes(spec, rows, 0, device), in_host
         if held is not None and capacity + kv > held:
             raise CapacityError(
                 f"rows, ring and KV of the plan take {human(capacity + kv)} of the device, but device_memory is "
@@ -238,7 +234,9 @@ def check_host(taken: int, device: torch.device, *, named: bool) -> None:
     )
 
 
-def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[PlacedRows, ...]], num_chunks: int) -> int:
+def device_nbytes(
+    spec: ModelSpec, rows: Mapping[str, tuple[PlacedRows, ...]], num_chunks: int, device: torch.device = HOST
+) -> int:
     """Bytes that rows, ring and KV take of the device's memory, each piece aligned."""
     resident = sum(
         aligned((part.stop - part.start) * row_nbytes(tensor))
@@ -250,4 +248,5 @@ def device_nbytes(spec: ModelSpec, rows: Mapping[str, tuple[PlacedRows, ...]], n
         layer_layout(layer, {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors})
         for layer in spec.layers
     ]
-    return resident + NUM_SLOTS * aligned(ring_nbytes(layouts)) + aligned(num_chunks * spec.kv.chunk_nbytes())
+    ring = NUM_SLOTS * aligned(ring_nbytes(layouts, device), PAGE)
+    return aligned(resident, PAGE if ring else ALIGNMENT) + ring + aligned(num_chunks * spec.kv.chunk_nbytes())

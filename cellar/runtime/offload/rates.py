@@ -1,4 +1,6 @@
-"""Rates of the channels of an offloaded model, measured at the start, each while the link is busy as it will be."""
+"""Rates of the channels of an offloaded model, measured at the start, each beside what it will be busy with: the link
+to an accelerator, or the disk from which a processor's slots are filled.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,10 +19,9 @@ from cellar.core.specs import ModelSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
 from cellar.ops.linear.in_place import in_place
-from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.held import PAGE, HeldMemory
-from cellar.runtime.offload.layout import aligned
+from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.mover import mover_for
+from cellar.runtime.offload.reads import DiskReads
 
 CONTEXT = 512
 MANY = 64
@@ -29,12 +30,13 @@ MANY = 64
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """Bytes/s: over the link alone; over the link while the CPU multiplies; of the CPU's products, and of its
-    attention, while the link is busy. And the FLOP/s of the CPU's products of many tokens, the link being busy.
+    """Bytes/s: over the link alone; over the link, or of the disk, while the CPU multiplies; of the CPU's products,
+    and of its attention, beside them. And the FLOP/s of the CPU's products of many tokens. What there is not has 0.
     """
 
     alone: float
     link: float
+    disk: float
     multiply: float
     attention: float
     flops: float
@@ -47,10 +49,12 @@ def measured_rates(
     seconds: float = 0.15,
     num_threads: int | None = None,
     sparse_v: float | None = None,
+    reads: DiskReads | None = None,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
     less than a matrix) each, with so many threads of the CPU (None: torch's number).
-    With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values.
+    With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
+    them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing).
 
     Raises CapacityError if the host has not so much.
     """
@@ -64,16 +68,35 @@ def measured_rates(
         moved, read = memory.carve(nbytes), memory.carve(nbytes)
         for part in (moved, read):
             part.fill_(1)  # pages that nobody has written are one and the same
-        link = _Link(moved, device)
-        alone = link.rate_while(lambda: time.sleep(seconds))[0]
-        over, products = link.rate_while(lambda: _products(spec, read, seconds, 1))
-        attention = link.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
-        many = link.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
-        return MeasuredRates(alone, over, products, attention, many * 2 * MANY / DTYPE_BYTES[spec.dtype])
+        beside: _Beside = reads or _Nothing()
+        alone = 0.0
+        if device.type != "cpu":
+            beside = _Link(moved, device)
+            alone = beside.rate_while(lambda: time.sleep(seconds))[0]
+        over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
+        attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
+        many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
+        link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
+        return MeasuredRates(alone, link, disk, products, attention, many * 2 * MANY / DTYPE_BYTES[spec.dtype])
     finally:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
         memory.close()
+
+
+class _Beside(Protocol):
+    """Something that goes on while something else is measured."""
+
+    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
+        """Bytes/s of it while `work` goes on, and those that it says it had."""
+
+
+class _Nothing:
+    """Goes on beside what has the machine for itself."""
+
+    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
+        """None, and those of the work."""
+        return 0.0, work() or 0.0
 
 
 class _Link:
@@ -105,20 +128,6 @@ class _Link:
         # The last one went on alone for a while.
         kept = sorted(taken[:-1] or taken)
         return self._memory.nbytes / kept[len(kept) // 2], found or 0.0
-
-
-def measured_disk(directory: Path | None, nbytes: int = 2**26) -> float:
-    """Bytes/s of reading back a record of so many, as a pass does. Raises CapacityError or DeviceError."""
-    whole = aligned(nbytes, PAGE)
-    file, memory = WeightFile(directory, [nbytes]), HeldMemory("host", whole)
-    try:
-        record = memory.carve(whole, PAGE).numpy()
-        file.write(0, record)
-        file.read(0, record)
-        return file.num_read / file.read_seconds
-    finally:
-        file.close()
-        memory.close()
 
 
 def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> float:

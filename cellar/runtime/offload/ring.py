@@ -2,6 +2,7 @@
 
     free slot -> [loader thread: fill] -> loaded, in order -> take(j) -> [compute] -> give -> free slot
 
+`fill` may return while bytes are still on their way: the loader goes on with the next free slot, and `take` waits.
 The loader goes round: after the last layer comes the first one of the next pass. A pass that ended early leaves the
 wrong layers loaded; `begin` then lets go of them.
 """
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from cellar.core.errors import DeviceError, IntegrityError
@@ -57,7 +59,7 @@ class WeightRing:
                 coming = self._layers[self._next]
             if coming != self._layers[0] or self._error is not None:
                 self._round += 1
-                self._free.extend((one.slot, opened) for one in self._loaded)
+                self._free.extend((one.slot, _settled(one.fence)) for one in self._loaded)
                 self._loaded.clear()
                 self._next, self._filling, self._error = 0, None, None
                 self._changed.notify_all()
@@ -77,9 +79,15 @@ class WeightRing:
                 raise self._error
             found = self._loaded.popleft()
             if found.layer != layer:
-                self._free.append((found.slot, opened))
+                self._free.append((found.slot, _settled(found.fence)))
                 raise IntegrityError(f"layer {layer} is to be computed, but the next slot holds layer {found.layer}")
-        found.fence()
+        try:
+            found.fence()
+        except Exception as caught:
+            with self._changed:
+                self._free.append((found.slot, _settled(found.fence)))
+                self._error = caught
+            raise
         self.wait_seconds += time.perf_counter() - begin
         return found.slot
 
@@ -121,5 +129,15 @@ class WeightRing:
                     if error is None:
                         self._loaded.append(_Loaded(slot, layer, ready))
                 if now != self._round or error is not None:
-                    self._free.append((slot, opened))
+                    self._free.append((slot, _settled(ready)))
                 self._changed.notify_all()
+
+
+def _settled(fence: Fence) -> Fence:
+    """Behind what `fence` is behind, whether it failed or not: nobody wants it any more, but its slot is written to."""
+
+    def over() -> None:
+        with suppress(DeviceError):
+            fence()
+
+    return over

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,16 @@ import torch
 
 from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import Partition, Placed, PlacedUnits, Placement
+from cellar.core.specs import LayerSpec
 from cellar.models.loader import dummy_reader
 from cellar.models.registry import open_model
+from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.held import PAGE, HeldMemory
+from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes, opened_homes
-from cellar.runtime.offload.layout import layer_layout, placed_rows, planned_nbytes
+from cellar.runtime.offload.layout import PAGE, Area, layer_layout, placed_rows, planned_nbytes
 from cellar.runtime.offload.opened import check_host, check_offloaded, device_nbytes, open_offloaded
+from tests.limits import until
 from tests.runtime.offload.placements import random_placement
 from tests.tiny_checkpoint import CONFIG
 
@@ -59,6 +64,7 @@ def test_a_slot_holds_each_row_that_is_away_once() -> None:
         for layer in spec.layers:
             of = {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors}
             layout = layer_layout(layer, of)
+            matrices = {t.name for t in layer.tensors if len(t.shape) > 1}
             taken = np.zeros(layout.slot_nbytes, np.int64)
             for move in layout.moves:
                 taken[move.target : move.target + move.nbytes] += 1
@@ -69,6 +75,17 @@ def test_a_slot_holds_each_row_that_is_away_once() -> None:
                 held[area.offset : area.offset + (area.stop - area.start) * each] += 1
             assert (taken == held).all()
             assert taken.max(initial=0) <= 1
+            assert all(m.target == m.source for m in layout.moves if m.place == "disk" and m.tensor in matrices)
+            ends = {
+                area.offset + (area.stop - area.start) * _row(layer, area)
+                for area in layout.areas
+                if area.source is None
+            }
+            assert max(ends, default=0) <= layout.left_nbytes, "where the CPU is the device, these alone have room"
+            if layout.record_nbytes["disk"]:
+                whole = -(-layout.record_nbytes["disk"] // PAGE) * PAGE
+                assert whole <= layout.left_nbytes
+                assert all(m.target >= whole for m in layout.moves if m.place != "disk" or m.tensor not in matrices)
             moved = dict[int, tuple[str, int]]()
             for copy in layout.copies:
                 assert copy.source + copy.nbytes <= layout.record_nbytes[copy.place]
@@ -79,6 +96,11 @@ def test_a_slot_holds_each_row_that_is_away_once() -> None:
                         assert moved[move.target + k] == (move.place, move.source + k), "copies do what moves say"
             away = sum(p.stop - p.start for parts in of.values() for p in parts if p.place != "device")
             assert (layout.moved_nbytes > 0) == (away > 0)
+
+
+def _row(layer: LayerSpec, area: Area) -> int:
+    tensor = next(t for t in layer.tensors if t.name == area.tensor)
+    return tensor.nbytes // tensor.shape[0]
 
 
 def changed(**values: Any) -> Placement:
@@ -186,7 +208,63 @@ def test_records_of_any_size_come_back(tmp_path: Path) -> None:
         again[:] = 0
         file.read(number, again)
         assert (again == records[number])[: sizes[number]].all()
-    assert file.num_read > 3 * 2**20
+    file.close()
+
+
+def test_records_are_queued_behind_one_another(tmp_path: Path) -> None:
+    """The reads of the second begin while the first one's have not ended; the channel counts that time once."""
+    file = Held(tmp_path, [PAGE, PAGE])
+    records = [record(PAGE), record(PAGE - 1)]
+    for number, held in enumerate(records):
+        file.write(number, held)
+    now, again = [0.0], [np.zeros_like(held) for held in records]
+    channel = Channel(lambda: now[0])
+    memory = HeldMemory("host", 2 * PAGE)
+    again = [memory.carve(PAGE, PAGE).numpy() for _ in records]
+    fences = [file.begin(number, there, channel) for number, there in enumerate(again)]
+    until(lambda: file.num_at_disk == 2)
+    now[0] = 5.0
+    file.gate.set()
+    for fence, there, held in zip(fences, again, records, strict=True):
+        fence()
+        assert (there == held).all()
+    assert channel.seconds == 5.0
+    file.close()
+
+
+class Held(WeightFile):
+    """A disk that answers once the gate is open."""
+
+    def __init__(self, directory: Path, sizes: list[int]) -> None:
+        super().__init__(directory, sizes)
+        self.gate, self.num_at_disk = threading.Event(), 0
+        self._lock = threading.Lock()
+
+    def _pread(self, part: np.ndarray[Any, Any], offset: int) -> int:
+        with self._lock:
+            self.num_at_disk += 1
+        assert self.gate.wait(120)
+        return super()._pread(part, offset)
+
+
+def test_a_fence_waits_for_all_reads_though_one_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever gets the buffer next is not written over."""
+    monkeypatch.setattr("cellar.runtime.offload.file.PIECE_NBYTES", PAGE)
+    file, ended = WeightFile(tmp_path, [3 * PAGE]), []
+    held = record(3 * PAGE)
+    file.write(0, held)
+
+    def read(part: np.ndarray[Any, Any], offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.05)
+        ended.append(offset)
+        return len(part)
+
+    monkeypatch.setattr(file, "_pread", read)
+    with pytest.raises(DeviceError, match="Input/output error"):
+        file.read(0, held)
+    assert sorted(ended) == [PAGE, 2 * PAGE]
     file.close()
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
-from cellar.runtime.offload.rates import measured_disk, measured_rates
+from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.rates import measured_rates
+from cellar.runtime.offload.reads import DiskReads
+from tests.limits import until
 from tests.tiny_checkpoint import CONFIG
 
 BIG = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 64, "vocab_size": 500}
@@ -17,10 +23,38 @@ BIG = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layer
 @pytest.mark.parametrize("config", [BIG, BIG | {"num_key_value_heads": 4}, BIG | {"intermediate_size": 40_000}])
 def test_rates_are_measured_with_the_models_own_shapes(config: dict[str, object]) -> None:
     found = measured_rates(open_model(config, "float32", 16, 256).spec, torch.device("cpu"), 2**24, 0.02)
-    for rate in (found.alone, found.link, found.multiply, found.attention, found.flops):
+    for rate in (found.multiply, found.attention, found.flops):
         assert rate > 1e6
+    assert found.alone == found.link == found.disk == 0, "nothing goes on beside a processor without a disk"
 
 
-def test_the_disks_rate_is_that_of_reading_back(tmp_path: Path) -> None:
-    assert measured_disk(tmp_path, 2**20 + 1) > 1e5
+def test_a_processors_rates_are_measured_while_the_disk_is_read(tmp_path: Path) -> None:
+    with DiskReads(tmp_path, 2**20 + 1) as reads:
+        spec = open_model(BIG, "float32", 16, 256).spec
+        found = measured_rates(spec, torch.device("cpu"), 2**24, 0.02, reads=reads)
+    assert found.disk > 1e5
+    assert found.multiply > 1e6
+    assert found.link == 0
     assert not list(tmp_path.iterdir())
+
+
+def test_the_disks_rate_is_of_what_came_while_something_went_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes 10 ms a record of 4 KiB, asked for two at once, brings 800 KB/s at most."""
+    plain, numbers = WeightFile._pread, list[int]()
+
+    def slow(self: WeightFile, part: Any, offset: int) -> int:
+        time.sleep(0.01)
+        numbers.append(offset)
+        return plain(self, part, offset)
+
+    monkeypatch.setattr(WeightFile, "_pread", slow)
+    with DiskReads(tmp_path, 4096) as reads:
+        rate, had = reads.rate_while(lambda: until(lambda: len(numbers) >= 6) or 7.0)
+        assert 0 < rate <= 2 * 4096 / 0.01
+        assert had == 7.0
+        assert set(numbers) == {0, 4096}
+        monkeypatch.setattr(WeightFile, "_pread", lambda *_: 7)
+        with pytest.raises(DeviceError, match="cut short"):
+            reads.rate_while(lambda: None)

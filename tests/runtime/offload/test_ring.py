@@ -12,6 +12,7 @@ import pytest
 from cellar.core.errors import DeviceError, IntegrityError
 from cellar.runtime.offload.mover import Fence, opened
 from cellar.runtime.offload.ring import WeightRing
+from tests.limits import until
 
 LAYERS = 5
 NUM_SLOTS = 2
@@ -123,6 +124,77 @@ def test_the_fence_of_a_slot_is_waited_for_before_it_is_filled() -> None:
     assert ring.take(2) == slot
     ring.give(slot)
     ring.close()
+
+
+def test_the_next_slot_is_filled_while_bytes_of_this_one_are_on_their_way() -> None:
+    """So a disk has the reads of two layers at once."""
+    come, begun = threading.Event(), list[int]()
+
+    def fill(slot: int, layer: int) -> Fence:
+        begun.append(layer)
+        return lambda: _within(come)
+
+    ring = WeightRing(range(LAYERS), NUM_SLOTS, fill)
+    until(lambda: begun == [0, 1])
+    come.set()
+    ring.begin()
+    ring.give(ring.take(0))
+    ring.close()
+
+
+def test_bytes_that_do_not_come_end_the_pass_and_the_next_one_tries_again() -> None:
+    bad = [3]
+
+    def fill(slot: int, layer: int) -> Fence:
+        def come() -> None:
+            if layer in bad:
+                raise DeviceError(f"layer {layer} cannot be read")
+
+        return come
+
+    ring = WeightRing(range(LAYERS), NUM_SLOTS, fill)
+    for count in (1, 2):
+        ring.begin()
+        for j in range(3):
+            ring.give(ring.take(j))
+        with pytest.raises(DeviceError, match="layer 3 cannot be read"):
+            ring.take(3)
+        if count == 2:
+            bad.clear()
+    for _ in range(3):
+        ring.begin()
+        for j in range(LAYERS):
+            ring.give(ring.take(j))
+    ring.close()
+
+
+def test_a_slot_that_nobody_wants_is_filled_again_only_when_its_bytes_have_come() -> None:
+    """A pass ends early while the disk still writes into a slot; that what was read is bad does not matter."""
+    come, filled = threading.Event(), list[int]()
+
+    def fill(slot: int, layer: int) -> Fence:
+        filled.append(layer)
+
+        def late() -> None:
+            _within(come)
+            raise DeviceError("nobody wants it")
+
+        return late if layer == 1 else opened
+
+    ring = WeightRing(range(LAYERS), NUM_SLOTS, fill)
+    ring.begin()
+    ring.give(ring.take(0))
+    until(lambda: filled == [0, 1, 2])
+    ring.begin()
+    time.sleep(0.01)
+    assert filled == [0, 1, 2], "the first free slot is the one that is still written to"
+    come.set()
+    ring.give(ring.take(0))
+    ring.close()
+
+
+def _within(event: threading.Event) -> None:
+    assert event.wait(120)
 
 
 # -- planted bugs ---------------------------------------------------------------------------------
