@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cellar import LLM, SamplingParams
 from cellar.core.config import EngineConfig
@@ -23,6 +24,8 @@ from cellar.planner.resident import resident_plans
 from cellar.planner.saved import load_plan
 from cellar.planner.saving import saved_plan
 from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.rank import ThreadRank
 from tests.tiny_checkpoint import write_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -128,6 +131,25 @@ def test_options_that_do_not_go_with_it(tiny: Path, tmp_path: Path, options: dic
     file = saved(planned(tiny, 2)[-1], tiny, tmp_path)
     with pytest.raises(ConfigError, match=sentence):
         LLM(plan=str(file), device="cpu", num_threads=1, **options)
+
+
+def test_more_devices_than_there_are(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellar.runtime.ranks.opened.resolve_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    config, plan = with_plan(EngineConfig.of(plan=str(saved(planned(tiny, 2)[-1], tiny, tmp_path))))
+    assert plan is not None
+    with pytest.raises(ConfigError, match=r"the plan is for 2 devices, but this machine has 1 GPU; plan for at most 1"):
+        open_ranks(config, tiny, plan.placement)
+    with pytest.raises(ConfigError, match="size is 2, but this machine has 1 GPU; set it to at most 1"):
+        open_ranks(EngineConfig.of(model=str(tiny), tensor_parallel_size=2), tiny)
+
+
+def test_a_plan_whose_mesh_is_not_that_of_its_shares(tiny: Path, tmp_path: Path) -> None:
+    plan = load_plan(saved(planned(tiny, 2)[-1], tiny, tmp_path, mesh=(2, 1, 1)))
+    with pytest.raises(
+        ConfigError, match=r"the placement has rows 0 to \d+ .* but the model has rows .* plan this model"
+    ):
+        open_ranks(with_plan(EngineConfig.of(plan=str(tmp_path / "plan.json")))[0], tiny, plan.placement, ThreadRank)
 
 
 def test_plans_with_stages_or_copies_are_named(tiny: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from queue import SimpleQueue
+from queue import Full, Queue, SimpleQueue
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +42,9 @@ CLOSE_SECONDS = 4.0
 
 PULSE_SECONDS = 1.0
 """How often a rank's process says that it lives."""
+
+MOST_UNSENT = 1024
+"""How many orders may wait to be taken. An engine runs a step or two ahead, so such a rank has long been lost."""
 
 OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
@@ -102,7 +105,9 @@ class Rank(Protocol):
         """When its process last said that it lives (`time.monotonic`); None: it has none of its own."""
 
     def send(self, order: Order, packed: Packed) -> None:
-        """Give an order; they are obeyed one after another. Fails silently once the rank has died: that is news."""
+        """Give an order; they are obeyed one after another. Never blocks, and fails silently once the rank has died:
+        that is news.
+        """
 
     def stop(self) -> None:
         """Tell it to end, after what it was told before."""
@@ -123,6 +128,10 @@ class Packed:
         if self._bytes is None:
             self._bytes = pickle.dumps(self._order, pickle.HIGHEST_PROTOCOL)
         return self._bytes
+
+
+STOP = Packed(None)
+"""The order to end."""
 
 
 class ThreadRank:
@@ -166,7 +175,11 @@ class ThreadRank:
 
 
 class ProcessRank:
-    """A rank in a process of its own, which `opener` must be able to reach."""
+    """A rank in a process of its own, which `opener` must be able to reach.
+
+    Orders are written by a thread: a process that is stopped takes none once its socket is full, and who gives them
+    must be free to find that out.
+    """
 
     def __init__(self, number: int, opener: Opener, news: SimpleQueue[News]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -186,15 +199,17 @@ class ProcessRank:
         atexit.register(self._lifeline.close)  # at exit multiprocessing waits for the process
         self._reader = threading.Thread(target=self._read, name=f"cellar-rank-{number}", daemon=True)
         self._reader.start()
+        self._orders: Queue[Packed] = Queue(MOST_UNSENT)
+        self._sender = threading.Thread(target=self._write, name=f"cellar-rank-{number}-orders", daemon=True)
+        self._sender.start()
 
     def send(self, order: Order, packed: Packed) -> None:
-        with contextlib.suppress(OSError):  # its end is on the way as news
-            self._pipe.send_bytes(packed.bytes())
+        packed.bytes()
+        self._give(packed)
 
     def stop(self) -> None:
         self._stopping = True
-        with contextlib.suppress(OSError):
-            self._pipe.send(None)
+        self._give(STOP)
 
     def join(self, seconds: float) -> None:
         self.process.join(max(0.0, seconds))
@@ -204,7 +219,26 @@ class ProcessRank:
         atexit.unregister(self._lifeline.close)
         self._lifeline.close()
         self._reader.join()
+        self._give(STOP)  # if it waits for an order; one that writes finds nobody there
+        self._sender.join()
         self._pipe.close()
+
+    def _give(self, packed: Packed) -> None:
+        if not self._sender.is_alive():
+            return  # its end is on the way as news
+        try:
+            self._orders.put_nowait(packed)
+        except Full:
+            if not self._stopping:
+                self._news.put(Died(self._number, f"it has left {MOST_UNSENT:,} orders untaken"))
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                packed = self._orders.get()
+                self._pipe.send_bytes(packed.bytes())
+                if packed is STOP:
+                    return
 
     def _read(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -13,17 +14,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cellar.core.config import ScheduleConfig
-from cellar.core.errors import ConfigError, DeviceError, IntegrityError
+from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyBatch, FinishReason, Request, StepPlan, StepResult, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.group import RankGroup, _Watch
-from cellar.runtime.ranks.rank import ProcessRank
+from cellar.runtime.ranks.rank import Packed, ProcessRank
 from cellar.runtime.ranks.star import Star, stars
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -47,9 +49,9 @@ def group_of(size: int, each: Callable[..., Runtime[StepPlan]] = open_rank, **fa
     return RankGroup([partial(each, star, **fake) for star in stars(size)])
 
 
-def engine_over(runtime: Runtime[StepPlan], masker: Masker | None = None) -> StepEngine:
+def engine_over(runtime: Runtime[StepPlan], masker: Masker | None = None, step_tokens: int = 64) -> StepEngine:
     capacity = runtime.capacity
-    config = ScheduleConfig(max_num_seqs=capacity.num_rows, max_num_batched_tokens=64)
+    config = ScheduleConfig(max_num_seqs=capacity.num_rows, max_num_batched_tokens=step_tokens)
     scheduler = StepScheduler(
         capacity.num_slots, capacity.num_rows, capacity.chunk_size, capacity.max_model_len, config
     )
@@ -324,19 +326,42 @@ def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-def test_a_rank_whose_process_is_stopped_is_found() -> None:
-    """The other one waits for it, so nobody answers; but it goes on saying that it lives."""
-    group = RankGroup([partial(open_rank, star) for star in stars(2)], ProcessRank, silence=4.0)
-    engine = engine_over(group)
+def test_a_rank_whose_process_is_stopped_is_found_though_its_plan_is_large() -> None:
+    """The other one waits for it, so nobody answers; but it goes on saying that it lives. The plan is more than the
+    stopped one's socket takes.
+    """
+    roomy = Capacity(12_000, 2, 16, 180_000)
+    group = RankGroup([partial(open_rank, star, roomy) for star in stars(2)], ProcessRank, silence=4.0)
+    engine = engine_over(group, step_tokens=170_000)
     engine.add(request("before", [3], 5))
     assert run(engine)[0] == {"before": expected([3], 5)}
     pids = [rank.process.pid for rank in group._ranks]  # type: ignore[attr-defined]
     os.kill(pids[1], signal.SIGSTOP)
-    engine.add(request("long", [7], 200))
+    engine.add(request("large", [7] * 160_000, 20))
+    plans: list[int] = []
+    submit = group.submit
+    group.submit = lambda plan: (plans.append(len(Packed(plan).bytes())), submit(plan))[1]  # type: ignore[method-assign]
     with pytest.raises(DeviceError, match="rank 1 has given no sign of life for 4 s"):
         run(engine)
+    assert max(plans) > 600_000
+    begin = time.monotonic()
     engine.close()
+    assert time.monotonic() - begin < 10
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_rank_that_takes_no_orders_is_given_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cellar.runtime.ranks.rank.MOST_UNSENT", 3)
+    group = RankGroup([partial(open_rank, star) for star in stars(1)], ProcessRank)
+    (rank,) = group._ranks
+    assert isinstance(rank, ProcessRank)
+    os.kill(rank.process.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+    slots = np.arange(60_000, dtype=np.int32)
+    for number in range(5):
+        group.copy(CopyBatch(number, Tier.DEVICE, slots, Tier.HOST, slots))
+    with pytest.raises(DeviceError, match=r"rank 0 has ended \(it has left 3 orders untaken\)"):
+        group.poll(SECONDS)
+    assert rank.process.exitcode == -signal.SIGKILL
 
 
 def test_a_long_step_is_no_silence() -> None:
@@ -366,12 +391,27 @@ def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch: pytest.Monk
         watch.look(ranks, 3.0)  # type: ignore[arg-type]
 
 
-def test_a_rank_whose_process_cannot_open_says_why() -> None:
-    with pytest.raises(ConfigError, match="rank 1 could not be opened: no such shard"):
-        RankGroup([partial(_open_or_not, star) for star in stars(2)], ProcessRank)
+@pytest.mark.parametrize(
+    ("how", "error", "said"),
+    [
+        ("refused", ConfigError, "rank 1 could not be opened: no such shard"),
+        ("killed", DeviceError, "rank 1 could not be opened: its process has ended by signal 9"),
+        ("out of memory", CapacityError, "rank 1 could not be opened: its memory ran out; take a smaller or quantized"),
+    ],
+)
+def test_a_rank_that_ends_at_load_is_said_and_nobody_is_left(how: str, error: type[Exception], said: str) -> None:
+    """The other one waits for it to come."""
+    with pytest.raises(error, match=said):
+        RankGroup([partial(_ends_at_load, how, star) for star in stars(2)], ProcessRank)
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("cellar-rank")]
 
 
-def _open_or_not(star: Star) -> FakeRuntime:
-    if star.rank == 1:
+def _ends_at_load(how: str, star: Star) -> FakeRuntime:
+    if star.rank == 0:
+        star.sum(np.zeros(1, np.int64))  # until rank 1 is there
+    elif how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif how == "refused":
         raise ConfigError("no such shard")
+    torch.empty(2**60)
     return open_rank(star)
