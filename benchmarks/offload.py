@@ -5,7 +5,8 @@
 
 Prints one JSON object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the
 seconds of a decode pass, predicted (by the plan) and measured by channel; with --resident, the resident engine's tokens
-beside ours.
+beside ours. Where a part lies on disk, the decode passes are measured ROUNDS times, each between two looks at the rate
+that the disk has alone: the share is bytes that passes read in a second / the mean of both.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 from cellar import LLM, SamplingParams
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
 from cellar.runtime.offload.opened import OffloadReport
+from cellar.runtime.offload.reads import DiskReads
+
+ROUNDS = 5
+LOOK_SECONDS = 0.5
 
 
 def main() -> None:
@@ -73,6 +80,11 @@ def main() -> None:
         if llm.plan is not None:
             found["predicted"] = dict(llm.plan.figures)
         found["device_reserved"] = _reserved()
+        if report is not None and report.moved["disk"] and not options.once:
+            path = None if options.disk_path is None else Path(options.disk_path)
+            rounds = [_disk_round(llm, report, prompts, options.generate, path) for _ in range(ROUNDS)]
+            found["disk_rounds"] = rounds
+            found["share_of_the_disks_rate"] = median(one["share"] for one in rounds)
     found |= {
         "first_seconds": first,
         "seconds": seconds,
@@ -99,6 +111,24 @@ def main() -> None:
         found["resident_decode_seconds_a_pass"] = (seconds - first) / (options.generate - 1)
         found["tokens_equal"] = tokens == resident
     print(json.dumps(found))
+
+
+def _disk_round(
+    llm: LLM, report: OffloadReport, prompts: list[list[int]], generate: int, path: Path | None
+) -> dict[str, float]:
+    """Bytes/s that decode passes read, beside what the same reader reads alone right before and after."""
+    moved = report.moved["disk"]
+    with DiskReads(path, moved // llm.spec.num_layers) as reads:
+        before = reads.rate_while(lambda: time.sleep(LOOK_SECONDS))[0]
+        first = _seconds(llm, prompts, 1)[0]
+        busy, waited = _channels(report), time.perf_counter()
+        seconds = (_seconds(llm, prompts, generate)[0] - first) / (generate - 1)
+        waited = time.perf_counter() - waited
+        after = reads.rate_while(lambda: time.sleep(LOOK_SECONDS))[0]
+    channels = {name: s - busy[name] for name, s in _channels(report).items()}
+    share = moved / seconds / ((before + after) / 2)
+    rates = {"before": before, "during": moved / seconds, "after": after, "share": share, "pass_seconds": seconds}
+    return rates | {f"{name}_busy_share": s / waited for name, s in channels.items()}
 
 
 def _channels(report: OffloadReport | None) -> dict[str, float]:

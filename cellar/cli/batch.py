@@ -134,7 +134,7 @@ def _answer(
             )
             shown.update(1)
 
-        answers = Batch(app, host, config.model.seed)
+        answers = Batch(app, host, config.model.seed, _sound if opened.offload is None else opened.offload.failure)
         stopped = False
 
         def interrupted(running: asyncio.Task[None]) -> None:
@@ -162,6 +162,10 @@ def _answer(
     for line in found.lines() if found else ():
         typer.echo(line)
     return stopped
+
+
+def _sound() -> None:
+    """No disk has failed, since none is used."""
 
 
 def _tell(

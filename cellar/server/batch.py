@@ -259,12 +259,15 @@ class BatchCounts:
 
 
 class Batch:
-    """Requests of one file, answered by an application."""
+    """Requests of one file, answered by an application. `failure`: how the engine's disk failed, if it ever did."""
 
-    def __init__(self, app: FastAPI, host: EngineHost, seed: int = 0) -> None:
+    def __init__(
+        self, app: FastAPI, host: EngineHost, seed: int = 0, failure: Callable[[], str | None] = lambda: None
+    ) -> None:
         self._app = app
         self._host = host
         self._seed = seed
+        self._failure = failure
         self._stopping = False
         self._dropping = False
 
@@ -318,6 +321,8 @@ class Batch:
         status, answer = await call(self._app, request.url, data)
         if status >= 500 and self._host.llm is None and not self._dropping:
             raise CellarError("the engine has failed; what is done is kept, so run the same command again.")
+        if status >= 500 and not self._dropping and (why := self._failure()) is not None:
+            raise CellarError(f"{why}; what is done is kept, so check the disk and run the same command again.")
         if status == 503 and not self._dropping:  # not the request's fault, so no answer to it
             message = json.loads(answer)["error"]["message"]
             raise CellarError(f"a request was refused ({message.rstrip('.')}); run the same command again.")

@@ -38,7 +38,8 @@ Bytes = NDArray[np.uint8]
 class WeightFile:
     """Records of `sizes` bytes in `directory` (None: where the system keeps temporary files).
 
-    Raises CapacityError if the disk has no room, DeviceError if the directory cannot be used.
+    `failure`: how reading failed first, if it ever did. Raises CapacityError if the disk has no room, DeviceError if
+    the directory cannot be used.
     """
 
     def __init__(self, directory: Path | None, sizes: list[int]) -> None:
@@ -47,6 +48,7 @@ class WeightFile:
         self._digests: list[list[int]] = [[] for _ in sizes]
         self._where = Path(tempfile.gettempdir() if directory is None else directory)
         self.direct = True
+        self.failure: str | None = None
         self._file = self._open(self._starts[-1])
         self._threads = ThreadPoolExecutor(NUM_THREADS, "cellar-disk")
 
@@ -102,9 +104,9 @@ class WeightFile:
             for read in reads:
                 read.result()
         except OSError as error:
-            raise DeviceError(
-                f"the weights on the disk of {self._where} cannot be read ({error}); check the disk, and start again."
-            ) from error
+            what = f"the weights on the disk of {self._where} cannot be read ({error})"
+            self.failure = self.failure or what
+            raise DeviceError(f"{what}; check the disk, and start again.") from error
 
     def read(self, number: int, record: Bytes, channel: Channel | None = None) -> None:
         """`begin`, and wait for it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -46,7 +46,7 @@ class OffloadReport:
     `weights`: by place, as planned and as read back. `ring` lies on the device, whose memory may hold `device`; `kv`
     in `kv_place`. `by_cpu`: bytes in host memory that the CPU multiplies in passes of few tokens instead.
     `channels`: how long each way has been busy since, while the model runs.
-    `direct`: reads of the disk pass the page cache by.
+    `direct`: reads of the disk pass the page cache by. `failure` says how they failed first, if they ever did.
     """
 
     weights: Mapping[str, int]
@@ -59,6 +59,7 @@ class OffloadReport:
     kv_place: str = "device"
     by_cpu: int = 0
     channels: Channels = field(default_factory=Channels, compare=False)
+    failure: Callable[[], str | None] = field(default=lambda: None, compare=False)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -177,6 +178,7 @@ def open_offloaded(
             kv_place=way[0],
             by_cpu=layers.cpu_nbytes,
             channels=channels,
+            failure=lambda: None if homes.file is None else homes.file.failure,
         )
         batch = placement.block.batch if placement.block is not None else None
         return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)

@@ -308,6 +308,30 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("fault", ["error", "short"])
+def test_a_disk_that_fills_up_while_weights_are_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Where room cannot be taken in advance. Another error is the disk's."""
+    file, held = WeightFile(tmp_path, [8000]), record(8000)
+
+    def full(file: int, parts: list[memoryview], offset: int) -> int:
+        if fault == "error":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return parts[0].nbytes // 2
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", full)
+    with pytest.raises(CapacityError, match=r"has no room for 8 KiB of weights \(No space left on device\); give"):
+        file.write(0, held)
+    monkeypatch.setattr(os, "pwritev", broken)
+    with pytest.raises(DeviceError, match=r"cannot be written to .* \(.*Input/output error\); check the disk"):
+        file.write(0, held)
+    file.close()
+
+
 def test_a_file_system_without_direct_reads_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -583,6 +584,80 @@ def test_a_batch_without_room_on_the_disk_ends_in_a_sentence_and_goes_on(
     assert "has no room for" in " ".join(refused.output.split())
     assert answered(tmp_path) == []
     assert "3 succeeded, 0 failed" in " ".join(cellar(*arguments).split())
+
+
+READ = os.preadv
+
+
+def _truncated(file: int, parts: list[memoryview], offset: int) -> int:
+    os.ftruncate(file, 0)
+    return READ(file, parts, offset)
+
+
+def _broken(file: int, parts: list[memoryview], offset: int) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [(_broken, r"\(\[Errno 5\] Input/output error\)"), (_truncated, r"\(it is cut short: 0 of \d+ bytes\)")],
+)
+def test_a_batch_whose_disk_fails_ends_in_a_sentence_and_goes_on(
+    fault: Callable[..., int], sentence: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """What was answered is kept; what was not is no answer, so that the same command does it."""
+    arguments, count = batch_of(tmp_path, models(DEEP), 12), [0]
+
+    def read(file: int, parts: list[memoryview], offset: int) -> int:
+        count[0] += 1
+        return fault(file, parts, offset) if len(answered(tmp_path)) >= 3 else READ(file, parts, offset)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", read)
+        ended = CliRunner().invoke(build(), arguments)
+    words = " ".join(ended.output.split())
+    assert ended.exit_code == 2, words
+    kept = "; what is done is kept, so check the disk and run the same command again."
+    assert re.search(rf"the weights on the disk of \S+ cannot be read {sentence}{kept}", words), words
+    before = answered(tmp_path)
+    assert 3 <= len(before) < 12
+    words = " ".join(cellar(*arguments).split())
+    assert f"{12 - len(before)} succeeded, 0 failed, {len(before)} were done before" in words
+    assert sorted(answered(tmp_path), key=int) == [str(k) for k in range(12)]
+
+
+def test_a_disk_that_fails_at_the_start_is_a_sentence(models: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", _broken)
+        refused = CliRunner().invoke(build(), batch_of(tmp_path, models(DEEP), 3))
+    assert refused.exit_code == 2
+    assert "cannot be read ([Errno 5] Input/output error); check the disk" in " ".join(refused.output.split())
+    assert answered(tmp_path) == []
+
+
+def test_a_slow_disk_is_waited_for(
+    models: Callable[[str], Path],
+    expected: Callable[[str], list[RequestOutput]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens are the same, and the seconds of the disk are what it took."""
+
+    def slow(file: int, parts: list[memoryview], offset: int) -> int:
+        time.sleep(0.005)
+        return READ(file, parts, offset)
+
+    monkeypatch.setattr(os, "preadv", slow)
+    file = tmp_path / "plan.json"
+    spec = spec_of(models("llama"))
+    file.write_text(plan_of(spec, random_placement(spec, 3), LIMITS).to_json())
+    with LLM(models("llama"), plan=file, disk_path=tmp_path, **OPTIONS) as llm:
+        assert llm.offload is not None
+        found = llm.generate(*requests(), use_tqdm=False)
+        passes = max(len(one) for one in tokens_of(found))
+        assert llm.offload.channels.disk.seconds >= 0.005 * passes
+        assert llm.offload.failure() is None
+    assert tokens_of(found) == tokens_of(expected("llama"))
 
 
 def _no_room(file: int, offset: int, size: int) -> None:
