@@ -145,7 +145,7 @@ def plan(
         other = search(open_machine(compare)).chosen.figures() if before is None else before
         print_compared(answer.chosen.figures(), other)
     if output is not None:
-        saved = saved_plan(answer.chosen, spec, _named(model), prompt=prompt, generate=generate)
+        saved = saved_plan(answer.running or answer.chosen, spec, _named(model), prompt=prompt, generate=generate)
         output.write_text(saved.to_json() + "\n", encoding="utf-8")
         typer.echo(str(output), err=json)
     if plots is not None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cellar.core.layouts import Layouts
 from cellar.planner.cost import Dimensions, flops_utilization, product_flops
 from cellar.planner.linear import OffloadPlan
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job
-from cellar.planner.partition import Choice, Formats
+from cellar.planner.partition import Choice, Formats, padded_heads
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ class Plan:
     def binds(self) -> str:
         """The channel with the most busy seconds."""
         return max(self.busy, key=lambda pair: pair[1])[0]
+
+    @property
+    def obstacle(self) -> str:
+        """Why no engine runs it, as the end of a sentence; empty if one does."""
+        if self.offload is not None:
+            return "an engine streams weights only as it plans itself (--device-memory)"
+        if self.stages > 1:
+            return f"it has {self.stages} pipeline stages, and an engine has one"
+        if self.replicas > 1:
+            wide = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
+            return f"it is {self.replicas} copies, and a plan is of one engine (serve --replicas {self.replicas}{wide})"
+        if self.prefill is None or self.decode is None or self.tensor == 1:
+            return ""
+        padded = padded_heads(self.d, self.tensor)
+        assert padded is not None, "its layouts have a price"
+        if Layouts(self.prefill.layout, self.decode.layout).moves(padded.kv_heads):
+            return f"K and V would move between {self.prefill.name} for prompts and {self.decode.name} for decodes"
+        return ""
 
     def figures(self) -> dict[str, Any]:
         """What the plan promises, in seconds, tokens and dollars."""

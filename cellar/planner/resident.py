@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from cellar.core.config import step_tokens
-from cellar.core.layouts import Layout
+from cellar.core.layouts import Layout, Mesh, relay
 from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job, logits_bytes
@@ -66,24 +67,42 @@ def _resident_batches(
         micro = min(p, batch)
         step = -(-batch // micro)
         room = capacity - held - logits_bytes(d, step, t)
-        best: Plan | None = None
-        possible = False
+        priced: list[Plan] = []
         # One stored model, so one mesh for both phases: the best pair over all meshes.
         for mesh, outer in boxes:
             work = Work(step, 1, job.prompt + job.generate / 2)
-            steps = choices(padded, machine, t, work, form, mesh=mesh, outer=outer, layers=layers)
-            decode = _fastest(steps, padded, batch, p, room, job, form)
-            if decode is None:
-                continue
-            kv = kv_bytes_per_chip(padded, decode.layout, batch, context, form) / p
-            for pieces, prefill in _prompts(padded, machine, job, form, decode, batch, (t, p), capacity - held - kv):
-                possible = True
-                plan = _resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode)
-                best = plan if best is None or plan.latency < best.latency else best
-        if best is not None:
+            steps = list(choices(padded, machine, t, work, form, mesh=mesh, outer=outer, layers=layers))
+            prompts = _Prompts(padded, machine, job, form, mesh, outer, batch, (t, p))
+            for among, staying in ((steps, False), *((one, True) for one in _staying(steps, padded.kv_heads, split))):
+                decode = _fastest(among, padded, batch, p, room, job, form)
+                if decode is None:
+                    continue
+                kv = kv_bytes_per_chip(padded, decode.layout, batch, context, form) / p
+                for pieces, prefill in prompts.ways(capacity - held - kv, decode.layout if staying else None):
+                    priced.append(_resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode))
+        if priced:
+            best = min(priced, key=lambda plan: plan.latency)
             found.append(best)
-        elif batch >= t and not possible:
+            if best.obstacle:
+                found += sorted((plan for plan in priced if not plan.obstacle), key=lambda plan: plan.latency)[:1]
+        elif batch >= t:
             break
+    return found
+
+
+def _staying(steps: Sequence[Choice], kv_heads: int, split: tuple[int, int, int]) -> list[list[Choice]]:
+    """Decodes by where they keep K and V, for prompts that leave them there: engines run such pairs alone, and of these
+    only one copy without stages.
+    """
+    found: list[list[Choice]] = []
+    if split[0] == 1 or split[1:] != (1, 1):
+        return found
+    for choice in steps:
+        alike = [one for one in found if not relay(one[0].layout, choice.layout, kv_heads)]
+        if alike:
+            alike[0].append(choice)
+        else:
+            found.append([choice])
     return found
 
 
@@ -102,41 +121,57 @@ def _fastest(
     return best
 
 
-def _prompts(
-    d: Dimensions,
-    machine: Machine,
-    job: Job,
-    form: Formats,
-    decode: Choice,
-    batch: int,
-    split: tuple[int, int],
-    room: float,
-) -> Iterator[tuple[int, Choice]]:
-    """Ways to cut a batch of prompts into steps, each with its fastest layout on the decode's mesh.
+@dataclass
+class _Prompts:
+    """A batch of prompts on one mesh: every layout of a step of them is priced once. `split`: chips a stage, stages."""
 
-    The fewest steps whose activations fit into `room` bytes, and steps of PIECE_TOKENS (on one device:
-    `step_tokens`); stages want a step each.
-    """
-    pieces, stages = min(split[1], batch), split[1]
-    fits = False
-    while pieces <= batch:
-        each = -(-batch // pieces)
-        tokens = each * job.prompt
-        small = tokens <= max(PIECE_TOKENS if split != (1, 1) else step_tokens(machine.device.kind), job.prompt)
-        if not fits or small:
-            work = Work(each, job.prompt, job.prompt)
-            best: Choice | None = None
-            mesh, layers = decode.layout.mesh, d.layers // stages
-            for choice in choices(d, machine, split[0], work, form, mesh=mesh, outer=decode.outer, layers=layers):
-                faster = best is None or choice.timeline.seconds < best.timeline.seconds
-                if faster and prompt_bytes(d, tokens, choice.layout) <= room:
-                    best = choice
-            if best is not None:
-                yield pieces, best
-                fits = True
-                if small:
-                    return
-        pieces *= 2
+    d: Dimensions
+    machine: Machine
+    job: Job
+    form: Formats
+    mesh: Mesh
+    outer: str
+    batch: int
+    split: tuple[int, int]
+    priced: dict[int, list[Choice]] = field(default_factory=dict)
+
+    def ways(self, room: float, decode: Layout | None) -> Iterator[tuple[int, Choice]]:
+        """Ways to cut the batch into steps, each with its fastest layout; of those alone, if given, that leave K and V
+        where this layout of decodes takes them.
+
+        The fewest steps whose activations fit into `room` bytes, and steps of PIECE_TOKENS (on one device:
+        `step_tokens`); stages want a step each.
+        """
+        pieces, fits = min(self.split[1], self.batch), False
+        most = PIECE_TOKENS if self.split != (1, 1) else step_tokens(self.machine.device.kind)
+        while pieces <= self.batch:
+            each = -(-self.batch // pieces)
+            tokens = each * self.job.prompt
+            small = tokens <= max(most, self.job.prompt)
+            if not fits or small:
+                best: Choice | None = None
+                for choice in self._layouts(each):
+                    faster = best is None or choice.timeline.seconds < best.timeline.seconds
+                    if not faster or prompt_bytes(self.d, tokens, choice.layout) > room:
+                        continue
+                    if decode is None or not relay(choice.layout, decode, self.d.kv_heads):
+                        best = choice
+                if best is not None:
+                    yield pieces, best
+                    fits = True
+                    if small:
+                        return
+            pieces *= 2
+
+    def _layouts(self, each: int) -> list[Choice]:
+        """Of a step of so many prompts."""
+        if each not in self.priced:
+            work, layers = Work(each, self.job.prompt, self.job.prompt), self.d.layers // self.split[1]
+            found = choices(
+                self.d, self.machine, self.split[0], work, self.form, mesh=self.mesh, outer=self.outer, layers=layers
+            )
+            self.priced[each] = list(found)
+        return self.priced[each]
 
 
 def prompt_bytes(d: Dimensions, tokens: float, layout: Layout) -> float:

@@ -41,9 +41,12 @@ def frontier(plans: Iterable[Plan]) -> list[Plan]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a search found: the plan for the objective, the next best of another kind, the frontier, and warnings."""
+    """What a search found: the plan for the objective, the best of those that an engine runs (None: it runs none), the
+    next best of another kind, the frontier, and warnings.
+    """
 
     chosen: Plan
+    running: Plan | None
     next_best: Plan | None
     pareto: tuple[Plan, ...]
     plans: tuple[Plan, ...]
@@ -78,14 +81,19 @@ def find(
     if not allowed:
         raise ConfigError(_too_slow(plans, max_latency or 0.0))
     ranked = sorted(allowed, key=lambda plan: _score(plan, objective))
-    # Within a hundredth of the best the model cannot tell; the quickest of them waits least.
-    good = [
-        plan for plan in ranked if _score(plan, objective) <= _score(ranked[0], objective) + _tie(ranked[0], objective)
-    ]
-    chosen = min(good, key=lambda plan: plan.latency)
+    chosen = _best(ranked, objective)
+    runs = [plan for plan in ranked if not plan.obstacle]
+    running = _best(runs, objective) if runs else None
     rest = [plan for plan in ranked if plan is not chosen]
     other = next((plan for plan in rest if _shape(plan) != _shape(chosen)), rest[0] if rest else None)
-    return Answer(chosen, other, tuple(frontier(allowed)), tuple(plans), tuple(_warnings(chosen, resident, offloaded)))
+    warnings = (*_running_warning(chosen, running), *_warnings(chosen, resident, offloaded))
+    return Answer(chosen, running, other, tuple(frontier(allowed)), tuple(plans), warnings)
+
+
+def _best(ranked: Sequence[Plan], objective: Objective) -> Plan:
+    """Within a hundredth of the best the model cannot tell; the quickest of them waits least."""
+    most = _score(ranked[0], objective) + _tie(ranked[0], objective)
+    return min((plan for plan in ranked if _score(plan, objective) <= most), key=lambda plan: plan.latency)
 
 
 def _score(plan: Plan, objective: Objective) -> float:
@@ -116,6 +124,19 @@ def _too_slow(plans: Sequence[Plan], wish: float) -> str:
         f"a latency of {wish:g} s is impossible: {why}; the fastest plan takes {fastest.latency:.3g} s "
         f"({fastest.name}), so ask for --latency {rounded_up(fastest.latency)} or more."
     )
+
+
+def _running_warning(chosen: Plan, running: Plan | None) -> Sequence[str]:
+    """What runs instead of a plan that no engine runs."""
+    if not chosen.obstacle:
+        return ()
+    instead = "and none of these plans is run"
+    if running is not None:
+        instead = (
+            f"the best that runs, which --output writes, is {running.name}: {running.tokens_per_second:,.4g} tok/s, "
+            f"{running.latency:,.3g} s"
+        )
+    return (f"no engine runs this plan yet: {chosen.obstacle}; {instead}.",)
 
 
 def _warnings(chosen: Plan, resident: Sequence[Plan], offloaded: Sequence[Plan]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Device, Link, Measure, Profile
-from cellar.core.layouts import Layout, Mesh
+from cellar.core.layouts import Layout, Mesh, relay
 from cellar.core.messages import Placement
 from cellar.core.specs import ModelSpec
 from cellar.planner import saving
@@ -116,6 +116,44 @@ def test_a_latency_bound_is_kept(eight: Answer) -> None:
     found = find(BIG, machine("8xh200"), JOB, max_latency=bound)
     assert found.chosen.latency <= bound
     assert found.chosen.tokens_per_second < eight.chosen.tokens_per_second
+
+
+@pytest.mark.parametrize(
+    ("on", "job", "why"),
+    [
+        ("4xh200", Job(2048, 512), "K and V would move between XYZ batch for prompts and 1D heads for decodes;"),
+        ("4xh200", JOB, "it is 2 copies, and a plan is of one engine (serve --replicas 2 --tensor-parallel-size 2);"),
+        ("8xh200", Job(2048, 512), "it has 2 pipeline stages, and an engine has one;"),
+    ],
+)
+def test_a_plan_that_no_engine_runs_says_so_and_what_runs(on: str, job: Job, why: str) -> None:
+    """The best that runs is no worse than any pair of layouts, of its batch, that leaves K and V where they are."""
+    answer = find(BIG, machine(on), job)
+    assert why in answer.warnings[0]
+    running = answer.running
+    assert running is not None
+    assert answer.chosen.obstacle
+    assert not running.obstacle
+    assert running.name in answer.warnings[0]
+    assert running.tokens_per_second < answer.chosen.tokens_per_second
+    assert running.tokens_per_second >= 0.99 * _most_that_stays(running)
+
+
+def _most_that_stays(running: Plan) -> float:
+    """Tokens a second of the best pair, found by trying all with the batch and steps of prompts of `running`."""
+    d, on, job, batch, chips = running.d, running.machine, running.job, running.batch, running.tensor
+    room, best = on.usable("device") - resident_bytes(d, BF16, chips, 1), 0.0
+    for decode in choices(d, on, chips, Work(batch, 1, job.prompt + job.generate / 2)):
+        if kv_bytes_per_chip(d, decode.layout, batch, job.prompt + job.generate) > room:
+            continue
+        mesh = decode.layout.mesh
+        for each in (n for n in (2**k for k in range(8)) if n * job.prompt <= 65_536):
+            count = batch // each
+            for prefill in choices(d, on, chips, Work(each, job.prompt, job.prompt), mesh=mesh):
+                if not relay(prefill.layout, decode.layout, d.kv_heads):
+                    seconds = count * prefill.timeline.seconds + (job.generate - 1) * decode.timeline.seconds
+                    best = max(best, batch * job.generate / seconds)
+    return best
 
 
 def test_pipelines_are_considered_and_split_the_memory() -> None:
