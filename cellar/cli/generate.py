@@ -58,7 +58,7 @@ def generate(
         if opened.offload is not None:
             print_offload(opened.offload, opened.plan, err=True)
         if llm.plan is not None:
-            forecast.cost, forecast.source = llm.plan.cost, f"plan for {llm.plan.machine}"
+            forecast.follow(llm.plan, None if llm.offload is None else llm.offload.channels.seconds)
         params = sampling_params(sampling, llm.generation.sampling)
         started = time.perf_counter()
         if len(texts) == 1 and params.n == 1 and output is None:

@@ -77,6 +77,10 @@ class View:
         """Layer j's weights, gathered until the block ends if the layout gathers them. All ranks enter it together."""
         return self._gathered(j) if self._layout.gather else nullcontext(self._fixed[j])
 
+    def computing(self) -> AbstractContextManager[None]:
+        """Nobody counts."""
+        return nullcontext()
+
     @contextmanager
     def _gathered(self, j: int) -> Iterator[Mapping[str, Weight]]:
         found = dict(self._fixed[j])

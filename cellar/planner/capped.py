@@ -30,6 +30,7 @@ from cellar.planner.passes import (
     longest,
     most_within,
     pass_cost,
+    pass_moves,
     predicted_pass,
     too_slow,
 )
@@ -149,6 +150,7 @@ def capped_plan(
             "machine": machine,
             "rates": asdict(rates),
             "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
+            "moves": asdict(pass_moves(rates, best.away)),
             "predicted": asdict(foreseen(cost, job, best.count, limits, order)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),

@@ -64,6 +64,43 @@ class Away:
     kind: str
 
 
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
+    of few tokens the link's are `few_link`, and the CPU multiplies for `few_rows`. `attends`: it attends to KV, too.
+    """
+
+    disk: float
+    link: float
+    few_link: float
+    few_rows: float
+    attends: bool
+
+
+def pass_moves(rates: Rates, away: Away) -> Moves:
+    """What any pass moves. A pass of few tokens on a GPU leaves rows to the CPU."""
+    disk, link = _moves(rates, away)
+    rows = 0.0 if away.kind == "cpu" else away.host * rates.multiply / (rates.multiply + rates.link)
+    few_rows = rows / rates.multiply if rows else 0.0
+    return Moves(disk, link, link - rows / rates.link, few_rows, away.kind != "cpu" and away.kv_place == "host")
+
+
+def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
+    """Seconds by channel of a pass, all of which work at once: disk, link, cpu and device. Their names are those of
+    what is measured (`runtime/offload/channels.py`).
+    """
+    alone = replace(cost, streamed=0.0, eager=0.0)
+    device = replace(alone, attended=0.0, resident=0.0).seconds(work)
+    attention = alone.seconds(work) - device
+    few = work.tokens <= CPU_TOKENS
+    return {
+        "disk": moves.disk,
+        "link": moves.few_link if few else moves.link,
+        "cpu": (moves.few_rows if few else 0.0) + (attention if moves.attends else 0.0),
+        "device": device + (0.0 if moves.attends else attention),
+    }
+
+
 def pass_cost(spec: ModelSpec, rates: Rates, away: Away) -> StepCost:
     """The price of any pass."""
     d = dimensions(spec)
@@ -91,10 +128,14 @@ def _moves(rates: Rates, away: Away) -> tuple[float, float]:
 
 def decode_seconds(cost: StepCost, sequences: int, context: float) -> float:
     """Seconds of a pass in which so many sequences get a token each, at so many positions."""
+    return cost.seconds(_decodes(cost, sequences, context))
+
+
+def _decodes(cost: StepCost, sequences: int, context: float) -> StepWork:
     seen = context
     if cost.windows:
         seen = sum(min(window or context, context) for window in cost.windows) / len(cost.windows)
-    return cost.seconds(StepWork(sequences, sequences, sequences * seen, sequences * seen))
+    return StepWork(sequences, sequences, sequences * seen, sequences * seen)
 
 
 def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag") -> float:
@@ -215,22 +256,6 @@ def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None =
 
 
 def predicted_pass(spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int) -> Mapping[str, float]:
-    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode: weights come
-    while the CPU attends to KV in host memory. A pass of few tokens on a GPU leaves rows to the CPU.
-    """
-    cost = replace(pass_cost(spec, rates, away), streamed=0.0)
-    products = decode_seconds(cost, count, 0)
-    attention = decode_seconds(cost, count, limits.max_model_len) - products
-    disk, link = _moves(rates, away)
-    if away.kind == "cpu":
-        return {"disk": disk, "device": products + attention}
-    rows = 0.0
-    if count <= CPU_TOKENS:
-        rows = away.host * rates.multiply / (rates.multiply + rates.link)
-    in_host = away.kv_place == "host"
-    return {
-        "disk": disk,
-        "link": link - rows / rates.link,
-        "cpu": (rows / rates.multiply if rows else 0.0) + (attention if in_host else 0.0),
-        "device": products + (0.0 if in_host else attention),
-    }
+    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode."""
+    cost = pass_cost(spec, rates, away)
+    return channel_seconds(cost, pass_moves(rates, away), _decodes(cost, count, limits.max_model_len))

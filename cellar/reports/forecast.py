@@ -22,7 +22,7 @@ def predict(forecast: Forecast, opened: Opened, profile: Profile | None = None) 
     Without any of them it predicts nothing.
     """
     if opened.plan is not None:
-        forecast.cost, forecast.source = opened.plan.cost, f"plan for {opened.plan.machine}"
+        forecast.follow(opened.plan, None if opened.offload is None else opened.offload.channels.seconds)
         return
     device = resolve_device(opened.config.device.device)
     for known in (profile,) if profile is not None else _profiles(device):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from cellar.bench.offline import Bench
 from cellar.bench.workload import Workload
 from cellar.core.hardware import Device, Measure, Profile
 from cellar.core.messages import Emit, Source, Spans, StepPlan, StepResult, TableUpdate
+from cellar.planner.saved import SavedPlan
 from cellar.planner.work import StepCost
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -66,6 +69,41 @@ def test_steps_are_priced_by_their_own_counts() -> None:
     assert "predicted by the hand" in report.lines()[0]
     forecast.clear()
     assert forecast.report(1, 1.0) is None
+
+
+@pytest.mark.parametrize("attends", [False, True])
+def test_channels_are_predicted_and_measured_each(attends: bool) -> None:
+    """Sums over the steps, beside what channels have been busy since the run began; a step of few tokens has rates of
+    its own.
+    """
+    moves = {"disk": 7.0, "link": 3.0, "few_link": 2.0, "few_rows": 1.0, "attends": attends}
+    busy = {"disk": 50.0, "link": 1.0, "cpu": 0.0, "device": 10.0}
+    plan = SimpleNamespace(cost=replace(COST, streamed=1e6), machine="hand", figures={"moves": moves})
+    forecast = Forecast()
+    forecast.follow(cast(SavedPlan, plan), lambda: dict(busy))
+    forecast.observe(step((0, 100, Source.HOST, Emit.NONE)), result(1.0))
+    forecast.observe(step((100, 101, Source.DEVICE, Emit.LAST)), result(1.0))
+    busy |= {"disk": 66.0, "link": 5.5, "device": 2010.0}
+    report = forecast.report(1, 10.0)
+    assert report is not None
+    attention = 0.01 * (5050 + 101)
+    products = 1000.0 + 100 + 1000 + 1 + 100
+    cpu, device = (1 + attention, products) if attends else (1, products + attention)
+    found = {way.channel: (way.predicted, way.measured) for way in report.channels}
+    assert found == {
+        "disk": (14.0, 16.0),
+        "link": (5.0, 4.5),
+        "cpu": (pytest.approx(cpu), 0.0),
+        "device": (pytest.approx(device), 2000.0),
+    }
+    assert [line.split()[:2] for line in report.lines()[4:8]] == [[name, "busy"] for name in found]
+    assert report.to_dict()["channels"][0] == {"channel": "disk", "predicted": 14.0, "measured": 16.0}
+    forecast.clear()
+    forecast.observe(step((100, 101, Source.DEVICE, Emit.LAST)), result(1.0))
+    again = forecast.report(1, 10.0)
+    assert again is not None
+    assert again.channels[0].measured == 0
+    assert again.channels[0].predicted == 7.0
 
 
 def test_windows_bound_what_is_attended_to() -> None:

@@ -24,10 +24,11 @@ class Channel:
     @property
     def seconds(self) -> float:
         """Of all that has ended."""
-        while self._open and self._open[0][1].query():
-            begin, end = self._open.popleft()
-            self._seconds += begin.elapsed_time(end) / 1e3
-        return self._seconds
+        with self._lock:
+            while self._open and self._open[0][1].query():
+                begin, end = self._open.popleft()
+                self._seconds += begin.elapsed_time(end) / 1e3
+            return self._seconds
 
     def add(self, seconds: float) -> None:
         """So much more."""
@@ -57,14 +58,18 @@ class Channel:
 
 
 class Channels:
-    """`link`: copies of weights to the device. `disk`: reads of weights. `rows` and `attention`: of the CPU."""
+    """`link`: copies of weights to the device. `disk`: reads of weights. `rows` and `attention`: of the CPU for an
+    accelerator. `device`: layers and head, weights being there; on an accelerator with what they wait for of the CPU.
+    """
 
-    def __init__(self) -> None:
-        self.link = Channel()
-        self.disk = Channel()
-        self.rows = Channel()
-        self.attention = Channel()
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.link = Channel(clock)
+        self.disk = Channel(clock)
+        self.rows = Channel(clock)
+        self.attention = Channel(clock)
+        self.device = Channel(clock)
 
     def seconds(self) -> dict[str, float]:
-        """By channel, so far."""
-        return {name: channel.seconds for name, channel in vars(self).items()}
+        """By channel, so far: disk, link, cpu and device."""
+        cpu = self.rows.seconds + self.attention.seconds
+        return {"disk": self.disk.seconds, "link": self.link.seconds, "cpu": cpu, "device": self.device.seconds}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -99,13 +99,19 @@ class StreamedLayers:
         Raises DeviceError if they cannot be read.
         """
         if j not in self._streamed or self._ring is None:
-            yield self._weights[j, 0, self._is_here]
+            with self.computing():
+                yield self._weights[j, 0, self._is_here]
             return
         slot = self._ring.take(j)
         try:
-            yield self._weights[j, slot, self._left[slot]]
+            with self.computing():
+                yield self._weights[j, slot, self._left[slot]]
         finally:
             self._ring.give(slot, self._mover.computed())
+
+    def computing(self) -> AbstractContextManager[None]:
+        """While the head is computed, too."""
+        return self._mover.computing(self._channels.device)
 
     def close(self) -> None:
         """End the loader and let go of the file. Nobody computes any more."""

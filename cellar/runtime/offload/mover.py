@@ -9,7 +9,8 @@ thread that waits for one goes on at once, and its stream waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -51,6 +52,9 @@ class Mover(Protocol):
     def count(self, channel: Channel, begun: Any) -> None:
         """The time from that mark to here is the channel's."""
 
+    def computing(self, channel: Channel) -> AbstractContextManager[None]:
+        """The time of what is computed in the block is the channel's."""
+
 
 class HostMover:
     """Copies by the calling thread alone. NumPy lets other threads run meanwhile, and brings no team of its own."""
@@ -83,6 +87,10 @@ class HostMover:
     def count(self, channel: Channel, begun: Any) -> None:
         """Of the calling thread."""
         channel.add(time.perf_counter() - begun)
+
+    def computing(self, channel: Channel) -> AbstractContextManager[None]:
+        """By the calling thread."""
+        return channel.busy()
 
 
 class StreamMover:
@@ -123,6 +131,16 @@ class StreamMover:
     def count(self, channel: Channel, begun: Any) -> None:
         """Of the stream; a move that waits for a slot counts as well."""
         channel.between(begun, self._event(self._stream, timing=True))
+
+    @contextmanager
+    def computing(self, channel: Channel) -> Iterator[None]:
+        """By the current stream."""
+        stream = torch.cuda.current_stream(self._device)
+        begun = self._event(stream, timing=True)
+        try:
+            yield
+        finally:
+            channel.between(begun, self._event(stream, timing=True))
 
     def _event(self, stream: Any, blocking: bool = False, timing: bool = False) -> Any:
         event: Any = torch.cuda.Event(blocking=blocking, enable_timing=timing)  # type: ignore[no-untyped-call]

@@ -107,6 +107,9 @@ class Layers(Protocol):
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights, there to be used until the block ends."""
 
+    def computing(self) -> AbstractContextManager[None]:
+        """While what needs no layer's weights, the head, is computed."""
+
 
 class Passes(Protocol):
     """What an executor asks of what computes steps: `Forward`, or one rank's part in layouts (`laid.py`).
@@ -161,6 +164,10 @@ class ResidentLayers:
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights."""
         return self._layers[j]
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Nobody counts."""
+        return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +402,8 @@ class Forward:
 
     def logits(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, vocab] of the step's tokens `places`, which `index` has on the device; None: of all."""
-        return self.model.head(self.weights.head, h if index is None else select(h, index), self._comm)
+        with self._layers.computing():
+            return self.model.head(self.weights.head, h if index is None else select(h, index), self._comm)
 
     def final_hidden(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, hidden] after the last norm, likewise."""

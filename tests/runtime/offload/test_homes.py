@@ -19,7 +19,7 @@ from cellar.core.messages import Partition, Placed, PlacedUnits, Placement
 from cellar.core.specs import LayerSpec
 from cellar.models.loader import dummy_reader
 from cellar.models.registry import open_model
-from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes, opened_homes
@@ -209,6 +209,25 @@ def test_records_of_any_size_come_back(tmp_path: Path) -> None:
         file.read(number, again)
         assert (again == records[number])[: sizes[number]].all()
     file.close()
+
+
+def test_a_device_is_busy_while_layers_and_head_are_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on where the test says: what passes between layers, and the waits for them, do not count."""
+    now = [0.0]
+    monkeypatch.setattr("cellar.runtime.offload.opened.Channels", lambda: Channels(lambda: now[0]))
+    opened = open_offloaded(SPEC, random_placement(SPEC, 2), dummy_reader(), CPU, {}, tmp_path)
+    layers, seconds = opened.layers, opened.report.channels.seconds
+    for _ in range(2):
+        layers.begin(1)
+        for j in range(len(layers)):
+            now[0] += 100.0
+            with layers.at(j):
+                now[0] += 2.0
+        with layers.computing():
+            now[0] += 5.0
+    assert seconds()["device"] == 2 * (2.0 * len(layers) + 5.0)
+    assert seconds()["cpu"] == 0
+    opened.close()
 
 
 def test_records_are_queued_behind_one_another(tmp_path: Path) -> None:

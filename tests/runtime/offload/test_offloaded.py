@@ -457,6 +457,8 @@ def test_generate_says_what_goes_where(models: Callable[[str], Path], tmp_path: 
     # It ends with what was predicted beside what was measured.
     assert "predicted by the plan for cpu" in output
     assert "generated tok/s" in output
+    assert re.search(r"disk busy +\d+\.\d+ +\d+\.\d+ +\d", output), output
+    assert re.search(r"device busy +\d+\.\d+ +\d+\.\d+ +\d", output), output
 
 
 def test_a_latency_bounds_what_runs_at_once(models: Callable[[str], Path], tmp_path: Path) -> None:
