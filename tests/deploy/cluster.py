@@ -32,7 +32,7 @@ ENVIRONMENT = {
 STATUS = "cellar: "
 """Begins the driver's answer to what it was to deploy."""
 
-DEPLOY_SECONDS = 240.0
+DEPLOY_SECONDS = 900.0
 """To start all of it; each of its dozen processes loads Python anew, on a machine that others use."""
 
 MEMORY = 100 * 2**20

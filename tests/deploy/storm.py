@@ -15,12 +15,13 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conversations.postgres import cluster as postgres_cluster
 from tests.deploy.cluster import Cluster, cluster
@@ -41,12 +42,48 @@ FRONT = {"max_surge_percent": 100, "graceful_shutdown_timeout_s": 60}
 
 @dataclass
 class Talk:
-    """A conversation: what was said in it, and how long its turns took (seconds)."""
+    """A conversation: what was said in it, how long its turns took (seconds), how many tokens their prompts had and how
+    many of these an engine had already.
+    """
 
     number: int
+    asked: list[str] = field(default_factory=list)
     answers: list[str] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
+    found: list[int] = field(default_factory=list)
     id: str = ""
+
+    def said(self) -> list[tuple[str, str]]:
+        """Who said what, in order."""
+        turns = zip(self.asked, self.answers, strict=True)
+        return [said for question, answer in turns for said in (("user", question), ("assistant", answer))]
+
+
+class Counts:
+    """What fronts count of their choices. A front that is replaced begins anew, and both may answer for a while."""
+
+    def __init__(self) -> None:
+        self._lives: list[dict[str, float]] = []
+
+    def saw(self, text: str) -> None:
+        """A front's /metrics."""
+        now = {
+            sample.labels.get("reason", "moved"): sample.value
+            for family in text_string_to_metric_families(text)
+            if family.name in ("cellar:router_choices", "cellar:requests_migrated")
+            for sample in family.samples
+        }
+        fitting = [life for life in self._lives if all(now[name] >= count for name, count in life.items())]
+        if fitting:
+            max(fitting, key=lambda life: sum(life.values())).update(now)
+        else:
+            self._lives.append(now)
+
+    def total(self) -> dict[str, int]:
+        """Of all fronts."""
+        names = dict.fromkeys(name for life in self._lives for name in life)
+        return {name: round(sum(life.get(name, 0) for life in self._lives)) for name in names}
 
 
 @contextmanager
@@ -84,26 +121,30 @@ async def events(http: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator
 async def turn(http: httpx.AsyncClient, talk: Talk, tokens: int) -> None:
     """The next turn of a conversation."""
     number = len(talk.answers)
+    asked = f"Traveller {talk.number}, tell me more of day {number} in the old house."
     body: dict[str, Any] = {
         "model": "demo",
         "conversation": talk.id,
-        "input": f"Traveller {talk.number}, tell me more of day {number} in the old house.",
+        "input": asked,
         "max_output_tokens": tokens,
         "ignore_eos": True,
     }
     body |= {"temperature": 0} if talk.number % 2 else {"temperature": 1.0, "seed": 1000 * talk.number + number}
-    began, parts, whole, order = time.monotonic(), list[str](), None, -1
+    began, parts, whole, order, usage = time.monotonic(), list[str](), None, -1, dict[str, Any]()
     async for event in events(http, body):
         assert event["sequence_number"] > order
         order = event["sequence_number"]
         if event["type"] == "response.output_text.delta":
             parts.append(event["delta"])
         elif event["type"] in ("response.completed", "response.incomplete"):
-            whole = event["response"]["output"][0]["content"][0]["text"]
+            whole, usage = event["response"]["output"][0]["content"][0]["text"], event["response"]["usage"]
         assert event["type"] not in ("error", "response.failed"), event
     assert whole is not None, "the stream has ended before its end"
     assert "".join(parts) == whole
+    talk.asked.append(asked)
     talk.answers.append(whole)
+    talk.prompts.append(usage["input_tokens"])
+    talk.found.append(usage["input_tokens_details"]["cached_tokens"])
     talk.seconds.append(time.monotonic() - began)
 
 
@@ -125,6 +166,21 @@ async def chunks(http: httpx.AsyncClient) -> int:
     """Of all engines that the front has."""
     status = (await http.get("/engine/status")).json()
     return 0 if status["engine"] is None else int(status["engine"]["memory"][0]["chunks"])
+
+
+async def count(http: httpx.AsyncClient, counts: Counts) -> None:
+    """Look at the front's counts again and again."""
+    while True:
+        with suppress(httpx.TransportError):  # a front is being replaced
+            answer = await http.get("/metrics")
+            if answer.status_code == 200:
+                counts.saw(answer.text)
+        await asyncio.sleep(0.5)
+
+
+def share_found(talks: Sequence[Talk]) -> float:
+    """Of the tokens of all turns' prompts, the percentage that an engine had."""
+    return round(100 * sum(sum(talk.found) for talk in talks) / sum(sum(talk.prompts) for talk in talks), 1)
 
 
 async def disturb(
@@ -168,8 +224,9 @@ async def storm(
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """-> figures. Raises AssertionError if a stream breaks, a text is another, or something was not kept."""
-    limits = httpx.Limits(max_connections=None)
+    limits, counts = httpx.Limits(max_connections=None), Counts()
     async with httpx.AsyncClient(base_url=made.url, timeout=900, limits=limits) as http:
+        counting = asyncio.create_task(count(http, counts))
         calm = await hold(http, talks, turns, tokens)
         log("undisturbed run done")
         stopped, held, rounds = asyncio.Event(), list[Talk](), 0
@@ -194,11 +251,13 @@ async def storm(
             assert talk.answers == calm[talk.number].answers, talk
             same += len(talk.answers)
         kept = 0
-        for talk in held[-talks:]:
+        for talk in [*calm, *held]:
             items = (await http.get(f"/v1/conversations/{talk.id}/items", params={"limit": 100, "order": "asc"})).json()
-            said = [item["content"][0]["text"] for item in items["data"] if item["role"] == "assistant"]
-            assert said == talk.answers
-            kept += len(said)
+            assert [(item["role"], item["content"][0]["text"]) for item in items["data"]] == talk.said()
+            kept += len(talk.answers)
+        counting.cancel()
+        with suppress(asyncio.CancelledError):
+            await counting
     waits = sorted(seconds for talk in held for seconds in talk.seconds)
     return {
         "engines": len(made.engines()),
@@ -210,6 +269,9 @@ async def storm(
         "streams": len(waits),
         "streams_equal": same,
         "turns_kept": kept,
+        "prompts_found_percent": share_found(held),
+        "calm_prompts_found_percent": share_found(calm),
+        "choices": counts.total(),
         "p50_seconds": round(waits[len(waits) // 2], 2),
         "p99_seconds": round(waits[int(len(waits) * 0.99)], 2),
         "calm_p50_seconds": round(sorted(s for talk in calm for s in talk.seconds)[talks * turns // 2], 2),
