@@ -163,7 +163,8 @@ def main(directory: str, existing: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     if existing == "local":  # never one that happens to run here
-        own = {"num_cpus": 64, "include_dashboard": False, "object_store_memory": MEMORY, "_temp_dir": directory}
+        # Of CPUs more than deployments ask for; Ray starts a process for each at once.
+        own = {"num_cpus": 12, "include_dashboard": False, "object_store_memory": MEMORY, "_temp_dir": directory}
         ray.init("local", log_to_driver=False, **own)
     else:
         ray.init(existing, log_to_driver=False)

@@ -224,7 +224,9 @@ async def storm(
     log: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """-> figures. Raises AssertionError if a stream breaks, a text is another, or something was not kept."""
-    limits, counts = httpx.Limits(max_connections=None), Counts()
+    # A connection for each request: httpx closes idle ones whose time is over, and sometimes one that it has just given
+    # to a request, when its loop is late.
+    limits, counts = httpx.Limits(max_connections=None, max_keepalive_connections=0), Counts()
     async with httpx.AsyncClient(base_url=made.url, timeout=900, limits=limits) as http:
         counting = asyncio.create_task(count(http, counts))
         calm = await hold(http, talks, turns, tokens)
