@@ -42,18 +42,17 @@ def folder() -> Path:
 
 
 def build(
-    file: str,
+    files: Sequence[str],
     constants: Mapping[str, int],
     kernel: str,
     arguments: Sequence[tuple[str, str]],
     edits: Sequence[tuple[str, str]] = (),
 ) -> ctypes.CDLL:
-    """A kernel of cellar/ops as a library whose `run` launches it. `arguments`: type and name of each.
+    """A kernel of cellar/ops, which some files are, as a library whose `run` launches it. `arguments`: type and name of each.
 
     What the kernel takes by value is given by address. `edits`: text to be replaced, for defects that tests plant.
     """
-    included = ["attention/parts.cuh"] if file.startswith("attention") else []
-    body = "\n".join((SOURCES / name).read_text() for name in (*included, file))
+    body = "\n".join((SOURCES / name).read_text() for name in files)
     for old, new in edits:
         assert body.count(old) == 1, old
         body = body.replace(old, new)
@@ -91,7 +90,7 @@ def tensor_map(
     for i, size in enumerate(sizes):
         made[2 + i], made[11 + i] = size, box[i]
     for i, stride in enumerate(strides):
-        made[7 + i] = stride * tensor.element_size()
+        made[7 + i] = stride * 2  # elements of 16 bits, whatever the tensor's are
     return made
 
 

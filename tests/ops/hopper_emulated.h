@@ -270,6 +270,14 @@ inline void copy_later(const TensorMap* map, u32 to, u32 barrier, int rank, cons
     });
 }
 
+inline void copy_bytes_later(u32 to, const void* from, u32 bytes, u32 barrier) {
+    if (to % 16 || bytes % 16 || reinterpret_cast<std::uintptr_t>(from) % 16) fail("bytes that are not on 16");
+    copies.push_back([=] {
+        std::memcpy(bytes_at(to, bytes), from, bytes);
+        arrive(barrier, 0, -static_cast<long long>(bytes));
+    });
+}
+
 inline float element(u64 tile, int row, int column) {  // of a swizzled tile, as a descriptor names it
     const u32 base = current->block->rank * SPAN + static_cast<u32>(tile & 0x3FFF) * 16;
     if ((tile >> 32 & 0x3FFF) != 64 || tile >> 62 != 1) fail("an odd descriptor");
@@ -380,12 +388,14 @@ inline void load_box(const TensorMap* map, u32 to, u32 barrier, int column, int 
 inline void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
     emulated::copy_later(map, to, barrier, 5, {c0, c1, c2, c3, c4}, 1u << emulated::current->block->rank);
 }
+inline void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) { emulated::copy_bytes_later(to, from, bytes, barrier); }
 inline void stores_before_copies() {}
 
 inline void store_shared(u32 to, u32 a) { std::memcpy(emulated::bytes_at(to, 4), &a, 4); }
 inline void clear_shared(u32 to) { std::memset(emulated::bytes_at(to, 16), 0, 16); }
 inline void load_shared(u32 from, u32 (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
+inline int load_byte(u32 from) { return *emulated::bytes_at(from, 1); }
 inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
 inline void load_once(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
 inline void load_global(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
@@ -399,6 +409,28 @@ inline float __uint_as_float(u32 bits) {
     float value;
     std::memcpy(&value, &bits, 4);
     return value;
+}
+
+inline u32 __float_as_uint(float value) {
+    u32 bits;
+    std::memcpy(&bits, &value, 4);
+    return bits;
+}
+
+inline u32 __byte_perm(u32 x, u32 y, u32 selector) {
+    const u64 both = x | static_cast<u64>(y) << 32;
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) found |= static_cast<u32>(both >> (selector >> (4 * i) & 7) * 8 & 255) << (8 * i);
+    return found;
+}
+
+inline u32 most_in_warp(u32 x) {
+    emulated::in_warp("most_in_warp", &x, [](std::vector<void*>& all) {
+        u32 most = 0;
+        for (void* lane : all) most = std::max(most, *static_cast<u32*>(lane));
+        for (void* lane : all) *static_cast<u32*>(lane) = most;
+    });
+    return x;
 }
 
 inline u16 rounded(float value) {
@@ -554,7 +586,8 @@ inline u32 turned(u32 pair) {
     return mine.other;
 }
 
-inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+template <float (*NUMBER)(u32)>
+inline void multiply_(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     struct Mine {
         float* sum;
         const u32* a;
@@ -566,7 +599,7 @@ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
             const Mine* one_ = static_cast<Mine*>(all[lane]);
             for (int i = 0; i < 2; ++i) {
                 const int k = lane % 4 * 2 + i;
-                const auto half = [i](u32 pair) { return one(static_cast<u16>(pair >> (16 * i))); };
+                const auto half = [i](u32 pair) { return NUMBER(pair >> (16 * i) & 0xFFFF); };
                 for (int part = 0; part < 4; ++part) a[lane / 4 + part % 2 * 8][k + part / 2 * 8] = half(one_->a[part]);
                 for (int part = 0; part < 2; ++part) b[k + part * 8][lane / 4] = half(one_->b[part]);
             }
@@ -581,7 +614,30 @@ inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     });
 }
 
+inline float of_bits(u32 bits) { return one(static_cast<u16>(bits)); }
+
+inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_<of_bits>(sum, a, b0, b1); }
+
+inline float of_half(u32 bits) {
+    const u16 low = static_cast<u16>(bits);
+    _Float16 half;
+    std::memcpy(&half, &low, 2);
+    return static_cast<float>(half);
+}
+
+inline u32 half_bits(float value) {
+    const _Float16 half = static_cast<_Float16>(value);
+    u16 bits;
+    std::memcpy(&bits, &half, 2);
+    return bits;
+}
+
+inline u32 two_halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+
+inline void multiply_halves(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_<of_half>(sum, a, b0, b1); }
+
 inline float e4m3(u32 code) {
+    if ((code & 127) == 127) return std::nanf("");
     const int exponent = code >> 3 & 15, mantissa = code & 7;
     const float size = exponent ? std::ldexp(8.0f + mantissa, exponent - 10) : std::ldexp(1.0f * mantissa, -9);
     return code & 128 ? -size : size;
@@ -617,3 +673,19 @@ inline void multiply_bytes(Sum (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0
         }
     });
 }
+
+inline u32 halves_below(u32 codes) { return two_halves(e4m3(codes & 255), e4m3(codes >> 8 & 255)); }
+inline u32 halves_above(u32 codes) { return halves_below(codes >> 16); }
+
+inline u32 code_of(float value) {  // the nearest, of two the even one
+    if (std::isnan(value)) return 127;
+    const float size = std::min(std::fabs(value), 448.0f);
+    u32 best = 0;
+    for (u32 code = 1; code < 127; ++code) {
+        const float now = std::fabs(e4m3(code) - size), before = std::fabs(e4m3(best) - size);
+        if (now < before || (now == before && code % 2 == 0)) best = code;
+    }
+    return best | (std::signbit(value) ? 128 : 0);
+}
+
+inline u32 two_codes(float low, float high) { return code_of(low) | code_of(high) << 8; }

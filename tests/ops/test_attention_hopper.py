@@ -16,6 +16,7 @@ from cellar.ops.attention.hopper import (
     Sizes,
     cache_map,
     decode_arguments,
+    decode_files,
     decode_source,
     default_sizes,
     hopper_decode,
@@ -111,7 +112,8 @@ def _emulated(
         work, table = given["work"], given["table"]
         _, constants = decode_source(work.shape, sizes, dtype)
         takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-        library = emulated.build("attention/decode.cu", constants, "decode_attention", takes, edits)
+        files = decode_files(work.shape.kv_format == "fp8")
+        library = emulated.build(files, constants, "decode_attention", takes, edits)
         q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
@@ -126,6 +128,11 @@ def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -
     expected = decode_attention_definition(**wanted)
     torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=TOLERANCE[dtype])
     for name in ("k_cache", "v_cache"):
+        if given[name].dtype == torch.float8_e4m3fn:
+            # What a rotation's last bit changes may be another code, seldom.
+            differ = given[name].view(torch.uint8) != wanted[name].view(torch.uint8)
+            assert int(differ.sum()) <= 0.002 * out.shape[0] * given[name].shape[1] * given[name].shape[3]
+            continue
         torch.testing.assert_close(given[name], wanted[name], rtol=2e-2, atol=2e-2, equal_nan=True)
     buffers = given["work"].resident
     assert not buffers.counters.any(), "counters are zero between launches"
@@ -257,7 +264,8 @@ def _emulated_prompt(
         takes = [("const TensorMap&*", name) for name in ("queries", "keys", "values")]
         takes.append(("const Arguments&*", "arguments"))
         constants["STAGES"] = 2
-        library = emulated.build("attention/prompt.cu", constants, "prompt_attention", takes, edits)
+        files = ("attention/parts.cuh", "attention/prompt.cu")
+        library = emulated.build(files, constants, "prompt_attention", takes, edits)
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = prompt_arguments(table, work, given["scale"], out)
         maps = [emulated.tensor_map(q, *query_map(q, shape, tile))]

@@ -150,7 +150,7 @@ def _emulated(
     _, constants = wide_source(sizes, gate, with_bias, dtype)
     maps = [("const TensorMap&*", "xs"), ("const TensorMap&*", "ws"), ("const u16*", "bias"), ("u16*", "out")]
     counts = [("int", name) for name in ("m", "n", "steps", "down", "clusters")]
-    library = emulated.build("linear/wide.cu", constants, "product", [*maps, *counts], edits)
+    library = emulated.build(("linear/wide.cu",), constants, "product", [*maps, *counts], edits)
     out = torch.empty((m, n), dtype=dtype)
     down = -(-m // (sizes.tokens * sizes.sharing_rows))
     clusters = down * -(-n // (sizes.columns(gate) * sizes.sharing_tokens))

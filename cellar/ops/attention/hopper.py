@@ -1,6 +1,7 @@
 """Attention on Hopper by two kernels in CUDA C++; docs/decisions/0016-hopper-kernels.md says why.
 
-`decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute.
+`decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute; over plain K
+and V, and over those in FP8 (docs/decisions/0058-fp8-decodes.md).
 `prompt.cu`: a block for each tile, whose tensor cores work while the weights of the next turn are computed.
 Both take the same work list and scratch as the Triton kernel (`plan.py`).
 """
@@ -31,33 +32,37 @@ from cellar.ops.cuda.hopper import (
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 MAX_GROUP = 8
-_DECODE_TURN, _PROMPT_TURN = 64, 128
+_PROMPT_TURN = 128
 _PARTS = "attention/parts.cuh"
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of decodes: warps that compute, stages of 64 tokens in flight, and blocks a multiprocessor runs at once.
+    """Of decodes: warps that compute, stages in flight, and blocks a multiprocessor runs at once.
 
-    Four warps are a team, each with stages of its own: there are as many for each.
+    Four warps are a team, each with stages of its own: there are as many for each. Of a stage a warp has so many
+    `tiles` of 16 tokens.
     """
 
     warps: int
     stages: int
     at_once: int
+    tiles: int = 1
 
     def shared(self, shape: AttentionShape) -> int:
         """Bytes of dynamic shared memory: the stages, and what is beside them (`Shared`)."""
         sums = 4 * self.warps * shape.group * (shape.head_dim + 6)
         newest = 4 * (2 * shape.head_dim + shape.group)
         queries = 2 * 8 * (shape.head_dim + 8)
-        stages = self.stages * (4 * _DECODE_TURN * shape.head_dim + 16)
-        return 1024 + stages + sums + newest + queries + 224  # the last: two items and their barriers, and alignment
+        row = 2 * shape.head_dim if shape.kv_format == "plain" else shape.head_dim + 1
+        stages = self.stages * (2 * 64 * self.tiles * row + 16)
+        return 1024 + stages + sums + newest + queries + 256  # the last: two items and their barriers, and alignment
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
     """Two blocks a multiprocessor if three stages fit each of them, else one."""
-    candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
+    deep = (4, 3) if shape.kv_format == "plain" else (12, 6, 5, 4)
+    candidates = (*(Sizes(4, n, 2) for n in deep), *(Sizes(8, n, 1) for n in (6, 4, 2)))
     return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
 
 
@@ -87,13 +92,15 @@ class PromptArguments(ctypes.Structure):
 
 
 def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
-    """16-bit floats, and a shape that it has."""
+    """16-bit floats, K and V plain or in FP8, and a shape that it has."""
     return hopper_decodes_shape(shape) and _takes(q, k_cache, v_cache)
 
 
 def hopper_decodes_shape(shape: AttentionShape) -> bool:
-    """Heads of 64, 128 or 256, groups up to 8."""
-    return shape.head_dim in (64, 128, 256) and shape.group <= MAX_GROUP
+    """Heads of 64, 128 or, of plain K and V, 256, groups up to 8."""
+    if shape.kv_format == "fp8":
+        return shape.head_dim in (64, 128) and shape.group <= MAX_GROUP
+    return shape.kv_format == "plain" and shape.head_dim in (64, 128, 256) and shape.group <= MAX_GROUP
 
 
 def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
@@ -107,7 +114,8 @@ def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return (
         hopper_available(q.device)
         and q.dtype in DTYPES
-        and k_cache.dtype == v_cache.dtype == q.dtype
+        and k_cache.dtype == v_cache.dtype
+        and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
         and all(c.data_ptr() % 16 == 0 and c.stride(0) * size % 16 == 0 for c in (k_cache, v_cache))
     )
 
@@ -263,8 +271,16 @@ def prompt_arguments(table: Tensor, work: AttentionWork, scale: float, out: Tens
 
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     """CUDA C++, and the constants that it is compiled with."""
-    constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages}
-    return hopper_source(_PARTS, "attention/decode.cu"), constants
+    fp8 = shape.kv_format == "fp8"
+    constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages, "TILES": sizes.tiles}
+    constants |= {"AT_ONCE": sizes.at_once, "FP8": int(fp8)}
+    return hopper_source(*decode_files(fp8)), constants
+
+
+def decode_files(fp8: bool) -> tuple[str, ...]:
+    """What the kernel for decodes consists of."""
+    form = "attention/decode_fp8.cuh" if fp8 else "attention/decode_plain.cuh"
+    return _PARTS, "attention/decode.cuh", form, "attention/decode.cu"
 
 
 def prompt_source(shape: AttentionShape, tile: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
@@ -322,11 +338,19 @@ def query_map(q: Tensor, shape: AttentionShape, tile: int) -> Map:
 
 
 def cache_map(cache: Tensor) -> Map:
-    """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide."""
+    """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide.
+
+    Of one in FP8, whose last dimension has a row's exponent, too: the codes alone, two of them for one element.
+    """
     slots, heads, chunk, dim = cache.shape
+    if cache.dtype == torch.float8_e4m3fn:
+        lines = chunk * (dim - 1) // 128
+        sizes, strides = (64, 1, lines, heads, slots), (64, 64, cache.stride(1) // 2, cache.stride(0) // 2)
+        return sizes, strides, (64, 1, lines, 1, 1)
     sizes, strides = (64, dim // 64, chunk, heads, slots), (64, dim, cache.stride(1), cache.stride(0))
     return sizes, strides, (64, 1, chunk, 1, 1)
 
 
 def _mapped(tensor: Tensor, of: Map) -> TensorMap:
-    return tensor_map(tensor.data_ptr(), tensor.dtype, *of)
+    dtype = tensor.dtype if tensor.element_size() == 2 else torch.bfloat16  # what is copied is bits
+    return tensor_map(tensor.data_ptr(), dtype, *of)

@@ -134,6 +134,13 @@ __device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barri
         : "memory");
 }
 
+// Some bytes in a row; addresses and their number are multiples of 16.
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 // What this thread stored in shared memory comes before what the copy engine and the tensor cores do there next.
 __device__ __forceinline__ void stores_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -153,6 +160,12 @@ __device__ __forceinline__ void load_shared(u32 from, u32 (&x)[4]) {
 
 __device__ __forceinline__ void load_shared(u32 from, float (&x)[4]) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(from));
+}
+
+__device__ __forceinline__ int load_byte(u32 from) {
+    u32 x;
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
+    return static_cast<int>(x);
 }
 
 __device__ __forceinline__ void store_cluster(u32 to, const float* x) {  // four, in any block of the cluster
@@ -256,6 +269,13 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same of float16, whatever KIND is.
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // The same of e4m3 with a [16, 32] and b [32, 8]: a register has four columns of a row, and of b four rows of a column.
 __device__ __forceinline__ void multiply_bytes(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
@@ -290,6 +310,44 @@ __device__ __forceinline__ float one(u16 bits) {
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
     return value;
 #endif
+}
+
+__device__ __forceinline__ u32 two_halves(float low, float high) {  // float16, whatever KIND is
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ __forceinline__ float of_half(u32 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<u16>(bits)));
+    return value;
+}
+
+__device__ __forceinline__ u32 two_codes(float low, float high) {  // e4m3, 448 for all beyond
+    u16 both;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// The lower two of four e4m3 codes as float16, which has all of them; the upper two.
+__device__ __forceinline__ u32 halves_below(u32 codes) {
+    u32 both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(both) : "r"(codes));
+    return both;
+}
+
+__device__ __forceinline__ u32 halves_above(u32 codes) {
+    u32 both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}" : "=r"(both) : "r"(codes));
+    return both;
+}
+
+// The largest of a warp.
+__device__ __forceinline__ u32 most_in_warp(u32 x) {
+    u32 most;
+    asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
+    return most;
 }
 
 __device__ __forceinline__ float reciprocal(float x) {
