@@ -48,7 +48,7 @@ def build(
     arguments: Sequence[tuple[str, str]],
     edits: Sequence[tuple[str, str]] = (),
 ) -> ctypes.CDLL:
-    """A kernel of cellar/ops, which some files are, as a library whose `run` launches it. `arguments`: type and name of each.
+    """A kernel of cellar/ops (its files) as a library whose `run` launches it. `arguments`: type and name of each.
 
     What the kernel takes by value is given by address. `edits`: text to be replaced, for defects that tests plant.
     """

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cellar.ops.attention import OPS, AttentionShape, AttentionWork, decode_attention
+from cellar.ops.attention import (
+    OPS,
+    AttentionShape,
+    AttentionWork,
+    decode_attention,
+    decodes_at_once,
+    plan_attention,
+)
 from cellar.ops.attention import cases as attention_cases
 from cellar.ops.attention.definition import attention_definition, decode_attention_definition
 from cellar.ops.attention.hopper import (
@@ -31,6 +39,7 @@ from cellar.ops.attention.hopper import (
 from cellar.ops.attention.plan import work_items
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_available
+from cellar.ops.kv_format import quantized_cache
 from cellar.ops.registry import Case
 from tests.ops import emulated
 
@@ -72,7 +81,18 @@ def _takes(case: Case) -> bool:
     ],
 )
 def test_sizes_fit_the_shared_memory(heads: tuple[int, int, int], expected: Sizes) -> None:
-    shape = AttentionShape(*heads, 32)
+    _fits(AttentionShape(*heads, 32), expected)
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [((32, 8, 128), Sizes(4, 3, 2, 2)), ((64, 8, 128), Sizes(4, 2, 2, 2)), ((14, 2, 64), Sizes(4, 3, 2, 2))],
+)
+def test_sizes_of_fp8_fit_the_shared_memory(heads: tuple[int, int, int], expected: Sizes) -> None:
+    _fits(AttentionShape(*heads, 32, kv_format="fp8"), expected)
+
+
+def _fits(shape: AttentionShape, expected: Sizes) -> None:
     assert default_sizes(shape) == expected
     assert expected.shared(shape) <= MAX_SHARED[expected.at_once]
 
@@ -92,7 +112,8 @@ def test_it_compiles(
 ) -> None:
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     shape = AttentionShape(*heads, 32)
-    assert compile_cuda(*decode_source(shape, default_sizes(shape), dtype)).startswith(b"\x7fELF")
+    for of in (shape, replace(shape, kv_format="fp8")) if shape.head_dim <= 128 else (shape,):
+        assert compile_cuda(*decode_source(of, default_sizes(of), dtype)).startswith(b"\x7fELF")
     for tile in (64, 128):
         if shape.head_dim <= 128 and 64 % shape.group == 0:
             assert compile_cuda(*prompt_source(shape, tile, dtype)).startswith(b"\x7fELF")
@@ -194,6 +215,96 @@ def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, case:
 @pytest.mark.parametrize("case", [LONG, ALONE, FAR], ids=lambda case: case.name)
 def test_without_defects_the_same_passes(case: Case) -> None:
     _emulated(case, torch.bfloat16, Sizes(4, 2, 2), blocks=2, seeds=2)
+
+
+# -- K and V in FP8 ---------------------------------------------------------------------------------------------------
+
+
+def _unequal(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
+    """Scores far apart, values of a chunk up to 4,096 times smaller than another's, queries beyond float16's range."""
+    found = LONG.make(device, dtype)
+    smaller = torch.exp2(-torch.randint(0, 13, (len(found["v_cache"]),), generator=torch.Generator().manual_seed(2)))
+    values = found["v_cache"] * smaller.to(device, dtype)[:, None, None, None]
+    arena = quantized_cache(torch.stack((found["k_cache"] * 6, values), 1), "fp8")
+    work = found["work"]
+    shape = work.shape
+    found["work"] = plan_attention(
+        *(work.row, work.start, work.stop),
+        *(shape.heads, shape.kv_heads, shape.head_dim, shape.chunk_size),
+        device=device,
+        programs=4,
+        kv_format="fp8",
+    )
+    tiny = 2.0**-20 if dtype == torch.bfloat16 else 2.0**-6
+    return found | {"q": found["q"] * tiny, "scale": 2 / tiny, "k_cache": arena[:, 0], "v_cache": arena[:, 1]}
+
+
+UNEQUAL = Case("fp8: numbers far apart", _unequal)
+LONG_FP8, ALONE_FP8 = (
+    attention_cases.decode_case("fp8: long", (600, 33, 1, 70), 128, heads=(8, 2, 128), chunk=16, kv_format="fp8"),
+    attention_cases.decode_case(
+        "fp8: the newest alone", (161, 40), 64, heads=(14, 2, 64), chunk=64, split=32, kv_format="fp8"
+    ),
+)
+WINDOW_FP8 = attention_cases.decode_case(
+    "fp8: window", (75, 11, 300), 32, heads=(8, 8, 64), window=24, chunk=16, kv_format="fp8"
+)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("case", "dtype", "sizes"),
+    [
+        (LONG_FP8, torch.float16, Sizes(4, 2, 2, 2)),
+        (ALONE_FP8, torch.bfloat16, Sizes(8, 4, 1)),
+        (WINDOW_FP8, torch.float16, Sizes(4, 1, 2)),
+        (UNEQUAL, torch.bfloat16, Sizes(4, 3, 2)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
+def test_fp8_emulated(case: Case, dtype: torch.dtype, sizes: Sizes) -> None:
+    _emulated(case, dtype, sizes, blocks=3, seeds=2)
+
+
+PLANTED_IN_FP8 = (
+    ("keys are taken for codes", "const float unit = power_at(key_power[t][half]);", "const float unit = 1.0f;"),
+    ("values have the keys' exponents", "load_byte(powers + TURN + t * 16", "load_byte(powers + t * 16"),
+    ("nobody waits for exponents", "here * 2 * (CHUNK_BYTES + CHUNK)", "here * 2 * CHUNK_BYTES"),
+    ("values that nobody wrote are multiplied", "if (high < OWN) clear_values(", "if (false) clear_values("),
+    ("tokens that nobody wrote count", "token >= low && token < high", "token >= low"),
+    ("sums keep their old unit", "const float smaller = power_of_2(", "const float smaller = 1.0f + 0 * power_of_2("),
+    ("neighbours are exchanged", "(v[t][u / 2][u % 2 * 2], 0, 0x3120)", "(v[t][u / 2][u % 2 * 2], 0, 0x2031)"),
+    ("queries are not made large", "const float larger = power_at(up);", "const float larger = 1.0f;"),
+    ("the newest is in other units", "two_codes(x[i] * inverse, x", "two_codes(x[i], x"),
+)
+
+
+@compiled
+@pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_FP8, ids=[planted[0] for planted in PLANTED_IN_FP8])
+def test_the_emulator_finds_planted_defects_in_fp8(what: str, old: str, new: str) -> None:
+    case = UNEQUAL if "unit" in what or "large" in what else LONG_FP8
+    with pytest.raises(AssertionError):
+        _emulated(case, torch.bfloat16, Sizes(4, 3, 2), blocks=2, seeds=8, edits=((old, new),))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("sizes", [None, Sizes(4, 6, 2), Sizes(8, 4, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_fp8_on_the_device(dtype: torch.dtype, sizes: Sizes | None) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    forms = [(lengths, heads, chunk) for lengths in LENGTHS for heads in HEADS for chunk in (16, 32, 64)]
+    forms.append(((8000, 3000, 10, 700, 512, 513), (32, 8, 128), 32))
+    cases = [LONG_FP8, ALONE_FP8, WINDOW_FP8, UNEQUAL]
+    for lengths, heads, chunk in forms:
+        kind = {"heads": heads, "chunk": chunk, "programs": 264, "kv_format": "fp8"}
+        cases.append(attention_cases.decode_case(f"{len(lengths)} {heads} {chunk}", lengths, heads[2], **kind))
+    for case in cases:
+        given, wanted = (case.make(device, dtype) for _ in range(2))
+        assert decodes_at_once(given["q"], given["k_cache"], given["v_cache"], given["work"])
+        for _ in range(2):
+            out = hopper_decode(**given, sizes=sizes)
+        _compare(out, given, wanted, dtype)
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from cellar.ops.attention.definition import attention_definition, decode_attenti
 from cellar.ops.attention.hopper import (
     attention_hopper,
     decode_attention_hopper,
+    hopper_takes_decodes,
     takes_attention,
     takes_decode_attention,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "Softmax",
     "attention",
     "decode_attention",
+    "decodes_at_once",
     "plan_attention",
 ]
 
@@ -85,3 +87,10 @@ def decode_attention(
     """Rotary embedding, the write of the new K and V, and `attention` at once, for steps of decodes alone."""
     run = _DECODE_ATTENTION.on_cpu if q.is_cpu else _DECODE_ATTENTION.on_gpu
     return run(q, k, v, cos_sin, k_cache, v_cache, table, work, scale)
+
+
+def decodes_at_once(q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork) -> bool:
+    """Whether `decode_attention` is for this step: it is one of decodes, and its kernel writes K and V of the cache's
+    format. Otherwise they are written first, then `attention` is called.
+    """
+    return work.is_decode and (work.shape.kv_format == "plain" or hopper_takes_decodes(q, k_cache, v_cache, work.shape))

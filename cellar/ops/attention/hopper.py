@@ -60,9 +60,11 @@ class Sizes:
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
-    """Two blocks a multiprocessor if three stages fit each of them, else one."""
-    deep = (4, 3) if shape.kv_format == "plain" else (12, 6, 5, 4)
-    candidates = (*(Sizes(4, n, 2) for n in deep), *(Sizes(8, n, 1) for n in (6, 4, 2)))
+    """Two blocks a multiprocessor if three stages fit each of them, else one; of FP8 stages are twice as long."""
+    if shape.kv_format == "fp8":
+        candidates: tuple[Sizes, ...] = (Sizes(4, 3, 2, 2), Sizes(4, 2, 2, 2))
+    else:
+        candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
     return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
 
 
@@ -97,10 +99,9 @@ def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: Att
 
 
 def hopper_decodes_shape(shape: AttentionShape) -> bool:
-    """Heads of 64, 128 or, of plain K and V, 256, groups up to 8."""
-    if shape.kv_format == "fp8":
-        return shape.head_dim in (64, 128) and shape.group <= MAX_GROUP
-    return shape.kv_format == "plain" and shape.head_dim in (64, 128, 256) and shape.group <= MAX_GROUP
+    """Groups up to 8; heads of 64, 128 or, of plain K and V, 256. Not of int4."""
+    dims = {"plain": (64, 128, 256), "fp8": (64, 128), "int4": ()}
+    return shape.head_dim in dims[shape.kv_format] and shape.group <= MAX_GROUP
 
 
 def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:

@@ -269,10 +269,8 @@ class AttentionWork:
 
     @cached_property
     def is_decode(self) -> bool:
-        """True if `decode_attention` may compute it: spans are one token each, the group fits the narrow tile, and K
-        and V are plain.
-        """
-        if self.shape.group > NARROW_TILE or self.shape.kv_format != "plain":
+        """True if spans are one token each, and the group fits the narrow tile: what `decode_attention` computes."""
+        if self.shape.group > NARROW_TILE:
             return False
         if self.captured is not None:
             return self.captured.wide == 0

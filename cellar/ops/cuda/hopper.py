@@ -14,7 +14,7 @@ from cellar.ops.cuda.driver import driver_available
 DTYPES = (torch.bfloat16, torch.float16)
 
 # Bytes of shared memory for a block, by how many blocks share a multiprocessor.
-MAX_SHARED = {1: 231_424, 2: 114_688, 3: 75_776}
+MAX_SHARED = {1: 231_424, 2: 114_688}
 
 
 @functools.cache

@@ -15,7 +15,15 @@ from torch import Tensor
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Hidden, LayerContext, Model, run_layer
-from cellar.ops.attention import AttentionShape, AttentionWork, Softmax, attention, decode_attention, plan_attention
+from cellar.ops.attention import (
+    AttentionShape,
+    AttentionWork,
+    Softmax,
+    attention,
+    decode_attention,
+    decodes_at_once,
+    plan_attention,
+)
 from cellar.ops.kv_format import format_of
 from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
@@ -81,7 +89,7 @@ class StepContext:
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Write k, v of all spans, then attend: a span may see what another of its row writes in this step."""
         k_cache, v_cache, work = self._k[j], self._v[j], self._works[j]
-        if work.is_decode:
+        if decodes_at_once(q, k_cache, v_cache, work):
             cos_sin = self.cos_sin if rotate else None
             return decode_attention(q, k, v, cos_sin, k_cache, v_cache, self._table, work, self._scale)
         if rotate:
