@@ -2,14 +2,14 @@
 
     python -m benchmarks.attention_formats [--shapes 128x1024x8,256x512x8,128x1024x32] [--sweep] [--json FILE]
 
-A shape is batch x context x KV heads, of 32 heads of 128. `plain` is the fused kernel of this device in bfloat16; the
-others write first (rotary embedding inside), then attend. `--sweep` tries tiles: positions a turn, stages and warps.
+A shape is batch x context x KV heads, of 32 heads of 128. Plain K and V are bfloat16. Rotary embedding and writing are
+inside the kernel, or in one before it where that kernel does not write the format. `--sweep` tries sizes of Hopper's
+kernel over fp8: warps, stages, blocks that share a multiprocessor, tiles of 16 tokens of a warp in a stage.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,15 +22,20 @@ from torch import Tensor
 from benchmarks.attention import captured, typical_seconds
 from cellar.core.kv_formats import KVFormat, row_nbytes
 from cellar.core.specs import RopeSpec
-from cellar.ops.attention import attention, decode_attention, plan_attention
+from cellar.ops.attention import attention, decode_attention, decodes_at_once, plan_attention
 from cellar.ops.attention.definition import attention_definition
-from cellar.ops.attention.triton import launch_settings
+from cellar.ops.attention.hopper import Sizes
 from cellar.ops.kv_format import quantized_cache
 from cellar.ops.rotary import rope_table, rotary_kv
 
 HEADS, DIM, CHUNK = 32, 128, 32
 FORMATS: tuple[KVFormat, ...] = ("plain", "fp8", "int4")
-SWEEP = tuple(itertools.product((32, 64, 128), (1, 2, 3, 4), (2, 4, 8)))
+SWEEP = (
+    *(Sizes(4, stages, 2) for stages in (3, 4, 5, 6)),
+    *(Sizes(4, stages, 2, 2) for stages in (2, 3)),
+    *(Sizes(8, stages, 1, tiles) for tiles in (1, 2) for stages in (4, 6)),
+    *(Sizes(8, 12, 1), Sizes(12, 12, 1)),
+)
 
 
 def layer(
@@ -57,7 +62,7 @@ def layer(
 
     def one(cache: Tensor) -> Tensor:
         keys, values = cache[:, 0], cache[:, 1]
-        if form == "plain":
+        if decodes_at_once(q, keys, values, work):
             return decode_attention(q, k, v, angles, keys, values, table, work, DIM**-0.5)
         turned = rotary_kv(q, k, v, positions, angles, keys, values, places)
         return attention(turned, keys, values, table, work, DIM**-0.5)
@@ -85,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--shapes", default="128x1024x8,256x512x8,128x1024x32,1x1024x8")
     parser.add_argument("--seconds", type=float, default=0.1, help="time per measurement")
-    parser.add_argument("--sweep", action="store_true", help="try tiles for fp8, too")
+    parser.add_argument("--sweep", action="store_true", help="try sizes for fp8, too")
     parser.add_argument("--part", default="0/1", help="of the sweep: i/n is every n-th from the i-th on")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -116,11 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not options.sweep:
                 continue
             first, step = map(int, options.part.split("/"))
-            for turn, stages, warps in SWEEP[first::step]:
-                chosen = launch_settings(16, DIM, 2, True)
-                chosen |= {"TURN": turn, "STAGES": stages, "num_stages": stages, "num_warps": warps}
-                with patch("cellar.ops.attention.triton.launch_settings", lambda *a, chosen=chosen: dict(chosen)):
-                    measure(shape, "fp8", f"turn {turn} st {stages} w {warps}")
+            for sizes in SWEEP[first::step]:
+                with patch("cellar.ops.attention.hopper.default_sizes", lambda shape, sizes=sizes: sizes):
+                    measure(shape, "fp8", f"w {sizes.warps} st {sizes.stages} x {sizes.at_once} t {sizes.tiles}")
     print(json.dumps(lines))
     if options.json is not None:
         options.json.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")

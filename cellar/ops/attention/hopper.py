@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from cellar.ops.attention.contexts import contexts_fit, plain_contexts, written_out
 from cellar.ops.attention.plan import AttentionShape, AttentionWork
 from cellar.ops.attention.triton import LOG2E, launched
 from cellar.ops.cuda.compiler import compile_cuda
@@ -106,8 +107,12 @@ def hopper_decodes_shape(shape: AttentionShape) -> bool:
 
 def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
     """16-bit floats, heads of 64 or 128, groups that divide 64, no window; tokens and heads of q on 16 bytes."""
-    aligned = q.data_ptr() % 16 == 0 and all(s * q.element_size() % 16 == 0 for s in q.stride()[:2])
-    return shape.suits_hopper and aligned and q.stride(2) == 1 and _takes(q, k_cache, v_cache)
+    return shape.suits_hopper and _on_16_bytes(q) and _takes(q, k_cache, v_cache)
+
+
+def _on_16_bytes(q: Tensor) -> bool:
+    strides = (s * q.element_size() % 16 == 0 for s in q.stride()[:2])
+    return q.data_ptr() % 16 == 0 and all(strides) and q.stride(2) == 1
 
 
 def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -131,8 +136,11 @@ def takes_attention(
     out: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
-    """Whether `attention_hopper` takes such arguments."""
-    return hopper_takes_prompts(q, k_cache, v_cache, work.shape)
+    """Whether `attention_hopper` takes such arguments. K and V in fewer bits it takes where it can write them out."""
+    if work.shape.kv_format == "plain":
+        return hopper_takes_prompts(q, k_cache, v_cache, work.shape)
+    suits = replace(work.shape, kv_format="plain").suits_hopper
+    return suits and hopper_available(q.device) and q.dtype in DTYPES and _on_16_bytes(q) and contexts_fit(work)
 
 
 def takes_decode_attention(
@@ -161,7 +169,25 @@ def attention_hopper(
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """`attention`: wide tiles by the kernel here, narrow ones by Triton's."""
-    return launched(q, k_cache, v_cache, table, work, scale, out, fresh=new, wide=hopper_prompts)
+    wide = hopper_prompts if work.shape.kv_format == "plain" else _prompts_written_out
+    return launched(q, k_cache, v_cache, table, work, scale, out, fresh=new, wide=wide)
+
+
+def _prompts_written_out(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+    tile: int,
+    programs: int,
+) -> None:
+    """`hopper_prompts` over K and V in fewer bits, by a plan of its own for tiles and programs."""
+    contexts = plain_contexts(work, table)
+    k, v = written_out(k_cache, v_cache, contexts.sources, work.shape.head_dim, q.dtype).unbind(0)
+    launched(q, k, v, contexts.table, contexts.work, scale, out, wide=hopper_prompts)
 
 
 def decode_attention_hopper(

@@ -769,14 +769,16 @@ def _numbers(  # type: ignore[no-untyped-def]
         upper = dims >= DIM // 2
         inside = dims < DIM
         # Of dimensions that there are not the codes are 0, which is the least number.
-        key_numbers = tl.where(inside[:, None], _int4(keys, upper[:, None], k_scales[None, :]), 0.0).to(queries.dtype)
-        value_numbers = tl.where(inside[None, :], _int4(values, upper[None, :], v_scales[:, None]), 0.0)
+        key_numbers = tl.where(inside[:, None], int4_numbers(keys, upper[:, None], k_scales[None, :]), 0.0).to(
+            queries.dtype
+        )
+        value_numbers = tl.where(inside[None, :], int4_numbers(values, upper[None, :], v_scales[:, None]), 0.0)
         value_numbers = value_numbers.to(queries.dtype)
     return key_numbers, value_numbers
 
 
 @kernel
-def _int4(codes, upper, scales):  # type: ignore[no-untyped-def]
+def int4_numbers(codes, upper, scales):  # type: ignore[no-untyped-def]
     """scale x code + least of the lower or the upper four bits; scales: 64 bits, of the lower half first."""
     pair = tl.where(upper, scales >> 32, scales & 0xFFFFFFFF).to(tl.uint32)
     scale = (pair << 16).to(tl.float32, bitcast=True)

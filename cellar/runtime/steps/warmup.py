@@ -252,8 +252,9 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype) -> Iterator[CudaJob]:
     for shape in forward.shapes:
         if hopper_decodes_shape(shape):
             yield _cuda_job(*decode_source(shape, default_sizes(shape), dtype))
-        if shape.suits_hopper:
-            yield _cuda_job(*prompt_source(shape, HOPPER_TILE, dtype))
+        plain = replace(shape, kv_format="plain")  # as contexts are written out
+        if plain.suits_hopper:
+            yield _cuda_job(*prompt_source(plain, HOPPER_TILE, dtype))
     for weights in (*forward.weights.layers, forward.weights.head):
         for name, weight in weights.items():
             if isinstance(weight, DeviceWeight):
