@@ -302,10 +302,10 @@ def _open(
             check_offloaded(placement, spec, device)
         else:
             check_resident(placement, spec)
-    if device.type != "cpu" and config.cache.kv_cache_dtype != "auto":
+    if offloads and device.type != "cpu" and config.cache.kv_cache_dtype != "auto":
         raise ConfigError(
-            f"kv_cache_dtype {config.cache.kv_cache_dtype} runs on a CPU so far, but the device is {device}; leave it "
-            "out, or set device to cpu."
+            f"kv_cache_dtype {config.cache.kv_cache_dtype} beside weights or KV outside of the device runs on a CPU so "
+            f"far, but the device is {device}; leave it out, set device to cpu, or plan for a model that fits."
         )
     if device.type != "cpu" and model_config.quantization == "w8a8":
         raise ConfigError(f"quantization w8a8 runs on a CPU so far, but the device is {device}; take int8 or fp8.")
