@@ -13,7 +13,7 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import Outlook, StepPlan, Tier
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
-from cellar.engine.own_plan import with_own_plan
+from cellar.engine.own_plan import with_own_plan, with_rank_plans
 from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
@@ -82,15 +82,20 @@ def open_front(
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
-    elif config.offload.device_memory is not None and not ranks:
-        config, plan = with_own_plan(config, checkpoint)
+    own: list[SavedPlan] = []
+    if plan is None and config.offload.device_memory is not None:
+        if ranks:
+            config, own = with_rank_plans(config, checkpoint)
+            plan = own[0]
+        else:
+            config, plan = with_own_plan(config, checkpoint)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
     try:
         opened: OpenedModel | OpenedRanks
         if ranks:
-            opened = open_ranks(config, checkpoint, shared)
+            opened = open_ranks(config, checkpoint, shared, offloaded=[one.placement for one in own])
         else:
             opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity

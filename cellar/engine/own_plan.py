@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,69 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
 
     Raises ConfigError for what does not run offloaded yet, CapacityError if the places together are too small.
     """
+    asked = _asked(config, checkpoint)
+    config, spec, raw, room, limits = asked.config, asked.spec, asked.raw, asked.room, asked.limits
+    if fits(spec, room, limits):
+        return _resident(config, spec, room, limits), None
+    _check_plain(asked.name, spec)
+    _warn_of_loss(config, raw, spec, room, limits)
+    plan = _planned(asked, spec, room, limits, _rates(config, spec, room.kind), config.offload.latency)
+    assert plan.limits is not None
+    _LOG.info("%s", predicted_line(plan))
+    return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
+
+
+def with_rank_plans(config: EngineConfig, checkpoint: Path | None) -> tuple[EngineConfig, list[SavedPlan]]:
+    """The same over `tensor_parallel_size` ranks: a plan for the share of each, whose device holds `device_memory`, and
+    which has an equal part of the host's memory, cores and disk.
+
+    All take the same number of sequences. Raises ConfigError, too, for shares that fit, and for ranks on GPUs.
+    """
+    import torch
+
+    from cellar.models.sharding import shard
+
+    asked = _asked(config, checkpoint)
+    size, room = asked.config.device.tensor_parallel_size, asked.room
+    if room.kind != "cpu":
+        raise ConfigError(
+            f"device_memory does not work on several GPUs yet, but tensor_parallel_size is {size}; leave one of both "
+            "out."
+        )
+    threads = max(1, (config.device.num_threads or torch.get_num_threads()) // size)
+    config = replace(asked.config, device=replace(asked.config.device, num_threads=threads))
+    room = replace(room, host=None if room.host is None else room.host // size, disk=room.disk // size)
+    shares = [shard(asked.spec, rank, size) for rank in range(size)]
+    if all(fits(share, room, asked.limits) for share in shares):
+        raise ConfigError(
+            f"a share of the model fits device_memory, but on {size} ranks that is for shares which do not; leave "
+            "device_memory out."
+        )
+    _check_plain(asked.name, asked.spec)
+    rates = _rates(config, shares[0], room.kind).shared(size)
+    first = _planned(
+        asked, max(shares, key=lambda share: share.nbytes()), room, asked.limits, rates, config.offload.latency
+    )
+    assert first.limits is not None
+    _LOG.info("on each of %d ranks: %s", size, predicted_line(first))
+    plans = [_planned(asked, share, room, first.limits, rates, None) for share in shares]
+    return replace(asked.config, schedule=replace(asked.config.schedule, max_num_seqs=first.limits.max_num_seqs)), plans
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be planned: the model, its room, and the options for the kind of device."""
+
+    config: EngineConfig
+    name: str
+    raw: Mapping[str, Any]
+    spec: ModelSpec
+    machine: str
+    room: Room
+    limits: Limits
+
+
+def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
     from cellar.engine.plan import DEMO
     from cellar.models import registry
     from cellar.runtime.device import resolve_device
@@ -63,20 +126,23 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
     if host is None and kind == "gpu":
         host = int(HOST_SHARE * host_available())
     room = Room(held, host, sizes["disk"] or 0, config.cache.kv_cache_memory_bytes, kind)
-    if fits(spec, room, limits):
-        return _resident(config, spec, room, limits), None
+    return _Asked(config, name, raw, spec, str(device), room, limits)
+
+
+def _check_plain(name: str, spec: ModelSpec) -> None:
     if any(tensor.formats for tensor in spec.tensors()):
         raise ConfigError(
             f"{name} is quantized and does not fit device_memory, but quantized weights are not offloaded yet; raise "
             "device_memory, or leave quantization out."
         )
-    _warn_of_loss(config, raw, spec, room, limits)
-    rates = _rates(config, spec, kind)
-    wishes = {"latency": config.offload.latency, "order": config.offload.schedule}
-    plan = capped_plan(spec, room, limits, model=name, machine=str(device), rates=rates, **wishes)  # type: ignore[arg-type]
-    assert plan.limits is not None
-    _LOG.info("%s", predicted_line(plan))
-    return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
+
+
+def _planned(
+    asked: _Asked, spec: ModelSpec, room: Room, limits: Limits, rates: Rates, latency: float | None
+) -> SavedPlan:
+    order: Any = asked.config.offload.schedule
+    wishes: dict[str, Any] = {"rates": rates, "latency": latency, "order": order}
+    return capped_plan(spec, room, limits, model=asked.name, machine=asked.machine, **wishes)
 
 
 def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits) -> EngineConfig:

@@ -39,6 +39,13 @@ class Rates:
     disk: float = 2e9
     flops: float = 4e14
 
+    def shared(self, ranks: int) -> Rates:
+        """Those of each of so many ranks on one processor, which read its memory and its disk at once. Products of many
+        tokens are of the rank's own cores, with which they were measured.
+        """
+        found = {name: getattr(self, name) / ranks for name in ("link", "multiply", "attention", "device", "disk")}
+        return replace(self, **found)
+
 
 def processor_rates(machine: Machine, dtype: str) -> Rates:
     """Those of a processor by its profile. Nothing crosses a link."""

@@ -48,16 +48,18 @@ def open_ranks(
     directory: Path | None,
     placement: Placement | None = None,
     make: MakeRank = ProcessRank,
+    offloaded: Sequence[Placement] = (),
 ) -> OpenedRanks:
     """Load a model's shares into `config.device.tensor_parallel_size` ranks, or into those of a placement of kind
-    partition, whose layouts they run; `directory` as in `open_local`.
+    partition, whose layouts they run; `directory` as in `open_local`. `offloaded`: of each rank's share, if none fits
+    its device.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
     """
     layouts = None if placement is None or placement.partition is None else Layouts.of(placement.partition)
     size = config.device.tensor_parallel_size if layouts is None else layouts.mesh.size
-    kind = _kind(config, size, layouts)
+    kind = _kind(config, size, layouts, streams=bool(offloaded))
     config = config.on(kind)
     raw = registry.read_config(directory) if directory is not None else _shipped(config)
     if raw is None:
@@ -87,8 +89,13 @@ def open_ranks(
         for rank in range(size):
             at = f"{meeting}/ranks"
             places.append(TensorPlace(rank, size, at) if layouts is None else LaidPlace(rank, layouts, at))
+        parts: Sequence[Placement | None] = offloaded or [placement] * size
         runtime = RankGroup(
-            [partial(open_rank, _of_rank(config, p, kind), directory, placement, p) for p in places], make
+            [
+                partial(open_rank, _of_rank(config, p, kind), directory, own, p)
+                for p, own in zip(places, parts, strict=True)
+            ],
+            make,
         )
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
@@ -108,7 +115,7 @@ def open_rank(
     return open_local(config, directory, placement, place=place).runtime
 
 
-def _kind(config: EngineConfig, size: int, layouts: Layouts | None) -> str:
+def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, streams: bool = False) -> str:
     """cpu or cuda. Raises ConfigError for what several ranks do not do, or more of them than there are GPUs."""
     device = resolve_device(config.device.device)
     asked = f"tensor_parallel_size is {size}" if layouts is None else f"the plan is for {size} devices"
@@ -122,7 +129,7 @@ def _kind(config: EngineConfig, size: int, layouts: Layouts | None) -> str:
         raise ConfigError(f"{asked}, but this machine has {count} GPU{'s' * (count > 1)}; {change}, or device to cpu.")
     for name, given in (
         ("plan", config.model.plan if layouts is None else None),
-        ("device_memory", config.offload.device_memory),
+        ("device_memory", None if streams else config.offload.device_memory),
         ("sparse_v", config.offload.sparse_v),
         ("kv_disk_path", config.cache.kv_disk_path),
         ("kv_remote", config.cache.kv_remote),
@@ -172,12 +179,14 @@ def _of_rank(config: EngineConfig, place: Place, kind: str) -> EngineConfig:
     host_kv = config.cache.kv_offloading_size
     cache = replace(config.cache, kv_offloading_size=None if host_kv is None else host_kv / place.size)
     device = replace(config.device, tensor_parallel_size=1)
+    parts = {name: getattr(config.offload, name) for name in ("host_memory", "disk")}
+    offload = replace(config.offload, **{name: given and given / place.size for name, given in parts.items()})
     if kind == "cpu":
         threads = config.device.num_threads or torch.get_num_threads()
         device = replace(device, device="cpu", num_threads=max(1, threads // place.size))
     else:
         device = replace(device, device=f"cuda:{place.rank}")
-    return replace(config, cache=cache, device=device)
+    return replace(config, cache=cache, device=device, offload=offload)
 
 
 def _shipped(config: EngineConfig) -> dict[str, object] | None:
