@@ -70,18 +70,20 @@ def saved(plan: Plan, tiny: Path, folder: Path, **split: Any) -> Path:
     return file
 
 
-def test_two_processes_run_a_plan(tiny: Path, tmp_path: Path) -> None:
-    """Attention by batch, for a model that tensor parallelism by heads refuses: one head of K and V for two ranks."""
-    plan = planned(tiny, 2)[-1]
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_processes_run_a_plan(count: int, tiny: Path, tmp_path: Path) -> None:
+    """Attention by batch, for a model that tensor parallelism by heads refuses: one head of K and V for all ranks."""
+    plan = planned(tiny, count)[-1]
     assert plan.decode is not None
     assert plan.decode.layout.attention == "batch"
+    assert plan.decode.layout.mesh.count(plan.decode.layout.batch_axes) == count
     file = saved(plan, tiny, tmp_path)
     promised = load_plan(file)
     with LLM(plan=str(file), device="cpu", num_threads=1) as llm:
         assert isinstance(llm._front.engine.runtime, RankGroup)  # type: ignore[attr-defined]
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
         assert llm.config.schedule.max_num_seqs == plan.batch
-        assert llm.stats().total_chunks == 2 * promised.placement.num_chunks, "what both have adds up"
+        assert llm.stats().total_chunks == count * promised.placement.num_chunks, "what all have adds up"
     with LLM(str(tiny), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
         plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from cellar.core.config import EngineConfig, ScheduleConfig
-from cellar.core.layouts import Layouts, Mesh
+from cellar.core.layouts import Layout, Layouts, Mesh
 from cellar.core.messages import (
     FinishReason,
     Partition,
@@ -173,16 +175,16 @@ def answers(
     return tokens, scheduler.stats()
 
 
-def some_requests(seed: int, count: int, longest: int, temperature: float = 0.0) -> list[Request]:
+def some_requests(seed: int, count: int, longest: int, most: int = 36) -> list[Request]:
     rng = np.random.default_rng(seed)
     prefix = rng.integers(3, 420, 40)
     found = []
     for k in range(count):
         own = rng.integers(3, 420, rng.integers(1, longest))
         prompt = np.concatenate([prefix[: 40 * (k % 2)], own]).astype(np.int32)
-        most = int(rng.integers(10, 36))
-        params = SamplingParams(max_tokens=most, temperature=temperature, seed=k)
-        found.append(Request(f"r{k}", prompt, params, frozenset(), most))
+        new = int(rng.integers(10, most))
+        params = SamplingParams(max_tokens=new, temperature=0.0, seed=k)
+        found.append(Request(f"r{k}", prompt, params, frozenset(), new))
     return found
 
 
@@ -201,6 +203,41 @@ def check(path: Path, layouts: Layouts) -> SchedulerStats:
         assert stats.preemptions > 0
         assert stats.total_chunks == 8 * homes
         return stats
+
+
+HOMES: dict[str, tuple[str, Layouts]] = {
+    "four homes, a gather of prompts": ("llama", Layouts(Layout(Mesh(1, 2, 2), "xyz"), Layout(Mesh(1, 2, 2)))),
+    "two homes of two heads": ("llama", Layouts(Layout(Mesh(2, 1, 2), "", "z"), Layout(Mesh(2, 1, 2), "", "z"))),
+}
+
+
+@pytest.fixture(scope="module", params=HOMES)
+def homes(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Iterator[tuple[LocalRuntime, RankGroup]]:
+    """One device, and four ranks where rows have homes: engines come and go over both."""
+    family, layouts = HOMES[request.param]
+    with ranks_of(checkpoints[family], layouts) as ranks:
+        yield alone(checkpoints[family]), ranks
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_any_requests_over_homes_are_as_on_one_device(
+    homes: tuple[LocalRuntime, RankGroup], data: st.DataObject
+) -> None:
+    """Requests that come together and later, that share prefixes, are suspended, begin again with holes, or leave."""
+    one, ranks = homes
+    count = ranks.capacity.homes
+    each = data.draw(st.integers(8, 14), label="chunks of a home")
+    rows = count * data.draw(st.integers(1, 3), label="rows of a home")
+    tokens = data.draw(st.sampled_from([16, 40, 128]), label="tokens of a step")
+    requests = some_requests(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 4 * count)), 60, most=24)
+    dropped = frozenset(data.draw(st.sets(st.integers(0, 11), max_size=2), label="dropped"))
+    expected, _ = answers(one, scheduler_of(one, 40, ROWS, 64), requests, frozenset())
+    found, _ = answers(ranks, scheduler_of(ranks, each * count, rows, tokens * count), requests, dropped)
+    for k, request in enumerate(requests):
+        made = found[request.id]
+        assert made == expected[request.id][: len(made)]
+        assert len(made) == len(expected[request.id]) or k in dropped
 
 
 ALL = [(family, layouts) for family in FAMILIES for layouts in pairs(family)]
