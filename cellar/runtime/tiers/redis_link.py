@@ -77,6 +77,7 @@ class RedisLink:
         self._under_way: dict[int, Any] = {}  # number of an exchange -> its connection
         self._numbers = 0
         self._open = False
+        self._losses = 0  # how often it was closed by a failure: connections from before are of no use any more
         self._closing = False
         self._pause = 0.0
         self._probe_at = 0.0
@@ -134,7 +135,11 @@ class RedisLink:
         if not commands:
             return []
         connection = getattr(self._threads, "connection", None)
-        if connection is None:
+        if connection is None or self._threads.losses != self._losses:
+            # The server may be another one since: this thread's connection would only find out that it is gone.
+            if connection is not None:
+                _cut(connection)
+            self._threads.losses = self._losses
             connection = self._threads.connection = self._kind(**self._options)
         number = self._begin(connection, time.monotonic() + seconds)
         replies: Replies = []
@@ -181,6 +186,7 @@ class RedisLink:
         with self._changed:
             self.num_failures += 1
             was_open, self._open = self._open, False
+            self._losses += was_open
             if was_open or self._probe_at <= time.monotonic():
                 self._pause = first if was_open else min(max(2 * self._pause, first), most)
                 self._probe_at = time.monotonic() + self._pause
