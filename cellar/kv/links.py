@@ -64,6 +64,11 @@ class Link:
         return self._line.known
 
     @property
+    def is_busy(self) -> bool:
+        """Whether any load is under way."""
+        return bool(self._ahead)
+
+    @property
     def last(self) -> float:
         """When a load was ordered or came last."""
         return max([self._last, *(ordered for _, ordered in self._ahead.values())])

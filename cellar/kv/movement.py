@@ -74,7 +74,8 @@ class Movement:
         self._closed_until = [0.0 for _ in shelves.tiers]
         self._pause = [0.0 for _ in shelves.tiers]
         self.moved = [Moved() for _ in shelves.tiers]
-        self.links = [Link() for _ in shelves.tiers]
+        self.links = [Link() for _ in shelves.tiers]  # of loads from each tier
+        self._outwards = [Link() for _ in shelves.tiers]  # of copies to each tier
 
     @property
     def num_moving(self) -> int:
@@ -193,6 +194,37 @@ class Movement:
         moments += [self._closed_until[k] for k, pool in enumerate(self._shelves.pools) if pool.to_erase]
         return min(moments) if moments else None
 
+    def puts_off(self, missing: int, most: int, again: float, loads: np.bool_, now: float) -> bool:
+        """Whether to take `missing` slots of the device later, when what they hold has been copied out, which has been
+        ordered then, at most `most` chunks at once: what is copied is nobody's meanwhile, and decodes may need some.
+
+        What would be lost is computed again in `again` seconds if its user comes back; whoever needs the slots waits.
+        """
+        if missing <= 0 or self._seconds_out(missing, bool(loads), now) > again:
+            return False
+        leaving, only = self._num_leaving(0), self._shelves.only[0]
+        count = min(missing - leaving, most, len(only), self._room(0, 1))
+        if count > 0:
+            lowest = only.lowest(count, now)
+            only.add(np.array([chunk for _, chunk in lowest], np.int32))
+            self._save(0, 1, lowest, now)
+        return self._num_leaving(0) > 0
+
+    def _seconds_out(self, missing: int, loads: bool, now: float) -> float:
+        """How much longer somebody would wait until `missing` more slots of the device could be reclaimed without loss:
+        until what is on its way out is there, and the rest. Loads go first; who `loads`, too, waits for them anyhow.
+
+        inf: nobody can say, or the next tier is no memory, which may be slow, or takes nothing.
+        """
+        shelves = self._shelves
+        if len(shelves.tiers) < 2 or shelves.tiers[1].persistent or now < self._closed_until[1]:
+            return math.inf
+        before, link = self.links[1], self._outwards[1]
+        if not link.known or (before.is_busy and not before.known and not loads):
+            return math.inf
+        more = max(0, missing - self._num_leaving(0))
+        return (0.0 if loads else before.wait(now)) + link.wait(now) + (link.seconds(more) if more else 0.0)
+
     def _room(self, tier: int, target: int) -> int:
         """Most chunks that may leave a tier with one order: those of the device do not wait in numbers."""
         shelves = self._shelves
@@ -251,6 +283,7 @@ class Movement:
         shelves.directory.slot[below, saved] = targets
         shelves.pools[tier].move(slots, SAVING)
         number = self._order(tier, slots, below, targets, saved)
+        self._outwards[below].ordered(number, len(saved), now)
         shelves.classify(saved)
         return number
 
@@ -270,10 +303,9 @@ class Movement:
         shelves, batch = self._shelves, moving.batch
         source, target = shelves.pools[moving.source], shelves.pools[moving.target]
         self._count(moving, result)
-        if moving.target == 0:
-            when = self._now if now is None else now
-            copied = result.seconds or math.inf  # 0: not told
-            self.links[moving.source].came(result.number, bool(result.ok.any()), when, copied)
+        link = self.links[moving.source] if moving.target == 0 else self._outwards[moving.target]
+        copied = result.seconds or math.inf  # 0: not told
+        link.came(result.number, bool(result.ok.any()), self._now if now is None else now, copied)
         source.pins[batch.source_slots] -= 1
         target.pins[batch.target_slots] -= 1
         ok, chunks = np.asarray(result.ok, np.bool_), moving.chunks

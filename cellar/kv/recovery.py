@@ -67,6 +67,13 @@ class Recovery:
         both, square = self._sums
         return both / square if square else None
 
+    def least_seconds(self, count: int) -> float:
+        """Of computing `count` chunks again, wherever they were in their contexts: a leading one is the cheapest. 0:
+        nothing is known.
+        """
+        rate = self.seconds_per_cost
+        return 0.0 if rate is None else count * rate * float(self._curve(np.ones(1))[0])
+
     def step_seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
         """Of a step that computes the first `most` of the positions in ascending half-open `ranges` beside decodes; 0:
         nothing is known.

@@ -57,6 +57,14 @@ class Shelves:
         """Slots that `take` could hand out."""
         return self.pools[tier].num_free + len(self.spare[tier]) + len(self.only[tier])
 
+    def num_without_loss(self, slots: Slots) -> int:
+        """Slots of the device that could be taken so that no chunk is lost by it, beside `slots`, which somebody uses
+        from now on.
+        """
+        chunks = self.device.chunk[slots]
+        used = int(np.count_nonzero(self._class[0, chunks[chunks >= 0]] == _SPARE))
+        return self.device.num_free + len(self.spare[0]) - used
+
     # -- slots ------------------------------------------------------------------------------------
 
     def take(self, tier: int, count: int, state: int, now: float) -> Slots | None:

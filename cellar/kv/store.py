@@ -97,6 +97,7 @@ class KVStore:
         self._movement = Movement(self._shelves)
         self.foreign = Foreign(self._shelves, chunk_size, self.chain)
         self._has_tiers = len(self._shelves.tiers) > 1
+        self.put_off = False  # the last reservation: there was memory, but what it holds is copied out first
 
     @property
     def num_available(self) -> int:
@@ -170,13 +171,15 @@ class KVStore:
         now: float = 0.0,
         before: Sequence[tuple[int, int]] = (),
         step_tokens: int = 0,
+        may_wait: bool = False,
     ) -> Reservation | None:
         """References on what was found on the device, and new slots for the rest of `num_tokens` tokens.
 
         What other tiers hold is loaded, or computed again if the request ends earlier so; the ranges `before` of other
         sequences are to be computed before it, and a step computes `step_tokens` of its own. `name` is the
         conversation's; without one the sequence belongs to that of the deepest chunk that it extends. `tenant`: whose
-        it is, if anybody's. None, and nothing is changed, if fewer than `keep_free` slots would stay available.
+        it is, if anybody's. None, and nobody's memory is changed, if fewer than `keep_free` slots would stay available,
+        or it is `put_off`, with `may_wait`: chunks would be lost that are copied out sooner than computed again.
         """
         shelves, size = self._shelves, self.chunk_size
         slots = np.full(-(-num_tokens // size), -1, np.int32)
@@ -196,7 +199,14 @@ class KVStore:
         hits = slots[slots >= 0]
         new = (slots < 0) & ~load
         left = shelves.num_available(0) - int(np.count_nonzero(shelves.may_leave(0, hits)))
-        if left - int(new.sum()) - int(load.sum()) < keep_free:
+        needed = int(new.sum()) + int(load.sum())
+        if left - needed < keep_free:
+            self.put_off = False
+            return None
+        missing = needed - shelves.num_without_loss(hits) if may_wait and self._has_tiers else 0
+        again = self.recovery.least_seconds(missing)
+        self.put_off = self._movement.puts_off(missing, shelves.num_available(0) - keep_free, again, load.any(), now)
+        if self.put_off:
             return None
         inherited = self._inherited(found) if found is not None and name is None else -1
         owner = owner_identity(*name) if name is not None else b""

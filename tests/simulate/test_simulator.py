@@ -18,6 +18,7 @@ from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Measure
 from cellar.core.messages import IntArray, Tier
 from cellar.core.specs import ModelSpec
+from cellar.kv.movement import Movement
 from cellar.kv.policy import named_policy
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine, h200
@@ -391,6 +392,52 @@ def test_a_convoy_that_takes_all_memory_delays_no_decode() -> None:
         assert np.diff(found).max() < 0.005
 
 
+def crowd(link: LinkModel) -> tuple[SimulatedRun, dict[str, list[float]]]:
+    """Fifty users rest, and their memory is on the device; then fifty others come at once, with as much to read, while
+    answers are being made and somebody has a short question now and then; then those of before come back. -> seconds
+    until the first tokens of each kind.
+    """
+    users, begin = 50, 60.0
+    rest = [
+        Talk((Turn(2000, 2, first=3000 * k), Turn(20, 3, think_time=120.0 - 0.5 * k, first=9000 + 3000 * k)))
+        for k in range(users)
+    ]
+    come = [Talk((Turn(2000, 20, first=4_000_000 + 3000 * k),)) for k in range(users)]
+    answers = [Talk((Turn(40, 1500, first=2_000_000 + 3000 * k),)) for k in range(4)]
+    short = [Talk((Turn(40, 20, first=3_000_000 + 3000 * k),)) for k in range(10)]
+    arrivals = [0.5 * np.arange(users), np.full(users, begin), np.full(4, begin - 1), begin + 0.05 * np.arange(10)]
+    load = Load([*rest, *come, *answers, *short], np.concatenate(arrivals))
+    run = simulation(load, num_slots=7000, rows=256, host=20_000, links={Tier.HOST: link}).run()
+    found: dict[str, list[float]] = {"rest": [], "back": [], "come": [], "answers": [], "short": []}
+    for r in run.requests:
+        ends = (users, 2 * users, 2 * users + 4, np.inf)
+        kind = ("rest", "come", "answers", "short")[next(k for k, end in enumerate(ends) if r.conversation < end)]
+        found["back" if r.turn else kind].append(r.token_times[0] - r.arrival)
+    return run, found
+
+
+def test_a_crowd_waits_until_what_it_displaces_has_been_copied_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying out takes less than computing again, so nothing is lost, and nobody waits longer for it."""
+    fast = LinkModel(load_rate=5e10, save_rate=5e10, chunk_seconds=1e-6, duplex=0.8)
+    run, waited = crowd(fast)
+    monkeypatch.setattr(Movement, "puts_off", lambda *_: False)
+    at_once, before = crowd(fast)
+    lost, lost_before = (sum(r.num_recomputed for r in one.requests) for one in (run, at_once))
+    assert lost_before > 10_000
+    assert lost < lost_before / 20
+    assert np.mean(waited["back"]) < 0.9 * np.mean(before["back"])
+    for kind in ("come", "answers", "short"):
+        assert np.mean(waited[kind]) < 1.03 * np.mean(before[kind])
+        assert max(waited[kind]) < 1.05 * max(before[kind]) + 0.005
+
+
+def test_a_crowd_does_not_wait_for_what_is_computed_sooner() -> None:
+    slow = replace(SLOW, save_rate=5e8)
+    run, waited = crowd(slow)
+    assert max(waited["short"]) < 0.1
+    assert sum(r.num_recomputed for r in run.requests) > 10_000
+
+
 def test_phases_apart_never_share_a_step_and_take_longer_to_answer() -> None:
     load = talks(40, 4, 1.0, gap=0.05)
     unified, apart = (simulation(load, num_slots=20_000, phases_apart=k).run() for k in (False, True))
@@ -414,18 +461,19 @@ def test_a_run_can_end_before_its_load() -> None:
     policy=st.sampled_from(["value", "chance", "lru"]),
     apart=st.booleans(),
     layerwise=st.booleans(),
+    rate=st.sampled_from([2e9, 1e12]),
     rows=st.integers(1, 12),
     run_ahead=st.integers(1, 3),
     seed=st.integers(0, 5),
 )
 def test_any_load_with_any_host_ends_with_all_tokens(
-    num_slots: int, host: int, policy: Literal["value", "chance", "lru"], apart: bool, layerwise: bool, rows: int,
-    run_ahead: int, seed: int,
+    num_slots: int, host: int, policy: Literal["value", "chance", "lru"], apart: bool, layerwise: bool, rate: float,
+    rows: int, run_ahead: int, seed: int,
 ) -> None:  # fmt: skip
     load = talks(10, 3, 0.3, seed, gap=0.05)
     run = simulation(
         load, num_slots=num_slots, host=host, policy=policy, rows=rows, run_ahead=run_ahead, phases_apart=apart,
-        links={Tier.HOST: replace(SLOW, layerwise=layerwise)},
+        links={Tier.HOST: replace(SLOW, layerwise=layerwise, load_rate=rate, save_rate=rate)},
     ).run()  # fmt: skip
     assert len(run.requests) == 30
     assert all(len(r.token_times) == r.num_output for r in run.requests)

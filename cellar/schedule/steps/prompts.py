@@ -23,6 +23,9 @@ LEAST_JOINING = 32
 JOINING_SHARE = 4
 """Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
 
+PUT_OFF_SECONDS = 1.0
+"""Nobody waits longer so that what their memory holds can be copied out, whatever is expected of that."""
+
 Fail = Callable[[RequestState, Exception, StepBatch], None]
 
 
@@ -52,6 +55,7 @@ class Prompts:
         self._fail = fail
         self._crowded = False  # somebody could not be admitted to the batch being made
         self._was_crowded = False  # nor to the last one
+        self._put_off = False  # somebody waits until memory has been copied out; whoever needs little passes
         self._joining = 0  # in the batch being made: rows opened for owners who have some
         self._favoured: RequestState | None = None  # whom a suspension makes room for
 
@@ -119,7 +123,8 @@ class Prompts:
         Half of the budget is kept for these. Nobody passes while memory or rows are short: who is passed might get
         none.
         """
-        first, busy = self._queue.first(), bool(self._holders.prompts)
+        first, busy = self._queue.first(), bool(self._holders.prompts) or self._put_off
+        self._put_off = False
         if first is None or not busy or self._was_crowded or self._favoured or not self._may_admit():
             return
         kept, priority = batch.budget - batch.budget // 2, first.key[0]
@@ -162,7 +167,10 @@ class Prompts:
             self._fail(state, error, batch)
             return True
         if reservation is None:
-            self._crowded = True
+            self._put_off = has_row and holders.store.put_off
+            self._crowded = not self._put_off
+            if self._put_off:
+                state.put_off_until = min(state.put_off_until, holders.now + PUT_OFF_SECONDS)
             return False
         if self._stagger is not None and state.num_cached < 0:
             self._stagger.began(state.num_prompt, state.limit)
@@ -176,7 +184,7 @@ class Prompts:
 
     def _reserve(self, state: RequestState, step_tokens: int) -> Reservation | None:
         """Memory for all known tokens, `step_tokens` of which the next step may compute. 10 % stay free for running
-        decodes, unless nothing runs (§3.4.3.5).
+        decodes, unless nothing runs (§3.4.3.5). While something does, the device need not stand still for copies.
         """
         holders, request, found = self._holders, state.request, None
         if self._caching and not state.needs_all:
@@ -192,6 +200,7 @@ class Prompts:
             now=holders.now,
             before=[span for other in holders.prompts for span in other.todo],
             step_tokens=step_tokens,
+            may_wait=holders.running > 0 and holders.now < state.put_off_until,
         )
 
     def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:

@@ -13,6 +13,7 @@ finish lead to `ended` from anywhere. Memory and row are given back when no plan
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
@@ -50,7 +51,7 @@ class RequestState:
     for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. `resumed` says of
     a parking one that it may go on. What is `forgotten` leaves nothing that others could find. Who `stopped` ended by a
     symbol that the next turn may write in another way. `total` is the sum so far of the hidden states that are pooled,
-    float64 [hidden].
+    float64 [hidden]. It may wait `put_off_until` then, so that what its memory holds can be copied out.
     """
 
     request: Request
@@ -72,6 +73,7 @@ class RequestState:
     forgotten: bool = False
     stopped: bool = False
     total: NDArray[np.float64] | None = None
+    put_off_until: float = math.inf
 
     @property
     def owner(self) -> str:

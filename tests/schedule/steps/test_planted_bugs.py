@@ -687,9 +687,9 @@ def what_is_loaded_is_computed_as_well(patch: pytest.MonkeyPatch) -> None:
 def what_is_not_loaded_is_taken_for_there(patch: pytest.MonkeyPatch) -> None:
     load = KVStore._load
 
-    def less(store: KVStore, found: Residency, columns: np.ndarray, slots: np.ndarray, now: float) -> set[int]:
+    def less(store: KVStore, found: Residency, columns: np.ndarray, *rest: Any) -> set[int]:
         first = columns & (np.cumsum(columns) <= max(1, columns.sum() - 1))
-        return load(store, found, first, slots, now)
+        return load(store, found, first, *rest)
 
     patch.setattr(KVStore, "_load", less)
 
@@ -705,6 +705,17 @@ def what_is_computed_again_counts_as_a_hit(patch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(made, num_cached_tokens=made.num_cached_tokens + made.num_recomputed)
 
     patch.setattr(KVStore, "reserve", more)
+
+
+@bug(tiers=True, host=40, recovery="any")
+def who_is_put_off_waits_though_nothing_runs(patch: pytest.MonkeyPatch) -> None:
+    reserve = KVStore.reserve
+
+    def anyhow(store: KVStore, *rest: Any, **options: Any) -> Reservation | None:
+        return reserve(store, *rest, **options | {"may_wait": True})
+
+    patch.setattr(KVStore, "reserve", anyhow)
+    patch.setattr(Movement, "puts_off", lambda movement, missing, *rest: missing > 0)
 
 
 def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed: Any) -> None:
