@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import TypeAlias
 
 from cellar.core.errors import ConfigError
 from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.linear.choice import KEY, Shape
+from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import Room
 from cellar.quant.packed import parts_of, span_of
 
@@ -67,8 +68,8 @@ class Tiles:
         return None
 
 
-# None is the library's product of the expanded matrix.
-Kernel: TypeAlias = Tiles | None
+# None is the library's product of the expanded matrix. A matrix has the form of tiles, or of nibbles (int4 on Hopper).
+Kernel: TypeAlias = Tiles | Nibbles | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +92,12 @@ class QuantizedChoice:
     def fitting(self, format: Format, room: Room) -> QuantizedChoice:
         """The same with tiles that a device has room for."""
         pairs = zip(self.tokens, self.kernels, strict=True)
-        kernels = tuple(None if k is None else k.fitting(format, m, room) for m, k in pairs)
+        kernels = tuple(k.fitting(format, m, room) if isinstance(k, Tiles) else k for m, k in pairs)
         return QuantizedChoice(self.tokens, kernels)
+
+    def all_are(self, kind: type[Tiles | Nibbles]) -> bool:
+        """True if all kernels, but for the library, are of a kind: those of the other want another form."""
+        return all(kernel is None or isinstance(kernel, kind) for kernel in self.kernels)
 
 
 def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
@@ -106,14 +111,25 @@ def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
     return QuantizedChoice((32, 64, most), (few, Tiles(64, 64, 4, 4 if narrow else 1), many))
 
 
+def default_nibbles(n: int, k: int) -> QuantizedChoice:
+    """The same for int4 on Hopper."""
+    if n >= 16_384:
+        found = Nibbles(2, 8, 1, 2, 2, 2), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
+    elif n > 4096:
+        found = Nibbles(1, 8, 1, 2, 2, 3), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
+    else:
+        found = Nibbles(2, 8, 2, 2, 2, 2), Nibbles(2, 8, 2, 1, 2, 2), Nibbles(2, 8, 2, 1, 2, 2)
+    return QuantizedChoice((8, 16, 32, 64), (*found, Nibbles(2, 4, 2, 1, 2, 2)))
+
+
 # -- the table in the profile ------------------------------------------------------------------------
 
-# A row has the fastest kernel of one shape at m tokens with its sizes (0 where it has none), its seconds and those of
-# the expanded matrix with the library.
+# A row has the fastest kernel of one shape at m tokens with its sizes (as `64/32/4/1/4`, empty where it has none), its
+# seconds and those of the expanded matrix with the library.
 TABLE = "linear.quantized"
-SIZES = ("rows", "tokens", "stages", "splits", "warps")
-COLUMNS = (*KEY, "m", "kernel", *SIZES, "seconds", "library_seconds")
-_TILES, _LIBRARY = "tiles", "library"
+COLUMNS = (*KEY, "m", "kernel", "sizes", "seconds", "library_seconds")
+_LIBRARY = "library"
+_KINDS: Mapping[str, type[Tiles | Nibbles]] = {"tiles": Tiles, "nibbles": Nibbles}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +143,11 @@ class QuantizedTiming:
 
     def row(self, shape: Shape) -> tuple[float | int | str, ...]:
         """As the table has it."""
-        sizes = (0,) * len(SIZES) if self.kernel is None else astuple(self.kernel)
-        name = _LIBRARY if self.kernel is None else _TILES
-        return (*shape, self.m, name, *sizes, self.seconds, self.library)
+        name, sizes = _LIBRARY, ""
+        if self.kernel is not None:
+            name = next(name for name, kind in _KINDS.items() if isinstance(self.kernel, kind))
+            sizes = "/".join(map(str, astuple(self.kernel)))
+        return (*shape, self.m, name, sizes, self.seconds, self.library)
 
 
 def quantized_choices(tables: Mapping[str, Table]) -> dict[Shape, QuantizedChoice]:
@@ -150,14 +168,23 @@ def quantized_timings(tables: Mapping[str, Table]) -> dict[Shape, list[Quantized
             f"the profile's table {TABLE!r} has other columns than {', '.join(COLUMNS)}; measure it again."
         )
     found: dict[Shape, list[QuantizedTiming]] = {}
-    for n, k, format, group, m, name, *sizes, seconds, library in table.rows:
-        if name not in (_TILES, _LIBRARY):
-            raise ConfigError(f"the profile names a kernel {name!r}, but only tiles and library are known.")
-        rows, tokens, stages, splits, warps = map(int, sizes)
-        kernel = Tiles(rows, tokens, stages, splits, warps) if name == _TILES else None
+    for n, k, format, group, m, name, sizes, seconds, library in table.rows:
+        kernel = _kernel(str(name), str(sizes))
         shape = Shape(int(n), int(k), str(format), int(group))
         found.setdefault(shape, []).append(QuantizedTiming(int(m), kernel, float(seconds), float(library)))
     return {shape: sorted(timings, key=lambda t: t.m) for shape, timings in found.items()}
+
+
+def _kernel(name: str, sizes: str) -> Kernel:
+    if name == _LIBRARY:
+        return None
+    kind = _KINDS.get(name)
+    if kind is None:
+        raise ConfigError(f"the profile names a kernel {name!r}, but only {', '.join(_KINDS)} and library are known.")
+    given = sizes.split("/")
+    if len(given) != len(fields(kind)) or not all(size.isdecimal() for size in given):
+        raise ConfigError(f"the profile gives {name} the sizes {sizes!r}, but {len(fields(kind))} numbers are wanted.")
+    return kind(*map(int, given))
 
 
 def tables_with(tables: Mapping[str, Table], measured: Mapping[Shape, Sequence[QuantizedTiming]]) -> dict[str, Table]:

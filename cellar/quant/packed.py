@@ -109,7 +109,7 @@ def packed(matrix: Quantized) -> Packed:
             for bit, place in enumerate(places):
                 word |= ((grouped[:, :, part] >> bit) & 1) << place
         words[:, start : start + step] = word.transpose(0, 1).to(torch.int16)
-    zeros = None if _is_symmetric(matrix) else matrix.zeros
+    zeros = None if is_symmetric(matrix) else matrix.zeros
     groups = blocks * parts * span // format.group if format.group else 1
     # Of 8 bits there are few, so they may be as wide as the kernels compute.
     scales = matrix.scales.float() if format.name in ("int8", "fp8") else matrix.scales
@@ -157,7 +157,7 @@ def _bytes(codes: Tensor, format: Format) -> Tensor:
     return codes.view(torch.int8 if format.name == "int8" else torch.float8_e4m3fn)
 
 
-def _is_symmetric(matrix: Quantized) -> bool:
+def is_symmetric(matrix: Quantized) -> bool:
     """True where zero points need not be stored."""
     if matrix.zeros is None or matrix.format.zero_points:
         return matrix.zeros is None

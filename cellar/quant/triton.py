@@ -79,7 +79,7 @@ def multiply_packed(
 
     arrivals: int32 zeros for `Tiles` that are split, which they leave zero; None or too few: they are made.
     """
-    if kernel is not None:
+    if isinstance(kernel, Tiles):
         x = x.contiguous()
         done = in_room(lambda sizes: _tiles(x, matrix, bias, sizes, arrivals), kernel)
         if done is not None:

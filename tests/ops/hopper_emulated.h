@@ -398,6 +398,8 @@ inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::byte
 inline int load_byte(u32 from) { return *emulated::bytes_at(from, 1); }
 inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
 inline void load_once(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
+inline void load_kept(const u32* from, u32& x) { x = *from; }
+inline void load_kept(const u16* from, u32& x) { x = *from; }
 inline void load_global(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
 inline void store_global(void* to, const u32 (&x)[4]) { std::memcpy(to, x, 16); }
 inline void store_global(void* to, const u32 (&x)[2]) { std::memcpy(to, x, 8); }
@@ -459,6 +461,18 @@ inline float one(u16 bits) {
 
 inline float emulated::number(u16 bits) { return one(bits); }
 inline u32 two(float low, float high) { return rounded(low) | static_cast<u32>(rounded(high)) << 16; }
+inline u32 masked_with(u32 x, u32 mask, u32 more) { return (x & mask) | more; }
+inline u32 bytes_of(u32 a, u32 b, u32 which) {
+    u32 found = 0;
+    for (int i = 0; i < 4; ++i) {
+        const u32 from = which >> (4 * i) & 7;
+        found |= ((from < 4 ? a : b) >> (from % 4 * 8) & 255) << (8 * i);
+    }
+    return found;
+}
+inline u32 add_two(u32 a, u32 b) {
+    return two(one(static_cast<u16>(a)) + one(static_cast<u16>(b)), one(a >> 16) + one(b >> 16));
+}
 inline u16 narrow(float value) { return rounded(value); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float power_of_2(float x) { return std::exp2(x); }
@@ -617,6 +631,11 @@ inline void multiply_(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 inline float of_bits(u32 bits) { return one(static_cast<u16>(bits)); }
 
 inline void multiply(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_<of_bits>(sum, a, b0, b1); }
+
+inline void multiply_first(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    for (float& one : sum) one = 0.0f;
+    multiply(sum, a, b0, b1);
+}
 
 inline float of_half(u32 bits) {
     const u16 low = static_cast<u16>(bits);

@@ -81,7 +81,7 @@ def run_emulated(
     takes = [("const unsigned char*", "x"), ("const float*", "x_scales"), ("const unsigned char*", "w")]
     takes += [("const float*", "w_scales"), ("const u16*", "bias"), ("u16*", "out")]
     takes += [("int", name) for name in ("m", "n", "w_stride", "step")]
-    library = emulated.build(("linear/bytes.cu",), constants, "product_of_bytes", takes, edits)
+    library = emulated.build(("linear/tile.cuh", "linear/bytes.cu"), constants, "product_of_bytes", takes, edits)
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
     blocks = 2
     pointers = [emulated.pointer(t) for t in (x, x_scales, weight, scales, bias, out)]

@@ -12,6 +12,7 @@ from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.compile_jobs import jobs_of, on_target
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import room_on
 from cellar.ops.triton_support import noted_launches
 from cellar.quant import triton as kernels
@@ -167,6 +168,8 @@ def test_a_choice_is_looked_up_by_shape_format_and_group() -> None:
 def test_a_profile_keeps_what_was_measured() -> None:
     shape = Shape(4096, 4096, "int4", 64)
     timings = [QuantizedTiming(1, Tiles(64, 8, 4, 4, 4), 1e-5, 2e-5), QuantizedTiming(512, None, 3e-5, 3e-5)]
+    fours = [QuantizedTiming(8, Nibbles(2, 8, 1, 2, 2, 2), 1e-5, 2e-5)]
+    assert quantized_timings(tables_with({}, {shape: fours})) == {shape: fours}
     tables = tables_with({}, {shape: timings})
     assert quantized_timings(tables) == {shape: timings}
     assert quantized_choices(tables) == {shape: QuantizedChoice((1, 512), (timings[0].kernel, None))}
@@ -177,7 +180,10 @@ def test_a_profile_keeps_what_was_measured() -> None:
         quantized_timings({name: Table(table.columns[1:], ())})
     row = list(table.rows[0])
     row[5] = "gemv"
-    with pytest.raises(ConfigError, match="only tiles and library"):
+    with pytest.raises(ConfigError, match="only tiles, nibbles and library"):
+        quantized_timings({name: Table(table.columns, (tuple(row),))})
+    row[5:7] = "tiles", "64/32/4"
+    with pytest.raises(ConfigError, match="5 numbers are wanted"):
         quantized_timings({name: Table(table.columns, (tuple(row),))})
 
 

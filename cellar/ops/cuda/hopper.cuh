@@ -180,6 +180,15 @@ __device__ __forceinline__ void load_once(const void* from, u32 (&x)[4]) {
                  : "l"(from));
 }
 
+// What no kernel writes, and neighbours read, too.
+__device__ __forceinline__ void load_kept(const u32* from, u32& x) { asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(from)); }
+
+__device__ __forceinline__ void load_kept(const u16* from, u32& x) {
+    u16 found;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(found) : "l"(from));
+    x = found;
+}
+
 __device__ __forceinline__ void load_global(const void* from, u32 (&x)[4]) {
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -269,7 +278,15 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const u32 (&a)[4], u32
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The same of float16, whatever KIND is.
+// sum = a b.
+__device__ __forceinline__ void multiply_first(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND "." KIND
+                 ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+                 : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
+// sum += a b of float16, whatever KIND is.
 __device__ __forceinline__ void multiply_halves(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
@@ -348,6 +365,23 @@ __device__ __forceinline__ u32 most_in_warp(u32 x) {
     u32 most;
     asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(most) : "r"(x));
     return most;
+}
+
+// Bits of `x` where `mask` has them, and those of `more`: one instruction, where the compiler would take two.
+__device__ __forceinline__ u32 masked_with(u32 x, u32 mask, u32 more) {
+    u32 bits;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(x), "r"(mask), "r"(more));
+    return bits;
+}
+
+// Four bytes, for each of which `which` has four bits: 0 to 3 for those of a, 4 to 7 for those of b.
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) { return __byte_perm(a, b, which); }
+
+// Two sums, each rounded.
+__device__ __forceinline__ u32 add_two(u32 a, u32 b) {
+    u32 sum;
+    asm("add.rn." KIND "x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
 }
 
 __device__ __forceinline__ float reciprocal(float x) {

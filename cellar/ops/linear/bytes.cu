@@ -13,9 +13,6 @@
 constexpr int TURN = 128;  // columns that a warp takes at a time
 constexpr int TURNS = (K + TURN - 1) / TURN;
 constexpr int OWN_TURNS = (TURNS + WARPS - 1) / WARPS;  // of a warp in each tile
-constexpr int ROWS = 16 * PIECES;
-constexpr int EIGHTS = TOKENS / 8;
-constexpr int PITCH = ROWS + 4;  // of a token's sums in shared memory: no two threads on the same banks
 constexpr bool EXACT = K % (TURN * WARPS) == 0;
 
 #if WHOLE
@@ -29,11 +26,6 @@ static_assert(K % 16 == 0 && TOKENS % 8 == 0 && 128 % ROWS == 0);
 
 struct Weights {
     u32 of[PIECES][2][2][4];  // 16 rows, 64 columns, eight of those rows: 16 bytes
-};
-
-// What a warp asks for, one turn after another.
-struct Cursor {
-    int tile, turn;
 };
 
 __device__ __forceinline__ void ask(Weights& to, const unsigned char* w, Cursor& at, int warp, int lane, int n, int step) {
@@ -54,7 +46,7 @@ __device__ __forceinline__ void ask(Weights& to, const unsigned char* w, Cursor&
             }
         }
     }
-    if (++at.turn == OWN_TURNS) at.turn = 0, at.tile += step;
+    at.advance(OWN_TURNS, step);
 }
 
 __device__ __forceinline__ void multiply_turn(
@@ -77,42 +69,17 @@ __device__ __forceinline__ void multiply_turn(
     }
 }
 
-__device__ __forceinline__ void clear(Sum (&sum)[PIECES][EIGHTS][4]) {
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-        for (int eight = 0; eight < EIGHTS; ++eight) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) sum[piece][eight][i] = 0;
-        }
-    }
-}
-
 // The warps' sums of a tile, added up, scaled and written.
 __device__ __forceinline__ void finish(
     const Sum (&sum)[PIECES][EIGHTS][4], const float* x_scales, const float* w_scales, const u16* bias, u16* out,
     int tile, int m, int n) {
     Sum* const parts = reinterpret_cast<Sum*>(shared_memory());
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-        for (int eight = 0; eight < EIGHTS; ++eight) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const int token = eight * 8 + lane % 4 * 2 + i % 2, row = piece * 16 + lane / 4 + i / 2 * 8;
-                parts[(warp * TOKENS + token) * PITCH + row] = sum[piece][eight][i];
-            }
-        }
-    }
+    leave(parts, sum);
     __syncthreads();
     for (int i = threadIdx.x; i < ROWS * m; i += WARPS * 32) {
         const int token = i / ROWS, row = i % ROWS, at = tile * ROWS + row;
         if (at >= n) continue;
-        Sum all = 0;
-#pragma unroll
-        for (int other = 0; other < WARPS; ++other) all += parts[(other * TOKENS + token) * PITCH + row];
-        float value = static_cast<float>(all);
+        float value = static_cast<float>(added_up(parts, token, row));
         if (!GROUPED) value *= x_scales[token] * w_scales[at];
         if (HAS_BIAS) value += one(bias[at]);
         out[static_cast<u64>(token) * n + at] = narrow(value);

@@ -98,7 +98,7 @@ def bytes_source(
         "HAS_BIAS": bias,
         "BF16": dtype == torch.bfloat16,
     }
-    return hopper_source("linear/bytes.cu"), {name: int(value) for name, value in constants.items()}
+    return hopper_source("linear/tile.cuh", "linear/bytes.cu"), {name: int(value) for name, value in constants.items()}
 
 
 @functools.cache

@@ -1,0 +1,82 @@
+"""Matrices in int4 on Hopper: codes in the order of operands, for our kernel, or written out for the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cellar.core.formats import Format
+from cellar.ops.cuda.hopper import DTYPES, hopper_serves
+from cellar.ops.linear.bytes import TOKENS, tokens_of
+from cellar.ops.linear.nibbles import Fragments, Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
+from cellar.ops.linear.weight import LinearWeight
+from cellar.quant.choice import Kernel, QuantizedChoice, default_nibbles
+from cellar.quant.fragments import fragments, fragments_take, unfragmented
+from cellar.quant.matrix import Quantized, dequantized, quantized
+
+
+class NibbleWeight(LinearWeight):
+    """A matrix of int4 in groups of 32, 64 or 128 columns, with zero points or without."""
+
+    __slots__ = ("_form", "choice", "format")
+
+    def __init__(self, matrix: Quantized, choice: QuantizedChoice | None = None) -> None:
+        super().__init__(*matrix.shape)
+        self.format: Format = matrix.format
+        self._form = fragments(matrix)
+        if choice is None or not choice.all_are(Nibbles):
+            choice = default_nibbles(*matrix.shape)
+        self.choice = choice
+
+    @property
+    def nbytes(self) -> int:
+        """Codes, scales and zero points, of the rows that there are."""
+        return self._form.nbytes
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """By the kernel of the choice. In float32 by the dequantized matrix."""
+        if not x.shape[0] or x.is_meta:
+            return x.new_empty((x.shape[0], self.out_features))
+        if x.dtype not in DTYPES:
+            return torch.nn.functional.linear(x, self.dense().to(x.dtype), bias)
+        return multiply_nibbles(x, self._form, bias, self.choice.at(x.shape[0]))
+
+    def dense(self) -> Tensor:
+        """float32 [out, in]."""
+        return dequantized(self._given())
+
+    def remade(self, matrix: Tensor) -> LinearWeight:
+        """Another matrix, quantized to the same format."""
+        return NibbleWeight(quantized(matrix, self.format))
+
+    def slice(self, axis: int, part: range) -> LinearWeight:
+        """Rows or columns, with the codes and scales that they have. Raises ConfigError where that cuts a group."""
+        matrix = self._given()
+        return NibbleWeight((matrix.rows if axis == 0 else matrix.columns)(part.start, part.stop))
+
+    def sources(self, bias: bool, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may run, with the constants that it is compiled with."""
+        kind = self.in_features, self._form.group
+        has_zeros, scales = self._form.zeros is not None, self._form.scales.dtype
+        for m in (1, *TOKENS):
+            sizes = self.choice.at(m)
+            if isinstance(sizes, Nibbles):
+                yield nibbles_source(sizes, *kind, tokens_of(m), has_zeros, bias, dtype, scales)
+        yield writer_source(*kind, has_zeros, dtype, scales)
+
+    def _given(self) -> Quantized:
+        return unfragmented(self._form, self.format)
+
+
+def multiply_nibbles(x: Tensor, matrix: Fragments, bias: Tensor | None, kernel: Kernel) -> Tensor:
+    """x W^T + b in 16 bits by one kernel: x: [m, k] -> [m, n]; None: the matrix is written out for the library."""
+    if isinstance(kernel, Nibbles):
+        return nibbles_linear(x, matrix, bias, kernel)
+    return torch.nn.functional.linear(x, written_out(matrix, x.dtype), bias)
+
+
+def multiplies_nibbles(matrix: Quantized) -> bool:
+    """True for an int4 matrix of a shape that the kernel takes, on Hopper."""
+    return fragments_take(matrix) and hopper_serves(matrix.codes.device)
