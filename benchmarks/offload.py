@@ -2,6 +2,7 @@
 
     python -m benchmarks.offload MODEL --device-memory 0.5 --host-memory 0.5 --disk 4
     python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --batch 78 --once
+    python -m benchmarks.offload llama-3-70b --load-format dummy --device cuda --device-memory 16 --quantization int4
 
 Prints one JSON object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the
 seconds of a decode pass, predicted (by the plan) and measured by channel; with --resident, the resident engine's tokens
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--disk-path", default=None)
     parser.add_argument("--load-format", default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=16)
@@ -52,6 +55,8 @@ def main() -> None:
     rest: dict[str, Any] = {
         "dtype": options.dtype,
         "load_format": options.load_format,
+        "quantization": options.quantization,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "max_num_seqs": options.batch,
         "max_model_len": options.prompt + options.generate,
         "max_num_batched_tokens": options.max_num_batched_tokens or options.batch * options.prompt,

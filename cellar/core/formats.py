@@ -7,7 +7,8 @@ from math import prod
 
 from cellar.core.dtypes import DTYPE_BYTES
 
-_SCALE_BYTES = {"int4": 2, "int8": 4, "fp8": 4, "mxfp4": 1}
+SCALE_BYTES = {"int4": 2, "int8": 4, "fp8": 4, "mxfp4": 1}
+"""Of one scale in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Format:
     @property
     def is_quantized(self) -> bool:
         """True for elements that mean nothing without their scales."""
-        return self.name in _SCALE_BYTES
+        return self.name in SCALE_BYTES
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Bytes of a tensor of this shape in memory, scales and zero points included."""
@@ -42,4 +43,4 @@ class Format:
         columns = shape[-1]
         row_groups = -(-(prod(shape) // columns) // self.rows) if self.rows else 1
         groups = row_groups * (-(-columns // self.group) if self.group else 1)
-        return int(plain + groups * (_SCALE_BYTES[self.name] + self.zero_points))
+        return int(plain + groups * (SCALE_BYTES[self.name] + self.zero_points))

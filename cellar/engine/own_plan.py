@@ -42,7 +42,6 @@ def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[Engine
     config, spec, raw, room, limits = asked.config, asked.spec, asked.raw, asked.room, asked.limits
     if fits(spec, room, limits):
         return _resident(config, spec, room, limits), None
-    _check_plain(asked.name, spec)
     _warn_of_loss(config, raw, spec, room, limits)
     plan = _planned(asked, spec, room, limits, _rates(config, spec, room.kind), config.offload.latency)
     assert plan.limits is not None
@@ -76,7 +75,11 @@ def with_rank_plans(config: EngineConfig, checkpoint: Path | None) -> tuple[Engi
             f"a share of the model fits device_memory, but on {size} ranks that is for shares which do not; leave "
             "device_memory out."
         )
-    _check_plain(asked.name, asked.spec)
+    if any(tensor.formats for tensor in asked.spec.tensors()):
+        raise ConfigError(
+            f"{asked.name} is quantized, and shares of quantized weights are not streamed yet; leave "
+            "tensor_parallel_size or quantization out, or raise device_memory."
+        )
     rates = _rates(config, shares[0], room.kind).shared(size)
     first = _planned(
         asked, max(shares, key=lambda share: share.nbytes()), room, asked.limits, rates, config.offload.latency
@@ -127,14 +130,6 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
         host = int(HOST_SHARE * host_available())
     room = Room(held, host, sizes["disk"] or 0, config.cache.kv_cache_memory_bytes, kind)
     return _Asked(config, name, raw, spec, str(device), room, limits)
-
-
-def _check_plain(name: str, spec: ModelSpec) -> None:
-    if any(tensor.formats for tensor in spec.tensors()):
-        raise ConfigError(
-            f"{name} is quantized and does not fit device_memory, but quantized weights are not offloaded yet; raise "
-            "device_memory, or leave quantization out."
-        )
 
 
 def _planned(
@@ -210,6 +205,8 @@ def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec,
             where,
             human(free),
         )
+    if any(tensor.formats for tensor in spec.tensors()):
+        return
     for name in ("int8", "int4"):
         chunk, kept = config.cache.block_size, config.cache.kv_cache_dtype
         try:

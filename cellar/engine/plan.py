@@ -107,7 +107,8 @@ def check_here(plan: SavedPlan, config: EngineConfig, checkpoint: Path | None) -
     name = config.model.model or DEMO
     raw = registry.shipped_config(name) if checkpoint is None else registry.read_config(checkpoint)
     assert raw is not None, "a model without a checkpoint is a shipped config"
-    if geometry_of(registry.open_model(raw, plan.dtype, plan.chunk_size).spec) != plan.geometry:
+    opened = registry.open_model(raw, plan.dtype, plan.chunk_size, quantization=config.model.quantization)
+    if geometry_of(opened.spec) != plan.geometry:
         raise ConfigError(
             f"the plan is for {plan.model}, but {name} has tensors of other shapes; run {plan.model}, or plan {name}."
         )

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 
 from cellar.core.errors import CapacityError
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
+from cellar.core.pieces import ALIGNMENT, cut_at_most, format_name, is_ordered, rows_nbytes, runs
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
 from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
@@ -24,7 +25,9 @@ from cellar.planner.passes import (
     Away,
     Rates,
     block_seconds,
+    cpu_tokens,
     decode_seconds,
+    device_rates,
     foreseen,
     kv_sequences,
     longest,
@@ -52,8 +55,10 @@ MOST_BATCHES = 16
 LIBRARIES = 3 * 2**28
 """Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
 
+MOST_IN_CODES = 192
+"""Tokens up to which an accelerator multiplies by codes of every format; of more it writes the matrix out."""
+
 RING_SLOTS = 2
-_ALIGNMENT = 64
 _PAGE = 4096
 _STEPS = 1 << 12
 _UNIT = 64
@@ -107,6 +112,8 @@ def capped_plan(
     latency, which says what the fastest takes.
     """
     rates, job = rates or Rates(), job or longest(limits)
+    if room.kind != "cpu":
+        rates = device_rates(rates, spec)
     best = _best(spec, room, limits, rates, job, latency, order)
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)
@@ -115,9 +122,9 @@ def capped_plan(
     # it is the device, it multiplies all of it as it lies.
     left = division.warm
     if room.kind != "cpu":
-        left *= rates.multiply / (rates.multiply + rates.link)
+        left *= rates.multiply / (rates.multiply + rates.link) if cpu_tokens(spec, limits) else 0.0
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
-    weights, on_disk = _placed(spec, *cuts)
+    weights, on_disk = _placed(spec, room.kind, *cuts)
     if on_disk > room.disk:
         raise CapacityError(
             f"beside {_gib(room.device)} of device_memory and {_gib(room.host or 0)} of host_memory {_gib(on_disk)} of "
@@ -150,7 +157,7 @@ def capped_plan(
             "machine": machine,
             "rates": asdict(rates),
             "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
-            "moves": asdict(pass_moves(rates, best.away)),
+            "moves": asdict(pass_moves(rates, best.away, cpu_tokens(spec, limits))),
             "predicted": asdict(foreseen(cost, job, best.count, limits, order)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
@@ -236,24 +243,27 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
     else:  # prompts of a pass are attended to in a layer's cache on the device
         a_layer = spec.kv.chunk_nbytes() // len(spec.layers)
         fixed += (-(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs) * a_layer
-    fixed += sum(_aligned(t.nbytes) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
+    rest_of_model = ((n, t) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
+    fixed += sum(_aligned(_nbytes(t, 0, t.shape[0], room.kind)) for _, t in rest_of_model)
     layers = [_matrices(layer) for layer in spec.layers]
+    apart = max((_apart(t, room.kind) for layer in layers for t in layer), default=0)
 
     def on_device(share: float) -> int:
         kept = [[(t, _rows(layer, k, share)) for k, t in enumerate(layer)] for layer in layers]
-        resident = sum(_aligned(rows * _row(t)) for layer in kept for t, rows in layer)
+        resident = sum(_aligned(_nbytes(t, 0, rows, room.kind)) for layer in kept for t, rows in layer)
         here = share + warm(share) if room.kind == "cpu" else share
-        come = [[(t, t.shape[0] - _rows(layer, k, here)) for k, t in enumerate(layer)] for layer in layers]
-        slot = max(sum(_aligned(rows * _row(t)) for t, rows in layer) for layer in come)
-        # A matrix that lies in host memory and on disk takes two places of a slot, and a record whole pages.
-        ring = RING_SLOTS * -(-(slot + _ALIGNMENT + _PAGE) // _PAGE) * _PAGE + _PAGE
+        come = [[(t, _rows(layer, k, here)) for k, t in enumerate(layer)] for layer in layers]
+        slot = max(sum(_aligned(_nbytes(t, rows, t.shape[0], room.kind)) for t, rows in layer) for layer in come)
+        # What lies in host memory, on disk, or is for the CPU takes places of its own in a slot, and a record whole
+        # pages.
+        ring = RING_SLOTS * -(-(slot + ALIGNMENT + 2 * apart + _PAGE) // _PAGE) * _PAGE + _PAGE
         return fixed + resident + (ring if slot else 0)
 
     def in_host(kept: float, share: float) -> int:
-        rows = [
-            (t, _rows(layer, k, share + kept) - _rows(layer, k, kept)) for layer in layers for k, t in enumerate(layer)
+        cuts = [
+            (t, _rows(layer, k, kept), _rows(layer, k, share + kept)) for layer in layers for k, t in enumerate(layer)
         ]
-        return sum(_aligned(away * _row(t)) for t, away in rows)
+        return sum(_aligned(_nbytes(t, first, last, room.kind)) for t, first, last in cuts) + len(layers) * apart
 
     limit = room.host
     if limit is not None and place == "host":
@@ -295,7 +305,7 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     return [*found, *(("device", less) for less in few if bounded and less < min(wanted, left))]
 
 
-def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:
+def _placed(spec: ModelSpec, kind: str, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:
     """Rows of each layer up to the share `first` on the device, up to `third` in host memory, from `second` on for the
     CPU to multiply; and bytes on disk.
     """
@@ -312,8 +322,8 @@ def _placed(spec: ModelSpec, first: float, second: float, third: float) -> tuple
         parts = (("device", 0, a, "device"), ("host", a, b, "device"), ("host", b, c, "host"))
         for place, start, stop, compute in (*parts, ("disk", c, whole, "device")):
             if start < stop:
-                found.append(Placed(name, place, start, stop, spec.dtype, compute))
-        on_disk += (whole - c) * _row(tensor)
+                found.append(Placed(name, place, start, stop, format_name(tensor), compute))
+        on_disk += rows_nbytes(tensor, c, whole, kind)
     return tuple(found), on_disk
 
 
@@ -325,16 +335,27 @@ def _in_layer(name: str) -> bool:
     return name.startswith("layers.")
 
 
-def _row(tensor: TensorSpec) -> int:
-    return tensor.nbytes // tensor.shape[0]
+def _nbytes(tensor: TensorSpec, start: int, stop: int, kind: str) -> int:
+    """Bytes of rows; on a GPU the more of what either it or the CPU reads."""
+    found = rows_nbytes(tensor, start, stop, kind)
+    return found if kind == "cpu" or not tensor.formats else max(found, rows_nbytes(tensor, start, stop, "cpu"))
+
+
+def _apart(tensor: TensorSpec, kind: str) -> int:
+    """What a matrix that is cut once more takes at most beside its rows: what each piece brings along, aligned."""
+    if not tensor.formats:
+        return 0
+    columns = sum(8 * tensor.shape[1] for run in runs(tensor) if is_ordered(run.format))
+    return 8 * ALIGNMENT + columns
 
 
 def _rows(matrices: Sequence[TensorSpec], k: int, share: float) -> int:
     """How many rows of the k-th lie in the first `share` of the bytes of all, which stand one after another."""
     wanted = math.floor(share * sum(t.nbytes for t in matrices) + 1e-6) - sum(t.nbytes for t in matrices[:k])
     tensor = matrices[k]
-    rows = max(0, min(tensor.shape[0], wanted // _row(tensor)))
-    return rows if rows == tensor.shape[0] or tensor.shape[0] < 16 * _UNIT else rows // _UNIT * _UNIT
+    whole = tensor.shape[0]
+    rows = max(0, min(whole, wanted * whole // tensor.nbytes))
+    return cut_at_most(tensor, rows if rows == whole or whole < 16 * _UNIT else rows // _UNIT * _UNIT)
 
 
 def _largest(holds: Callable[[float], bool]) -> float | None:
@@ -372,11 +393,21 @@ def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
         tokens = min(tokens, batch * limits.max_model_len)
     working = working_bytes(d, tokens) * elements
     logits = logits_bytes(d, limits.max_num_seqs)
-    return math.ceil(working + logits if kind == "cpu" else CUT * working + between + 6 * logits + LIBRARIES)
+    if kind == "cpu":
+        return math.ceil(working + logits)
+    return math.ceil(CUT * working + between + 6 * logits + LIBRARIES + _expanded_nbytes(spec, limits))
+
+
+def _expanded_nbytes(spec: ModelSpec, limits: Limits) -> int:
+    """Of the largest quantized matrix that an accelerator writes out for passes of many tokens, two bytes a number."""
+    tensors = [t for layer in spec.layers for t in layer.tensors if t.formats]
+    if limits.max_num_seqs > MOST_IN_CODES:
+        tensors += [t for t in spec.head if t.formats]
+    return max((t.size * (4 if spec.dtype == "float32" else 2) for t in tensors), default=0)
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def _gib(nbytes: float) -> str:

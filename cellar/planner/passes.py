@@ -23,6 +23,9 @@ RESERVE = 0.1
 CPU_TOKENS = 16
 """Passes of up to so many tokens leave rows in host memory to the CPU."""
 
+CPU_TOKENS_IN_CODES = 4
+"""The same where rows are quantized: of more tokens the CPU decodes them more slowly than it reads them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -59,6 +62,30 @@ def processor_rates(machine: Machine, dtype: str) -> Rates:
     )
 
 
+QUANTIZED_RATES = {"int4": 2.0e12, "mxfp4": 1.9e12, "int8": 3.7e12, "fp8": 3.7e12}
+"""Bytes/s of products of one token in a format on an H200, whose memory is not what binds them
+(docs/performance/h200-quantized.md, 28672 x 4096).
+"""
+
+
+def device_rates(rates: Rates, spec: ModelSpec) -> Rates:
+    """Rates of an accelerator for the formats of a model's layers: the slowest of them is that of its memory."""
+    formats = {format.name for layer in spec.layers for tensor in layer.tensors for format in tensor.formats}
+    found = [QUANTIZED_RATES[name] for name in formats if name in QUANTIZED_RATES]
+    return replace(rates, device=min([rates.device, *found]))
+
+
+def cpu_tokens(spec: ModelSpec, limits: Limits) -> int:
+    """Tokens of the largest pass that leaves rows in host memory to the CPU; 0 if none are to lie there for it.
+
+    Plain rows suit both it and an accelerator. Quantized ones have the order of one, and an accelerator writes out
+    those of the CPU: so they are left to it only where most passes are that small.
+    """
+    if not any(tensor.formats for layer in spec.layers for tensor in layer.tensors):
+        return CPU_TOKENS
+    return CPU_TOKENS_IN_CODES if limits.max_num_seqs <= CPU_TOKENS_IN_CODES else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Away:
     """Bytes of weights that each pass brings from host memory and from the disk; where KV lies, on which `kind` of
@@ -74,7 +101,8 @@ class Away:
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
-    of few tokens the link's are `few_link`, and the CPU multiplies for `few_rows`. `attends`: it attends to KV, too.
+    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows`. `attends`: it attends to KV,
+    too.
     """
 
     disk: float
@@ -82,14 +110,15 @@ class Moves:
     few_link: float
     few_rows: float
     attends: bool
+    few: int = CPU_TOKENS
 
 
-def pass_moves(rates: Rates, away: Away) -> Moves:
-    """What any pass moves. A pass of few tokens on a GPU leaves rows to the CPU."""
+def pass_moves(rates: Rates, away: Away, few: int = CPU_TOKENS) -> Moves:
+    """What any pass moves. A pass of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`)."""
     disk, link = _moves(rates, away)
-    rows = 0.0 if away.kind == "cpu" else away.host * rates.multiply / (rates.multiply + rates.link)
+    rows = 0.0 if away.kind == "cpu" or not few else away.host * rates.multiply / (rates.multiply + rates.link)
     few_rows = rows / rates.multiply if rows else 0.0
-    return Moves(disk, link, link - rows / rates.link, few_rows, away.kind != "cpu" and away.kv_place == "host")
+    return Moves(disk, link, link - rows / rates.link, few_rows, away.kind != "cpu" and away.kv_place == "host", few)
 
 
 def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
@@ -99,7 +128,7 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     alone = replace(cost, streamed=0.0, eager=0.0)
     device = replace(alone, attended=0.0, resident=0.0).seconds(work)
     attention = alone.seconds(work) - device
-    few = work.tokens <= CPU_TOKENS
+    few = work.tokens <= moves.few
     return {
         "disk": moves.disk,
         "link": moves.few_link if few else moves.link,
@@ -265,4 +294,5 @@ def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None =
 def predicted_pass(spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int) -> Mapping[str, float]:
     """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode."""
     cost = pass_cost(spec, rates, away)
-    return channel_seconds(cost, pass_moves(rates, away), _decodes(cost, count, limits.max_model_len))
+    moves = pass_moves(rates, away, cpu_tokens(spec, limits))
+    return channel_seconds(cost, moves, _decodes(cost, count, limits.max_model_len))

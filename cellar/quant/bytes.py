@@ -172,13 +172,12 @@ def _by_eights(x: Tensor, x_scales: Tensor) -> tuple[Tensor, Tensor]:
 
 def multiplies_bytes(matrix: Quantized) -> bool:
     """True for a matrix whose format rounds tokens, of a shape that tensor cores take, on Hopper."""
-    format = matrix.format
-    return (
-        bool(format.activations)
-        and matrix.groups is None
-        and all(size % _STEP == 0 and size for size in matrix.shape)
-        and hopper_serves(matrix.codes.device)
-    )
+    return matrix.groups is None and multiplies_bytes_of(matrix.format, matrix.shape, matrix.codes.device)
+
+
+def multiplies_bytes_of(format: Format, shape: tuple[int, int], device: torch.device) -> bool:
+    """The same of a matrix that is not there yet, without an order of columns."""
+    return bool(format.activations) and all(size % _STEP == 0 and size for size in shape) and hopper_serves(device)
 
 
 def _scales(matrix: Quantized) -> Tensor:
@@ -187,6 +186,8 @@ def _scales(matrix: Quantized) -> Tensor:
     if not matrix.format.group:
         return scales.expand(matrix.shape[0], 1).flatten().contiguous()
     blocks, groups = scales.shape
+    if scales.stride() == (-(-groups // 4) * 4, 1):
+        return scales
     apart = scales.new_zeros((blocks, -(-groups // 4) * 4))
     apart[:, :groups] = scales
     return apart[:, :groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
     """`quantized_linear` for matrices that are taken; summed in float32, rounded once.
 
     Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format. Where
-    the format rounds activations, their codes are multiplied: whole numbers, exact up to 2^24.
+    the format rounds activations, their codes are multiplied: whole numbers, exact up to 2^24, the bits of `int8.py`.
     """
     tokens, rows = x.shape[0], matrix.shape[0]
     if not tokens or not rows:
@@ -47,7 +48,9 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         x = rounded(x, matrix.format).to(x.dtype)
     if matrix.format.activations == "int8":
         codes, scales = token_codes(x)
-        out = _summed(codes.float(), matrix).mul_(scales)
+        ones = torch.ones((matrix.shape[0], 1))
+        whole = replace(matrix, format=replace(matrix.format, rows=1), scales=ones)
+        out = _summed(codes.float(), whole).mul_(matrix.scales.float().view(1, -1)).mul_(scales)
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
     else:

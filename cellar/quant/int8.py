@@ -25,13 +25,14 @@ class Int8Weight(LinearWeight):
     of threads. The matrix is kept packed only.
     """
 
-    __slots__ = ("_offsets", "_packed", "_scales", "format")
+    __slots__ = ("_offsets", "_ones", "_packed", "_scales", "format")
 
     def __init__(self, matrix: Quantized) -> None:
         super().__init__(*matrix.shape)
         self.format: Format = matrix.format
         self._packed = _packed(matrix.codes)
         self._scales = matrix.scales.float().expand(matrix.shape[0], 1).flatten().contiguous()
+        self._ones = torch.ones(matrix.shape[0])
         self._offsets = torch.zeros(matrix.shape[0], dtype=torch.int32)
 
     @property
@@ -44,7 +45,8 @@ class Int8Weight(LinearWeight):
         if not x.shape[0]:
             return x.new_empty((0, self.out_features))
         codes, scales = token_codes(x)
-        out = _product(codes, self._packed, self._scales, self._offsets).mul_(scales)
+        # The library multiplies by scales in an order of its own; this one is `quantized_linear_cpu`'s, bit for bit.
+        out = _product(codes, self._packed, self._ones, self._offsets).mul_(self._scales).mul_(scales)
         if bias is not None:
             out += bias
         return out.to(x.dtype)

@@ -21,11 +21,12 @@ class QuantizedWeight(LinearWeight):
 
     __slots__ = ("matrix", "order")
 
-    def __init__(self, matrix: Quantized) -> None:
+    def __init__(self, matrix: Quantized, order: Tensor | None = None) -> None:
+        """`order`: columns are in it already."""
         super().__init__(*matrix.shape)
         ordered = by_groups(matrix)
         self.matrix: Quantized = matrix if ordered is None else ordered[0]
-        self.order: Tensor | None = None if ordered is None else ordered[1]
+        self.order: Tensor | None = order if ordered is None else ordered[1]
 
     @property
     def nbytes(self) -> int:

@@ -42,7 +42,7 @@ def print_planned(plan: SavedPlan, spec: ModelSpec) -> None:
     """
     placement = plan.placement
     table = _table("What goes where")
-    planned = planned_nbytes(placed_rows(placement, spec), spec)
+    planned = planned_nbytes(placed_rows(placement, spec, plan.device))
     for place, nbytes in planned.items():
         kv = f"KV {human(placement.num_chunks * spec.kv.chunk_nbytes())}" if place == placement.kv_device else ""
         table.add_row(place, human(nbytes), kv, "" if place == "device" or not nbytes else human(nbytes), "", "")

@@ -65,7 +65,7 @@ def test_each_rank_has_its_part_of_the_host(tmp_path: Path) -> None:
     found = []
     for rank, plan in enumerate(plans):
         share = shard(whole, rank, 2)
-        found.append(planned_nbytes(placed_rows(plan.placement, share), share))
+        found.append(planned_nbytes(placed_rows(plan.placement, share)))
         assert sum(found[-1].values()) == share.nbytes()
         assert plan.limits is not None
         assert plan.limits.max_num_seqs == config.schedule.max_num_seqs == 3

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
-from cellar.core.errors import ConfigError, IntegrityError
+from cellar.core.errors import IntegrityError
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.loader import Make
 from cellar.ops.linear.weight import Weight
+from cellar.quant.pieces import piece_of
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HOST, NUM_THREADS, HeldMemory
@@ -28,7 +29,6 @@ from cellar.runtime.offload.layout import (
     aligned,
     layer_layout,
     planned_nbytes,
-    row_nbytes,
 )
 from cellar.runtime.offload.mover import Fence
 
@@ -85,6 +85,7 @@ class Homes:
         self._threads = ThreadPoolExecutor(1 if device.type == "cpu" else NUM_THREADS, "cellar-digest")
         self._digests: dict[tuple[str, int], Future[int]] = {}
         self.resident: dict[tuple[str, int], Tensor] = {}
+        self._scales: dict[tuple[str, int], torch.dtype] = {}
 
     def close(self) -> None:
         """Let go of the file, and of registered memory. Nobody copies any more."""
@@ -112,12 +113,8 @@ class Homes:
                 self._place(tensor.name, tensor, make(tensor), None)
 
     def _place(self, name: str, tensor: TensorSpec, made: Weight, layout: LayerLayout | None) -> None:
-        if not isinstance(made, Tensor):
-            raise ConfigError(f"{name} is quantized, and quantized weights are not offloaded yet.")
-        whole = made.contiguous().reshape(-1).view(torch.uint8)
-        each = row_nbytes(tensor)
         for part in self._rows[name]:
-            rows = whole[part.start * each : part.stop * each]
+            rows = self._bytes(name, part, made)
             if part.place == "device":
                 home = self.resident[name, part.start] = self._memory.carve(len(rows))
             else:
@@ -132,6 +129,27 @@ class Homes:
             self._digests[name, part.start] = digest
             if part.place == "disk" or rows.is_cpu:
                 digest.result()  # its room is the next layer's, or of what was made no more is kept
+
+    def _bytes(self, name: str, part: PlacedRows, made: Weight) -> Tensor:
+        """Rows of a tensor as they are placed, uint8; plain ones where they are, quantized ones put together."""
+        span = range(part.start, part.stop)
+        if isinstance(made, Tensor):
+            return made[part.start : part.stop].contiguous().view(-1).view(torch.uint8)
+        if not part.run.format.is_quantized:
+            plain = made.slice(0, span).dense().to(getattr(torch, self._tensors[name].dtype))
+            return plain.contiguous().view(-1).view(torch.uint8)
+        # A GPU puts codes in its order faster than the host does, a piece at a time.
+        where = HOST if part.kind == "cpu" else self.device
+        rows, self._scales[name, part.start] = piece_of(made, span, part.run.format, part.kind, where)
+        return rows
+
+    def scales(self, name: str, part: PlacedRows) -> torch.dtype:
+        """The type of the scales of quantized rows."""
+        return self._scales[name, part.start]
+
+    def part(self, name: str, start: int) -> PlacedRows:
+        """The rows of a tensor that begin there."""
+        return next(part for part in self._rows[name] if part.start == start)
 
     def _record(self, layout: LayerLayout, part: PlacedRows, tensor: str) -> Tensor:
         """Where rows that are away stand in the record of their layer; one on disk is being put together."""
@@ -157,7 +175,7 @@ class Homes:
         """Read all that was placed from where it lies. Raises IntegrityError if rows, bytes or places are not as
         planned, DeviceError if the disk fails.
         """
-        planned = planned_nbytes(self._rows, self._spec)
+        planned = planned_nbytes(self._rows)
         found, seconds = dict.fromkeys(PLACES, 0), dict.fromkeys(PLACES, 0.0)
         begin = time.perf_counter()
         found["device"] = self._compare(self.resident)

@@ -22,6 +22,7 @@ from torch import Tensor
 from cellar.core.specs import KVSpec
 from cellar.models.model import Comm, LayerContext
 from cellar.ops.attention import AttentionWork, decode_attention
+from cellar.ops.kv_format import as_bytes, format_of
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.registered import mapped
@@ -229,8 +230,10 @@ class StagedChunks:
 
     def keep(self, j: int) -> None:
         """Bring layer j's chunks to host memory."""
-        self._there.k[j].index_copy_(0, self._slots, self.k[j])
-        self._there.v[j].index_copy_(0, self._slots, self.v[j])
+        for there, here in ((self._there.k[j], self.k[j]), (self._there.v[j], self.v[j])):
+            if format_of(here) != "plain":  # of short floats the library copies no rows
+                there, here = as_bytes(there), as_bytes(here)
+            there.index_copy_(0, self._slots, here)
 
     def _cache(self, j: int) -> tuple[Tensor, Tensor]:
         shape, like = (len(self._slots), *self._there.k[j].shape[1:]), self._there.k[j]

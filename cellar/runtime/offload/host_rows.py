@@ -10,21 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cellar.ops.linear.dense import DenseWeight
-from cellar.ops.linear.weight import MatrixWeight
+from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.offload.channels import Channel
 
 
-class HostRows(MatrixWeight):
-    """A matrix [out, in] on the CPU that takes and gives tensors of `device`. Who multiplies waits for x."""
+class HostRows(LinearWeight):
+    """A weight in host memory, in any format that the CPU multiplies, that takes and gives tensors of `device`. Who
+    multiplies waits for x.
+    """
 
     __slots__ = ("_channel", "_device", "_here")
 
-    def __init__(self, matrix: Tensor, device: torch.device, channel: Channel) -> None:
-        super().__init__(matrix)
-        self._here = DenseWeight(matrix)
+    def __init__(self, here: LinearWeight, device: torch.device, channel: Channel) -> None:
+        super().__init__(here.out_features, here.in_features)
+        self._here = here
         self._device = device
         self._channel = channel
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self._here.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the CPU; the bias is added on the device."""
@@ -38,6 +44,10 @@ class HostRows(MatrixWeight):
         out = product.to(self._device, non_blocking=True)
         return out if bias is None else out.add_(bias)
 
+    def dense(self) -> Tensor:
+        """The matrix, in host memory."""
+        return self._here.dense()
+
     def remade(self, matrix: Tensor) -> HostRows:
-        """Another one."""
-        return HostRows(matrix, self._device, self._channel)
+        """Another one in the same format, in host memory."""
+        return HostRows(self._here.remade(matrix), self._device, self._channel)

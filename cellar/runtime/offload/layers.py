@@ -12,14 +12,16 @@ from torch import Tensor
 
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.models.loader import LoadedWeights
+from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight, Weight
+from cellar.quant.pieces import weight_of
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.host_rows import HostRows
-from cellar.runtime.offload.layout import PAGE, LayerLayout, aligned
+from cellar.runtime.offload.layout import PAGE, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
 
@@ -27,6 +29,8 @@ NUM_SLOTS = 2
 """One layer computes while the next is on its way."""
 CPU_TOKENS = 16
 """A pass of up to so many tokens leaves rows to the CPU: of more tokens it multiplies more slowly than it reads."""
+CPU_TOKENS_IN_CODES = 4
+"""The same of quantized rows, which take longer to decode than to read where there are more tokens."""
 MEASURED_NBYTES = 2**31
 
 
@@ -59,6 +63,8 @@ class StreamedLayers:
                 for by_cpu in {self._is_here, any(area.source is not None for area in layout.areas)}:
                     self._weights[layer.index, slot, by_cpu] = weights.of(layer, layout, there, by_cpu=by_cpu)
         self._by_cpu = self._is_here
+        areas = [area for layout in homes.layouts for area in layout.areas if area.source is not None]
+        self._in_codes = any(area.rows.run.format.is_quantized for area in areas)
         # Whether what a slot holds leaves rows to the CPU; the loader writes it, before the slot can be taken.
         self._left = [self._is_here] * len(self._slots)
         self._streamed = frozenset(layout.index for layout in streamed)
@@ -88,7 +94,7 @@ class StreamedLayers:
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens begins."""
-        self._by_cpu = self._is_here or num_tokens <= CPU_TOKENS
+        self._by_cpu = self._is_here or num_tokens <= (CPU_TOKENS_IN_CODES if self._in_codes else CPU_TOKENS)
         if self._ring is not None:
             self._ring.begin()
 
@@ -193,60 +199,73 @@ class LayerWeights:
         """A layer's weights while `slot` holds its other rows; `by_cpu`: but for those that the CPU multiplies."""
         found: dict[str, Weight] = {}
         for tensor in layer.tensors:
-            pieces: list[tuple[int, Tensor]] = []
+            name = f"layers.{layer.index}.{tensor.name}"
+            pieces: list[tuple[PlacedRows, Tensor]] = []
             for area in layout.areas:
                 if area.tensor == tensor.name:
+                    there, start = slot, area.offset
                     if by_cpu and area.source is not None:
-                        record = self._homes.source("host", layout.index)
-                        size = (area.stop - area.start) * (tensor.nbytes // tensor.shape[0])
-                        pieces.append((area.start, _typed(record[area.source : area.source + size], tensor)))
-                        continue
-                    end = area.offset + (area.stop - area.start) * (tensor.nbytes // tensor.shape[0])
-                    pieces.append((area.start, _typed(slot[area.offset : end], tensor)))
+                        there, start = self._homes.source("host", layout.index), area.source
+                    pieces.append((area.rows, there[start : start + area.rows.nbytes]))
             if len(tensor.shape) == 1 and pieces:
-                ((_, found[tensor.name]),) = pieces
+                found[tensor.name] = _typed(pieces[0][1], tensor)
                 continue
-            pieces += self._resident(f"layers.{layer.index}.{tensor.name}", tensor)
-            found[tensor.name] = _joined(tensor, pieces, self._homes.device, self._by_cpu)
+            found[tensor.name] = self._joined(name, tensor, [*pieces, *self._resident(name)])
         return found
 
-    def whole(self, name: str, tensor: TensorSpec) -> Tensor:
-        """A tensor that lies on the device in one piece."""
-        ((_, there),) = self._resident(name, tensor)
-        return there
+    def whole(self, name: str, tensor: TensorSpec) -> Weight:
+        """A tensor that lies on the device, all of it: a plain one as it is, a quantized one to multiply by."""
+        there = self._resident(name)
+        if not tensor.formats:
+            ((_, rows),) = there
+            return _typed(rows, tensor)
+        return self._joined(name, tensor, there)
 
-    def _resident(self, name: str, tensor: TensorSpec) -> list[tuple[int, Tensor]]:
+    def _resident(self, name: str) -> list[tuple[PlacedRows, Tensor]]:
         homes = self._homes.resident
-        return [(start, _typed(home, tensor)) for (owner, start), home in homes.items() if owner == name]
+        return [(self._homes.part(name, start), home) for (owner, start), home in homes.items() if owner == name]
+
+    def _joined(self, name: str, tensor: TensorSpec, pieces: list[tuple[PlacedRows, Tensor]]) -> Weight:
+        """Pieces under one another: a matrix multiplied piece by piece; a vector on the device is one, or put
+        together.
+        """
+        pieces.sort(key=lambda piece: piece[0].start)
+        if len(tensor.shape) == 1:
+            vectors = [_typed(there, tensor) for _, there in pieces]
+            return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+        matrices = [self._matrix(name, tensor, rows, there) for rows, there in pieces]
+        return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)
+
+    def _matrix(self, name: str, tensor: TensorSpec, rows: PlacedRows, there: Tensor) -> LinearWeight:
+        """Rows multiplied where they are."""
+        away = there.device.type != self._homes.device.type
+        if rows.run.format.is_quantized:
+            shape, scales = (rows.stop - rows.start, tensor.shape[1]), self._homes.scales(name, rows)
+            weight = weight_of(there, shape, rows.run.format, rows.kind, scales)
+        else:
+            weight = DenseWeight(_typed(there, tensor)) if away else in_place(_typed(there, tensor))
+        return HostRows(weight, self._homes.device, self._by_cpu) if away else weight
 
 
 def loaded_ends(spec: ModelSpec, homes: Homes) -> LoadedWeights:
     """Embedding and head, as they lie on the device; layers come from elsewhere."""
     weights = LayerWeights(homes)
-    embedding: dict[str, Weight] = {}
-    for tensor in spec.embedding:
-        there = weights.whole(tensor.name, tensor)
-        embedding[tensor.name] = in_place(there) if tensor.name == "project_in" else there
+    embedding = {
+        tensor.name: _multiplied(weights.whole(tensor.name, tensor), tensor.name == "project_in")
+        for tensor in spec.embedding
+    }
     head: dict[str, Weight] = {}
     for tensor in spec.head:
         name = "embed" if spec.tied_head and tensor.name == "lm_head" else tensor.name
-        there = weights.whole(name, tensor)
-        head[tensor.name] = in_place(there) if len(tensor.shape) == 2 else there
+        head[tensor.name] = _multiplied(weights.whole(name, tensor), len(tensor.shape) == 2)
     return LoadedWeights(embedding, [], head)
+
+
+def _multiplied(weight: Weight, is_matrix: bool) -> Weight:
+    """A plain matrix that is multiplied by as it lies, tables and vectors as they are."""
+    return in_place(weight) if is_matrix and isinstance(weight, Tensor) else weight
 
 
 def _typed(there: Tensor, tensor: TensorSpec) -> Tensor:
     """Bytes as rows of the tensor."""
     return there.view(getattr(torch, tensor.dtype)).view(-1, *tensor.shape[1:])
-
-
-def _joined(tensor: TensorSpec, pieces: list[tuple[int, Tensor]], device: torch.device, by_cpu: Channel) -> Weight:
-    """Pieces under one another: a matrix multiplied piece by piece; a vector on the device is one, or put together."""
-    pieces.sort(key=lambda piece: piece[0])
-    parts = [there for _, there in pieces]
-    if len(tensor.shape) == 1:
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-    matrices: list[LinearWeight] = [
-        HostRows(part, device, by_cpu) if part.device.type != device.type else in_place(part) for part in parts
-    ]
-    return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)

@@ -8,44 +8,48 @@
              [vectors of which anything is away, whole]     rows of the device included
              [rows that the CPU may multiply]               where it is the device, slots end before them
 
-Runs of rows begin at multiples of 64 bytes, in records as in slots.
+Runs of rows begin at multiples of 64 bytes, in records as in slots. Each is a piece (`core/pieces.py`): plain numbers,
+or quantized ones in their bits, in the order of whoever multiplies them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cellar.core.errors import ConfigError
 from cellar.core.messages import Placement
-from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
+from cellar.core.pieces import ALIGNMENT, Run, format_name, piece_nbytes, pieces
+from cellar.core.specs import LayerSpec, ModelSpec
 
 PLACES = ("device", "host", "disk")
-ALIGNMENT = 64
-"""Of what begins in a slot or an arena, in bytes: a line of the cache."""
 PAGE = 4096
 """Of records on disk, and of slots: what reads past the page cache begin at and are multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """Rows [start, stop) of a tensor lie in `place`. `by_cpu`: it may multiply them there."""
+    """Rows [start, stop) of one `run` of a tensor lie in `place`, in `nbytes`, as a `kind` (cpu, gpu) reads them.
+    `by_cpu`: the CPU may multiply them there.
+    """
 
     place: str
     start: int
     stop: int
+    run: Run
+    nbytes: int
+    kind: str
     by_cpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Rows [start, stop) of a tensor stand in a slot from byte `offset` on. `source`: rows that the CPU may multiply,
-    where they stand in the record in host memory.
+    """`rows` of a tensor stand in a slot from byte `offset` on; of a vector, all of them. `source`: rows that the CPU
+    may multiply, where they stand in the record in host memory.
     """
 
     tensor: str
-    start: int
-    stop: int
+    rows: PlacedRows
     offset: int
     source: int | None = None
 
@@ -104,16 +108,12 @@ def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
-def row_nbytes(tensor: TensorSpec) -> int:
-    """Bytes of one row of a tensor of plain numbers."""
-    return tensor.nbytes // tensor.shape[0]
-
-
-def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[PlacedRows, ...]]:
-    """Where the rows of each tensor lie, by its name in `ModelSpec.named_tensors`, ascending.
+def placed_rows(placement: Placement, spec: ModelSpec, kind: str = "cpu") -> dict[str, tuple[PlacedRows, ...]]:
+    """Where the rows of each tensor lie, by its name in `ModelSpec.named_tensors`, ascending; what a placement has in
+    one part is cut where formats differ. `kind` of device: cpu or gpu.
 
     Raises ConfigError unless every row of every tensor of the model is placed once, in its own format, in a place that
-    there is, with the tables and the head on the device.
+    there is, no group of rows cut, with the tables and the head on the device.
     """
     tensors = dict(spec.named_tensors())
     found: dict[str, list[PlacedRows]] = {name: [] for name in tensors}
@@ -123,11 +123,10 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Placed
         if part.device not in PLACES:
             raise ConfigError(f"the plan places {part.tensor} on {part.device}; places are {', '.join(PLACES)}.")
         tensor = tensors[part.tensor]
-        if any(stored.format.is_quantized for stored in tensor.stored_parts()) or part.format != tensor.dtype:
+        if part.format != format_name(tensor):
             raise ConfigError(
-                f"the plan has {part.tensor} in {part.format} and the model runs it in {_format(tensor)}, but what is "
-                "offloaded runs in the plain dtype of the plan yet; leave quantization out, or take a plan for a "
-                "device that holds the model."
+                f"the plan has {part.tensor} in {part.format}, but the model has it in {format_name(tensor)}; plan "
+                "again with the dtype and the quantization that it runs in."
             )
         if part.device != "device" and not part.tensor.startswith("layers."):
             raise ConfigError(
@@ -140,18 +139,25 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Placed
                 f"the plan has {part.tensor} on {part.device} multiplied by {part.compute}, but beside the device the "
                 "host alone multiplies, and rows of matrices in its own memory alone; plan this model again."
             )
-        if part.start < part.stop:
-            found[part.tensor].append(PlacedRows(part.device, part.start, part.stop, by_cpu))
+        for run, start, stop in pieces(tensor, part.start, part.stop):
+            if run.cut_at_most(start) != start or run.cut_at_most(stop) != stop:
+                raise ConfigError(
+                    f"the plan cuts {part.tensor} at rows {start} and {stop}, but {run.format.rows} rows from "
+                    f"{run.start} on share scales; plan this model again."
+                )
+            by = "cpu" if by_cpu else kind
+            nbytes = piece_nbytes(tensor, run, start, stop, by)
+            found[part.tensor].append(PlacedRows(part.device, start, stop, run, nbytes, by, by_cpu))
     for name, rows in found.items():
         rows.sort(key=lambda r: r.start)
         last = 0
-        for run in rows:
-            if run.start != last:
-                what = "twice" if run.start < last else "nowhere"
+        for placed in rows:
+            if placed.start != last:
+                what = "twice" if placed.start < last else "nowhere"
                 raise ConfigError(
-                    f"the plan places row {min(run.start, last)} of {name} {what}; plan this model again."
+                    f"the plan places row {min(placed.start, last)} of {name} {what}; plan this model again."
                 )
-            last = run.stop
+            last = placed.stop
         if last != tensors[name].shape[0]:
             raise ConfigError(
                 f"the plan places {last} rows of {name}, but it has {tensors[name].shape[0]}; plan this model again."
@@ -159,16 +165,12 @@ def placed_rows(placement: Placement, spec: ModelSpec) -> dict[str, tuple[Placed
     return {name: tuple(rows) for name, rows in found.items()}
 
 
-def _format(tensor: TensorSpec) -> str:
-    return "+".join(dict.fromkeys(part.format.name for part in tensor.stored_parts()))
-
-
-def planned_nbytes(rows: Mapping[str, Sequence[PlacedRows]], spec: ModelSpec) -> dict[str, int]:
+def planned_nbytes(rows: Mapping[str, Sequence[PlacedRows]]) -> dict[str, int]:
     """Bytes of weights in each place, as planned."""
     found = dict.fromkeys(PLACES, 0)
-    for name, tensor in spec.named_tensors():
-        for part in rows[name]:
-            found[part.place] += (part.stop - part.start) * row_nbytes(tensor)
+    for parts in rows.values():
+        for part in parts:
+            found[part.place] += part.nbytes
     return found
 
 
@@ -184,28 +186,27 @@ def layer_layout(layer: LayerSpec, rows: Mapping[str, tuple[PlacedRows, ...]]) -
     def add_matrices(place: str, by_cpu: bool) -> None:
         nonlocal end
         for tensor in away:
-            each = row_nbytes(tensor)
             for part in rows[tensor.name]:
                 if len(tensor.shape) > 1 and (part.place, part.by_cpu) == (place, by_cpu):
                     end, source = aligned(end), aligned(taken[place])
-                    nbytes = (part.stop - part.start) * each
-                    areas.append(Area(tensor.name, part.start, part.stop, end, source if by_cpu else None))
-                    moves.append(Move(place, tensor.name, part.start, source, end, nbytes, by_cpu))
-                    end, taken[place] = end + nbytes, source + nbytes
+                    areas.append(Area(tensor.name, part, end, source if by_cpu else None))
+                    moves.append(Move(place, tensor.name, part.start, source, end, part.nbytes, by_cpu))
+                    end, taken[place] = end + part.nbytes, source + part.nbytes
 
     add_matrices("disk", by_cpu=False)
-    on_disk = [(t, part) for t in vectors for part in rows[t.name] if part.place == "disk"]
-    end = aligned(end + sum((part.stop - part.start) * row_nbytes(t) for t, part in on_disk), PAGE)
+    on_disk = [part for t in vectors for part in rows[t.name] if part.place == "disk"]
+    end = aligned(end + sum(part.nbytes for part in on_disk), PAGE)
     add_matrices("host", by_cpu=False)
     for tensor in vectors:
         end = aligned(end)
-        areas.append(Area(tensor.name, 0, tensor.shape[0], end))
-        for part in rows[tensor.name]:
-            nbytes = (part.stop - part.start) * row_nbytes(tensor)
-            moves.append(Move(part.place, tensor.name, part.start, taken.get(part.place, 0), end, nbytes))
+        parts = rows[tensor.name]
+        whole = replace(parts[0], start=0, stop=tensor.shape[0], nbytes=sum(part.nbytes for part in parts))
+        areas.append(Area(tensor.name, whole, end))
+        for part in parts:
+            moves.append(Move(part.place, tensor.name, part.start, taken.get(part.place, 0), end, part.nbytes))
             if part.place in taken:
-                taken[part.place] += nbytes
-            end += nbytes
+                taken[part.place] += part.nbytes
+            end += part.nbytes
     left = end
     add_matrices("host", by_cpu=True)
     return LayerLayout(layer.index, dict(rows), tuple(areas), tuple(moves), _copies(moves), end, left, taken)

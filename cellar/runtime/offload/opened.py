@@ -12,6 +12,7 @@ import torch
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import Placement
+from cellar.core.pieces import ALIGNMENT
 from cellar.core.specs import KVSpec, ModelSpec
 from cellar.models.loader import LoadedWeights, Make
 from cellar.runtime.memory import host_available, human
@@ -21,7 +22,6 @@ from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layers import NUM_SLOTS, StreamedLayers, loaded_ends, ring_nbytes
 from cellar.runtime.offload.layout import (
-    ALIGNMENT,
     PAGE,
     PLACES,
     PlacedRows,
@@ -29,7 +29,6 @@ from cellar.runtime.offload.layout import (
     layer_layout,
     placed_rows,
     planned_nbytes,
-    row_nbytes,
 )
 from cellar.runtime.offload.mover import mover_for
 
@@ -125,7 +124,7 @@ def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device)
             "the plan keeps activations outside the device, but offloaded models keep them there yet; plan with a "
             "smaller batch, or with device_memory."
         )
-    return placed_rows(placement, spec)
+    return placed_rows(placement, spec, "cpu" if device.type == "cpu" else "gpu")
 
 
 def open_offloaded(
@@ -142,7 +141,7 @@ def open_offloaded(
     what lies on disk. Raises ConfigError, CapacityError, DeviceError or IntegrityError.
     """
     rows = check_offloaded(placement, spec, device)
-    for place, planned in planned_nbytes(rows, spec).items():
+    for place, planned in planned_nbytes(rows).items():
         most = capacity.get(place)
         if most is not None and planned > most:
             option = "disk" if place == "disk" else f"{place}_memory"
@@ -199,7 +198,7 @@ def _device_memory(
     CapacityError.
     """
     held = limits.get("device")
-    in_host, kv = planned_nbytes(rows, spec)["host"], num_chunks * spec.kv.chunk_nbytes()
+    in_host, kv = planned_nbytes(rows)["host"], num_chunks * spec.kv.chunk_nbytes()
     if kv_place == "host":
         in_host, num_chunks, kv = in_host + kv, 0, 0
     if device.type == "cpu":
@@ -241,10 +240,7 @@ def device_nbytes(
 ) -> int:
     """Bytes that rows, ring and KV take of the device's memory, each piece aligned."""
     resident = sum(
-        aligned((part.stop - part.start) * row_nbytes(tensor))
-        for name, tensor in spec.named_tensors()
-        for part in rows[name]
-        if part.place == PLACES[0]
+        aligned(part.nbytes) for name, _ in spec.named_tensors() for part in rows[name] if part.place == PLACES[0]
     )
     layouts = [
         layer_layout(layer, {t.name: rows[f"layers.{layer.index}.{t.name}"] for t in layer.tensors})

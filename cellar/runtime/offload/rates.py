@@ -14,18 +14,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cellar.core.dtypes import DTYPE_BYTES
-from cellar.core.specs import ModelSpec
+from cellar.core.kv_formats import kv_format
+from cellar.core.pieces import piece_nbytes, pieces, rows_nbytes
+from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
+from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.in_place import in_place
+from cellar.ops.linear.weight import LinearWeight
+from cellar.quant.pieces import weight_of
+from cellar.quant.weight import QuantizedWeight
 from cellar.runtime.offload.held import HeldMemory
+from cellar.runtime.offload.layout import aligned
 from cellar.runtime.offload.mover import mover_for
 from cellar.runtime.offload.reads import DiskReads
+from cellar.runtime.steps.arena import cache_type
 
 CONTEXT = 512
 MANY = 64
 """Tokens of a product that memory does not bound."""
+ONE, ONE_EXPONENT = 0x38, 127
+"""Codes of 1 in e4m3, and of the scale 1 in MXFP4: none of them subnormal, which processors multiply slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +69,8 @@ def measured_rates(
     """
     if num_threads is not None:
         use_threads(num_threads)
-    nbytes = max(nbytes, max(tensor.nbytes for tensor in spec.layers[0].tensors))
+    largest = _largest(spec)
+    nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
     if device.type != "cpu":
         memory.register(device)
@@ -77,7 +87,8 @@ def measured_rates(
         attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
-        return MeasuredRates(alone, link, disk, products, attention, many * 2 * MANY / DTYPE_BYTES[spec.dtype])
+        flops = many * 2 * MANY * largest.size / largest.nbytes
+        return MeasuredRates(alone, link, disk, products, attention, flops)
     finally:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
@@ -131,38 +142,56 @@ class _Link:
 
 
 def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> float:
-    """Products of so many tokens with the largest matrix of a layer."""
-    tensor = max((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: t.nbytes)
-    count = max(1, memory.nbytes // tensor.nbytes)
+    """Products of so many tokens with the largest matrix of a layer, as it is placed for a processor."""
+    tensor = _largest(spec)
+    run, start, stop = next(pieces(tensor, 0, tensor.shape[0]))
     dtype: torch.dtype = getattr(torch, tensor.dtype)
-    weights = [
-        in_place(memory[k * tensor.nbytes : (k + 1) * tensor.nbytes].view(dtype).view(*tensor.shape))
-        for k in range(count)
-    ]
+    each = piece_nbytes(tensor, run, start, stop, "cpu")
+    shape = (stop - start, tensor.shape[1])
+    weights: list[LinearWeight] = []
+    for k in range(max(1, memory.nbytes // aligned(each))):
+        there = memory[k * aligned(each) :][:each]
+        if not run.format.is_quantized:
+            weights.append(in_place(there.view(dtype).view(shape)))
+            continue
+        there.fill_(ONE)
+        scales = torch.float16 if run.format.name == "int4" else torch.float32
+        weight = weight_of(there, shape, run.format, "cpu", torch.uint8 if run.format.name == "mxfp4" else scales)
+        assert isinstance(weight, QuantizedWeight)
+        weight.matrix.scales.fill_(ONE_EXPONENT if run.format.name == "mxfp4" else 1)
+        weights.append(weight)
     x = torch.ones(tokens, tensor.shape[1], dtype=dtype)
-    return _rate(lambda k: weights[k % count].multiply(x), tensor.nbytes, seconds)
+    return _rate(lambda k: weights[k % len(weights)].multiply(x), each, seconds)
+
+
+def _largest(spec: ModelSpec) -> TensorSpec:
+    """Of a layer's matrices."""
+    return max((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: t.nbytes)
 
 
 def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float | None) -> float:
     """Decodes of a few sequences, in one layer after another."""
     layer, size = spec.layers[0], spec.kv.chunk_size
-    dtype: torch.dtype = getattr(torch, spec.kv.groups[0].dtype)
-    inner = (layer.num_kv_heads, size, layer.head_dim)
+    (name, row), format = _kv_rows(spec), kv_format(spec.kv.groups[0].dtype)
+    dtype: torch.dtype = getattr(torch, spec.dtype)
     context = min(CONTEXT, spec.max_position)
     columns = -(-context // size)
-    of_row = columns * layer.num_kv_heads * size * layer.head_dim * dtype.itemsize
+    of_row = columns * layer.num_kv_heads * size * row
     rows = max(1, min(16, memory.nbytes // (2 * of_row)))
     half = rows * of_row
     count = max(1, memory.nbytes // (2 * half))
-    caches = [memory[k * half : (k + 1) * half].view(dtype).view(rows * columns, *inner) for k in range(2 * count)]
-    if sparse_v is not None:
-        caches[0].normal_()  # to choose among equal scores takes longer
-        for cache in caches[1:]:
-            cache.copy_(caches[0])
+    inner = (layer.num_kv_heads, size, row // name.itemsize)
+    caches = [memory[k * half : (k + 1) * half].view(name).view(rows * columns, *inner) for k in range(2 * count)]
+    if sparse_v is not None or format != "plain":
+        # To choose among equal scores takes longer; and bytes of fewer bits have to mean numbers.
+        numbers = torch.randn((*caches[0].shape[:-1], layer.head_dim), dtype=dtype)
+        filled = quantized_cache(numbers, format)
+        for cache in caches:
+            cache.copy_(filled)
     table = torch.arange(rows * columns, dtype=torch.int32).view(rows, columns)
     own, ends = np.arange(rows, dtype=np.int32), np.full(rows, context, np.int32)
     shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, size)
-    work = plan_attention(own, ends - 1, ends, *shape, sparse_v=sparse_v)
+    work = plan_attention(own, ends - 1, ends, *shape, kv_format=format, sparse_v=sparse_v)
     q = torch.ones(rows, layer.num_heads, layer.head_dim, dtype=dtype)
     new = torch.ones(rows, layer.num_kv_heads, layer.head_dim, dtype=dtype)
 
@@ -171,6 +200,12 @@ def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float 
         return decode_attention(q, new, new, None, keys, values, table, work, 1.0)
 
     return _rate(attend, 2 * half, seconds)
+
+
+def _kv_rows(spec: ModelSpec) -> tuple[torch.dtype, int]:
+    """The type of a cache's elements, and bytes of a row of K or V."""
+    group = spec.kv.groups[0]
+    return cache_type(group.dtype), group.row_nbytes
 
 
 def _rate(work: Callable[[int], object], nbytes: int, seconds: float) -> float:

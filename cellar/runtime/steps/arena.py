@@ -87,10 +87,16 @@ class Arena:
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
+def cache_type(dtype: str) -> torch.dtype:
+    """The type of the elements of a cache that a spec names (`KVGroup.dtype`)."""
+    found: torch.dtype = _QUANTIZED.get(dtype) or getattr(torch, dtype)
+    return found
+
+
 def _buffer(
     group: KVGroup, chunk_size: int, num_slots: int, device: torch.device, memory: Callable[[int], Tensor]
 ) -> Tensor:
-    dtype = _QUANTIZED.get(group.dtype) or getattr(torch, group.dtype)
+    dtype = cache_type(group.dtype)
     inner = (group.num_kv_heads, chunk_size, group.row_nbytes // dtype.itemsize)
     if device.type != "cpu":
         # One slot more than there are: what pads a captured step is written there.

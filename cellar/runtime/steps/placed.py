@@ -8,7 +8,8 @@ from torch import Tensor
 
 from cellar.core.errors import ConfigError, IntegrityError
 from cellar.core.messages import Placement
-from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.core.pieces import format_name
+from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.ops.linear.weight import Weight
 from cellar.runtime.steps.arena import Arena
@@ -41,18 +42,13 @@ def check_resident(placement: Placement, spec: ModelSpec) -> None:
             f"{', '.join(sorted(places - {DEVICE}))}; plan for a device that holds the model."
         )
     rows = {part.tensor: (part.start, part.stop, part.format) for part in placement.weights}
-    expected = {name: (0, tensor.shape[0], _format(tensor)) for name, tensor in spec.named_tensors()}
+    expected = {name: (0, tensor.shape[0], format_name(tensor)) for name, tensor in spec.named_tensors()}
     for name in sorted(rows.keys() | expected.keys()):
         if rows.get(name) != expected.get(name):
             raise ConfigError(
                 f"the placement has {_words(rows.get(name))} of {name}, but the model has "
                 f"{_words(expected.get(name))}; plan this model again, in the dtype that it runs in."
             )
-
-
-def _format(tensor: TensorSpec) -> str:
-    """The formats of its parts, or its dtype."""
-    return "+".join(dict.fromkeys(part.format.name for part in tensor.stored_parts()))
 
 
 def _words(part: tuple[int, int, str] | None) -> str:

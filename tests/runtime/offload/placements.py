@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
+from cellar.core.pieces import cut_at_most, format_name
 from cellar.core.specs import ModelSpec
 from cellar.planner.saved import Limits, SavedPlan, geometry_of
 
@@ -32,17 +33,20 @@ def random_placement(
     random = np.random.default_rng(seed)
     weights: list[Placed] = []
     for name, tensor in spec.named_tensors():
-        rows = tensor.shape[0]
+        rows, form = tensor.shape[0], format_name(tensor)
         if not name.startswith("layers."):
-            weights.append(Placed(name, "device", 0, rows, spec.dtype))
+            weights.append(Placed(name, "device", 0, rows, form))
             continue
-        cuts = 0 if whole else min(rows - 1, int(random.integers(0, 4)))
-        inner = random.choice(np.arange(1, rows), cuts, replace=False)
+        allowed = np.arange(1, rows)
+        if tensor.formats:
+            allowed = np.array([row for row in allowed if cut_at_most(tensor, int(row)) == row], np.int64)
+        cuts = 0 if whole else min(len(allowed), int(random.integers(0, 4)))
+        inner = random.choice(allowed, cuts, replace=False)
         ends = [0, *sorted(inner.tolist()), rows]
         for start, stop in itertools.pairwise(ends):
             place = places[int(random.integers(len(places)))]
             by_cpu = place == "host" and len(tensor.shape) == 2 and (start + seed) % 2 == 0
-            weights.append(Placed(name, place, start, stop, spec.dtype, "host" if by_cpu else "device"))
+            weights.append(Placed(name, place, start, stop, form, "host" if by_cpu else "device"))
     shuffled = random.permutation(len(weights))
     return Placement(
         tuple(weights[k] for k in shuffled),

@@ -16,14 +16,13 @@ import torch
 
 from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import Partition, Placed, PlacedUnits, Placement
-from cellar.core.specs import LayerSpec
 from cellar.models.loader import dummy_reader
 from cellar.models.registry import open_model
 from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes, opened_homes
-from cellar.runtime.offload.layout import PAGE, Area, layer_layout, placed_rows, planned_nbytes
+from cellar.runtime.offload.layout import PAGE, layer_layout, placed_rows, planned_nbytes
 from cellar.runtime.offload.opened import check_host, check_offloaded, device_nbytes, open_offloaded
 from tests.limits import until
 from tests.runtime.offload.placements import random_placement
@@ -52,7 +51,7 @@ def test_random_plans_are_placed_to_the_byte(tmp_path: Path, count: int) -> None
         for part in placement.weights:
             tensor = dict(spec.named_tensors())[part.tensor]
             planned[part.device] += (part.stop - part.start) * tensor.nbytes // tensor.shape[0]
-        assert dict(found.nbytes) == planned == planned_nbytes(rows, spec)
+        assert dict(found.nbytes) == planned == planned_nbytes(rows)
         assert sum(planned.values()) == spec.nbytes()
     assert not list(tmp_path.iterdir()), "files have no names"
 
@@ -70,17 +69,11 @@ def test_a_slot_holds_each_row_that_is_away_once() -> None:
                 taken[move.target : move.target + move.nbytes] += 1
             held = np.zeros(layout.slot_nbytes, np.int64)
             for area in layout.areas:
-                tensor = next(t for t in layer.tensors if t.name == area.tensor)
-                each = tensor.nbytes // tensor.shape[0]
-                held[area.offset : area.offset + (area.stop - area.start) * each] += 1
+                held[area.offset : area.offset + area.rows.nbytes] += 1
             assert (taken == held).all()
             assert taken.max(initial=0) <= 1
             assert all(m.target == m.source for m in layout.moves if m.place == "disk" and m.tensor in matrices)
-            ends = {
-                area.offset + (area.stop - area.start) * _row(layer, area)
-                for area in layout.areas
-                if area.source is None
-            }
+            ends = {area.offset + area.rows.nbytes for area in layout.areas if area.source is None}
             assert max(ends, default=0) <= layout.left_nbytes, "where the CPU is the device, these alone have room"
             if layout.record_nbytes["disk"]:
                 whole = -(-layout.record_nbytes["disk"] // PAGE) * PAGE
@@ -96,11 +89,6 @@ def test_a_slot_holds_each_row_that_is_away_once() -> None:
                         assert moved[move.target + k] == (move.place, move.source + k), "copies do what moves say"
             away = sum(p.stop - p.start for parts in of.values() for p in parts if p.place != "device")
             assert (layout.moved_nbytes > 0) == (away > 0)
-
-
-def _row(layer: LayerSpec, area: Area) -> int:
-    tensor = next(t for t in layer.tensors if t.name == area.tensor)
-    return tensor.nbytes // tensor.shape[0]
 
 
 def changed(**values: Any) -> Placement:
@@ -127,7 +115,10 @@ def with_weight(*more: Placed, without: str = "") -> Placement:
             with_weight(Placed("layers.1.qkv", "disk", 0, 24, "float32", "host"), without="layers.1.qkv"),
             "layers.1.qkv on disk multiplied by host, but beside the device the host alone",
         ),
-        (with_weight(Placed("layers.1.qkv", "disk", 0, 24, "int4")), "layers.1.qkv in int4 and the model runs it in"),
+        (
+            with_weight(Placed("layers.1.qkv", "disk", 0, 24, "int4")),
+            "layers.1.qkv in int4, but the model has it in float32",
+        ),
         (with_weight(Placed("embed", "host", 0, 23, "float32"), without="embed"), "tables and head stay on the device"),
         (changed(kv=(PlacedUnits("disk", 9, "device"),)), "has KV in 1 ways .on disk, attended to by device."),
         (changed(kv=(PlacedUnits("device", 9, "host"),)), "has KV in 1 ways .on device, attended to by host."),

@@ -60,18 +60,18 @@ def equal_but_for_ties(found: CompletionOutput, wanted: CompletionOutput) -> boo
     return True
 
 
-def resident(model: Path, dtype: str) -> list[RequestOutput]:
+def resident(model: Path, dtype: str, quantization: str | None = None) -> list[RequestOutput]:
     options = OPTIONS | {"dtype": dtype, "block_size": 16, "kv_cache_memory_bytes": 10**7, "enforce_eager": True}
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 128}
-    with LLM(model, **options, **limits) as llm:
+    with LLM(model, **options, **limits, quantization=quantization) as llm:
         return llm.generate(*requests(), use_tqdm=False)
 
 
-def offloaded(model: Path, folder: Path, dtype: str, seed: int, **how: Any) -> LLM:
-    spec = open_model(read_config(model), dtype, 16, LIMITS.max_model_len).spec
+def offloaded(model: Path, folder: Path, dtype: str, seed: int, quantization: str | None = None, **how: Any) -> LLM:
+    spec = open_model(read_config(model), dtype, 16, LIMITS.max_model_len, quantization).spec
     file = folder / f"plan-{dtype}-{seed}.json"
     file.write_text(plan_of(spec, random_placement(spec, seed, **how), LIMITS, "gpu").to_json())
-    return LLM(model, plan=file, disk_path=folder / "disk", **OPTIONS)
+    return LLM(model, plan=file, disk_path=folder / "disk", **OPTIONS, quantization=quantization)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -111,6 +111,36 @@ def test_bfloat16_gives_the_resident_engines_tokens(kind: str, tmp_path: Path) -
             for one, other in zip(llm.generate(*requests(), use_tqdm=False), wanted, strict=True):
                 equal += equal_but_for_ties(one.outputs[0], other.outputs[0])
     assert equal >= 20, "of 27"
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_quantized_weights_come_in_their_bits(kind: str, form: str, tmp_path: Path) -> None:
+    """Rows of each tensor anywhere, some multiplied by the CPU; in float32 the resident engine's tokens. fp8 rounds
+    activations: what differs in the last bit may be rounded to another code.
+    """
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    wanted = resident(model, "float32", form)
+    equal = 0
+    for seed in range(3):
+        with offloaded(model, tmp_path, "float32", seed, form, batch=1 + 2 * (seed % 2)) as llm:
+            found = llm.generate(*requests(), use_tqdm=False)
+        for one, other in zip(found, wanted, strict=True):
+            equal += equal_but_for_ties(one.outputs[0], other.outputs[0])
+    assert equal == 27 or (form == "fp8" and equal >= 20)
+
+
+@pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
+def test_quantized_weights_in_bfloat16(form: str, tmp_path: Path) -> None:
+    """By the kernels of resident weights, over slots; whole tensors, so the same products but for the CPU's."""
+    model = write_checkpoint(tmp_path / "model", **SHAPE)
+    wanted = resident(model, "bfloat16", form)
+    equal = 0
+    for seed in range(3):
+        with offloaded(model, tmp_path, "bfloat16", seed, form, batch=3, whole=True) as llm:
+            for one, other in zip(llm.generate(*requests(), use_tqdm=False), wanted, strict=True):
+                equal += equal_but_for_ties(one.outputs[0], other.outputs[0])
+    assert equal >= 18, "of 27"
 
 
 def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
