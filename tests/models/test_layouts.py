@@ -161,9 +161,9 @@ def name(value: object) -> str:
     return f"{value.x}{value.y}{value.z}" if isinstance(value, Mesh) else str(value)
 
 
-# Some of every family, layout and number of ranks; the long test has three times as many more.
+# Every layout with every attention for two, four and eight ranks, of every family: some here, others in the long test.
 SHORT = [case for number, case in enumerate(ALL) if number % 37 == 0]
-LONG = [case for number, case in enumerate(ALL) if number % 5 == 1]
+LONG = [case for number, case in enumerate(ALL) if number % 37]
 
 
 @pytest.mark.parametrize(("family", "mesh", "layout"), SHORT, ids=name)
@@ -173,16 +173,10 @@ def test_a_layout_is_the_model(family: str, mesh: Mesh, layout: Layout) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
-def test_more_layouts_are_the_model(family: str) -> None:
+def test_all_other_layouts_are_the_model(family: str) -> None:
     for other, mesh, layout in LONG:
         if other == family:
             check(family, mesh, layout, layout)
-
-
-def test_all_are_there() -> None:
-    """Every layout with every attention is among those that run, for two, four and eight ranks."""
-    ran = {(mesh.size, layout.name, layout.attention) for _, mesh, layout in (*SHORT, *LONG)}
-    assert ran == {(mesh.size, layout.name, layout.attention) for _, mesh, layout in ALL}
 
 
 def _pairs() -> list[tuple[str, Mesh, Layout, Layout]]:
