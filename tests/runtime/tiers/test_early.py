@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 from cellar.core.errors import DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, Tier
+from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.tiers.copier import Copier
@@ -176,6 +179,32 @@ def test_what_fails_after_the_answer_fails_who_waits_for_it(world: World) -> Non
         with pytest.raises(DeviceError, match="have not come: the link is down"):
             arrival.before(layer)
     until(lambda: not world.arrivals)
+
+
+def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses alone, with a copy by hand in place of the driver's."""
+    arena = SimpleNamespace(buffers=[torch.zeros(6, NUM_LAYERS, 2, 2, 4, 8)], layers=[list(range(NUM_LAYERS))])
+    chunks = ArenaChunks(cast(Arena, arena), torch.device("cuda", 0), part_nbytes=1)
+    calls: list[int] = []
+
+    def by_hand(targets: Any, sources: Any, nbytes: int, stream: int) -> None:
+        calls.append(len(targets))
+        for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+            ctypes.memmove(target, source, nbytes)
+
+    class Queue:
+        cuda_stream = 7
+
+    monkeypatch.setattr("cellar.runtime.tiers.arena.copy_at_once", by_hand)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
+    monkeypatch.setattr(chunks, "_at_once", True)
+    kept = [torch.randint(0, 255, (chunks.chunk_nbytes,), dtype=torch.uint8) for _ in range(2)]
+    for part in range(chunks.num_parts):
+        chunks.write_part(part, [4, 1], kept)
+    (there,) = arena.buffers
+    assert same([there[slot].view(torch.uint8).flatten() for slot in (4, 1)], kept)
+    assert not there[[0, 2, 3, 5]].any()
+    assert calls == [2] * NUM_LAYERS
 
 
 @pytest.mark.gpu
