@@ -27,22 +27,33 @@ class Mark(Protocol):
 
 
 class EventMark:
-    """In a queue of the device: `record` there, once. Who follows it does not wait, but their queue does."""
+    """In a queue of the device: `record` there, once, or `fail`. Who follows it waits until it is recorded; that it is
+    reached their queue waits for.
+    """
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._recorded = ThreadMark()
 
     def record(self) -> None:
         """It is reached when all that was put into the current queue so far is done."""
         self._event.record()
+        self._recorded.set()
+
+    def fail(self, error: Exception) -> None:
+        """What was to be in front of it will not be."""
+        self._recorded.set(error)
 
     def follow(self) -> None:
-        """The current queue waits."""
+        """The current queue waits. Raises DeviceError if it failed."""
+        self._recorded.follow()
         torch.cuda.current_stream().wait_event(self._event)
 
     def join(self) -> None:
-        """Wait for it."""
-        self._event.synchronize()
+        """Wait for it, or until it fails."""
+        self._recorded.join()
+        if self._recorded.is_good():
+            self._event.synchronize()
 
 
 class ThreadMark:
@@ -60,6 +71,10 @@ class ThreadMark:
     def reached(self) -> bool:
         """Whether it has come."""
         return self._event.is_set()
+
+    def is_good(self) -> bool:
+        """Whether it has come, and nothing went wrong."""
+        return self.reached() and self._error is None
 
     def follow(self) -> None:
         """Wait for it. Raises DeviceError if what was to come did not."""

@@ -42,29 +42,39 @@ class EarlyLoads:
             self._in_queue(batch, chunks, answer)
 
     def _in_queue(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
-        """All copies are asked for at once."""
+        """Part after part is asked for. The device's queue takes some hundreds of copies, so that asking for all of a
+        long load takes nearly as long as the load: it may be answered before.
+        """
         device, slots = self._device, batch.target_slots.tolist()
         watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
         marks = [EventMark() for _ in range(device.num_parts)]
-        for part, mark in enumerate(marks):
-            device.write_part(part, slots, chunks)
-            mark.record()
         arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
+        asked, answered = 0, False
         self._arrivals.add(arrival)
         try:
-            answered = False
+            for part, mark in enumerate(marks):
+                if not answered and watch.left() <= batch.lead:
+                    answered = True
+                    answer(watch.expected)
+                device.write_part(part, slots, chunks)
+                mark.record()
+                asked += 1
             for done, mark in enumerate(marks, 1):
                 # The moment to answer, if it comes while this part is copied.
                 pause = watch.left() - batch.lead
                 if not answered and pause < watch.expected / len(marks):
                     time.sleep(max(0.0, pause))
-                    answer(watch.expected)
                     answered = True
+                    answer(watch.expected)
                 mark.join()
                 watch.reached(done / len(marks))
             self._rate = watch.rate()
             if not answered:
                 answer(watch.expected)
+        except Exception as error:
+            for mark in marks[asked:]:
+                mark.fail(error)
+            raise
         finally:
             self._arrivals.remove(arrival)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,6 +20,7 @@ from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.tiers.copier import Copier
+from cellar.runtime.tiers.early import EarlyLoads
 from cellar.runtime.tiers.host import HostTier
 from tests.limits import SECONDS, until
 from tests.runtime.tiers.test_host import CPU, arena_of, contents, same
@@ -179,6 +181,54 @@ def test_what_fails_after_the_answer_fails_who_waits_for_it(world: World) -> Non
         with pytest.raises(DeviceError, match="have not come: the link is down"):
             arrival.before(layer)
     until(lambda: not world.arrivals)
+
+
+class _Event:
+    """An accelerator's event, in a queue that is always empty."""
+
+    def __init__(self, blocking: bool) -> None:
+        self.recorded = False
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def synchronize(self) -> None:
+        assert self.recorded, "an event that nobody recorded is reached at once"
+
+
+class _Queue:
+    def wait_event(self, event: _Event) -> None:
+        event.synchronize()
+
+
+def test_a_load_is_answered_while_it_is_still_asked_for(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who launches a layer waits until its copies stand in the device's queue, and hears if they never will."""
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: _Queue())
+    early, answers = EarlyLoads(world.chunks, world.arrivals), SimpleQueue[float]()
+    slots = np.array([4], np.int32)
+    batch = CopyBatch(1, Tier.HOST, np.array([0], np.int32), Tier.DEVICE, slots, lead=AGES)
+    chunks = [torch.from_numpy(world.host.chunks[0])]
+    early._in_queue(batch, chunks, answers.put)
+    assert answers.get(timeout=SECONDS) > 0
+    world.gates[1].clear()
+    with ThreadPoolExecutor(2) as pool:
+        load = pool.submit(early._in_queue, batch, chunks, answers.put)
+        answers.get(timeout=SECONDS)
+        (arrival,) = world.arriving(4)
+        arrival.before(0)
+        waits = pool.submit(arrival.before, 1)
+        with pytest.raises(TimeoutError):
+            waits.result(timeout=0.05)
+        world.errors[2] = OSError("the device is lost")
+        world.gates[1].set()
+        waits.result(timeout=SECONDS)
+        with pytest.raises(OSError, match="the device is lost"):
+            load.result(timeout=SECONDS)
+    with pytest.raises(DeviceError, match="have not come: the device is lost"):
+        arrival.before(2)
+    arrival.join()
+    assert not world.arrivals
 
 
 def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
