@@ -1,7 +1,8 @@
-"""Small arrays between host and device: one pinned copy in and asynchronous copies out per step; nothing on the CPU."""
+"""Small arrays between host and device: pulled in by a kernel, pushed out by another; nothing on the CPU."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ _COPIED = 1024
 _MOST_PUSHED = 16384
 
 _ALIGNMENT = 16
+_UNIT = 64
+"""Bytes of which a copying kernel moves a multiple, so that one kernel does for all."""
+_MOST_PULLED = 2**20
 _DTYPES = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.int32): torch.int32,
@@ -38,21 +42,34 @@ def uploader(device: torch.device) -> Upload:
 
 
 def packed_uploader(device: torch.device, pin_memory: bool) -> Upload:
-    """Tensors that are views of one buffer, filled by a single copy from pinned memory.
+    """Tensors that are views of one buffer, filled from pinned memory at once.
 
-    The allocator of pinned memory keeps the block until the copy has run.
+    By a kernel, up to `_MOST_PULLED` bytes: the engine that copies to the device takes copies in the order in which they
+    were asked for, of all queues, and a load from the host's tier may have asked for thousands. The allocator of pinned
+    memory keeps a block until a copy has run; what kernels read is kept here.
     """
+    pulled: deque[tuple[Any, Tensor]] = deque()
 
     def upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
         offsets, end = [], 0
         for array in arrays:
             offsets.append(end)
             end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        pinned = torch.empty(max(end, 1), dtype=torch.uint8, pin_memory=pin_memory)
+        nbytes = -(-max(end, 1) // _UNIT) * _UNIT
+        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
         target = pinned.numpy()
         for array, offset in zip(arrays, offsets, strict=True):
             target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        there = pinned.to(device, non_blocking=True)
+        if device.type == "cuda" and nbytes <= _MOST_PULLED:
+            there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            pull(pinned.view(torch.int32), there.view(torch.int32), nbytes // 4)
+            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            while pulled and pulled[0][0].query():
+                pulled.popleft()
+            pulled.append((event, pinned))
+        else:
+            there = pinned.to(device, non_blocking=True)
         return [
             there[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
             for array, offset in zip(arrays, offsets, strict=True)

@@ -79,3 +79,27 @@ def test_an_executor_with_one_copy_per_step_gives_the_same_results() -> None:
     rows = executor.rows
     assert rows.table.data_ptr() != rows.table_host.ctypes.data
     np.testing.assert_array_equal(rows.table.numpy(), rows.table_host)
+
+
+@pytest.mark.gpu
+def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
+    """4 GiB on their way in another queue (80 ms of a link of 50 GB/s), asked for in pieces as a load's chunks are."""
+    device = torch.device("cuda", 0)
+    upload = uploader(device)
+    (warm,) = upload([np.arange(3)])
+    assert warm.tolist() == [0, 1, 2]
+    here = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(here, device=device)
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(side):
+        for _ in range(16):
+            for at in range(0, 2**28, 2**22):
+                there[at : at + 2**22].copy_(here[at : at + 2**22], non_blocking=True)
+        loaded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        loaded.record()
+    for turn in range(50):  # blocks of pinned memory come back while kernels of others read theirs
+        numbers, flags = upload([np.arange(turn, turn + 5000), np.array([turn % 2 == 0])])
+        assert numbers.tolist() == list(range(turn, turn + 5000))
+        assert flags.tolist() == [turn % 2 == 0]
+    assert not loaded.query(), "the load had ended before, or was waited for"
