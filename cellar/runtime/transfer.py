@@ -44,9 +44,9 @@ def uploader(device: torch.device) -> Upload:
 def packed_uploader(device: torch.device, pin_memory: bool) -> Upload:
     """Tensors that are views of one buffer, filled from pinned memory at once.
 
-    By a kernel, up to `_MOST_PULLED` bytes: the engine that copies to the device takes copies in the order in which they
-    were asked for, of all queues, and a load from the host's tier may have asked for thousands. The allocator of pinned
-    memory keeps a block until a copy has run; what kernels read is kept here.
+    By a kernel, up to `_MOST_PULLED` bytes: the engine that copies to the device takes the copies of all queues in the
+    order in which they were asked for, and a load from the host's tier may have asked for thousands. The allocator of
+    pinned memory keeps a block until a copy has run; what kernels read is kept here.
     """
     pulled: deque[tuple[Any, Tensor]] = deque()
 

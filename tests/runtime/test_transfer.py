@@ -94,8 +94,8 @@ def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
         for _ in range(16):
-            for at in range(0, 2**28, 2**22):
-                there[at : at + 2**22].copy_(here[at : at + 2**22], non_blocking=True)
+            for at in range(0, 2**28, 2**24):
+                there[at : at + 2**24].copy_(here[at : at + 2**24], non_blocking=True)
         loaded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         loaded.record()
     for turn in range(50):  # blocks of pinned memory come back while kernels of others read theirs

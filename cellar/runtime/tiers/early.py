@@ -42,9 +42,7 @@ class EarlyLoads:
             self._in_queue(batch, chunks, answer)
 
     def _in_queue(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
-        """Part after part is asked for. The device's queue takes some hundreds of copies, so that asking for all of a
-        long load takes nearly as long as the load: it may be answered before.
-        """
+        """Part after part is asked for, which takes some milliseconds of a long load: it may be answered before."""
         device, slots = self._device, batch.target_slots.tolist()
         watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
         marks = [EventMark() for _ in range(device.num_parts)]
