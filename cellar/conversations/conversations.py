@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Float, String, bindparam, delete, insert, select, tuple_
+from sqlalchemy import Float, String, bindparam, delete, func, insert, select, tuple_
 
 from cellar.conversations.errors import NotFound
 from cellar.conversations.items import conversation_row, items_of, page_of, put, refuse_known
+from cellar.conversations.portions import fitting
 from cellar.conversations.records import Conversation, History, Item, Page
 from cellar.conversations.schema import items, threads
 from cellar.conversations.session import Session, of_text, to_text
@@ -22,8 +23,13 @@ _GET = select(threads).where(
 )
 _ITEMS = (
     select(items.c.id, items.c.body, items.c.position)
-    .where(items.c.thread == bindparam("id"), items.c.position.is_not(None))
+    .where(items.c.thread == bindparam("id"), items.c.position >= bindparam("begin"))
     .order_by(items.c.position)
+)
+_NEWEST = (
+    select(items.c.position, func.length(items.c.body).label("length"))
+    .where(items.c.thread == bindparam("id"), items.c.position.is_not(None))
+    .order_by(items.c.position.desc())
 )
 _KEY = tuple_(threads.c.active_at, threads.c.id)
 _AT = tuple_(bindparam("active_at", type_=Float), bindparam("after", type_=String))
@@ -99,10 +105,19 @@ def remove(session: Session, owner: str, id: str) -> None:
     session.do(delete(threads).where(threads.c.id == bindparam("id")), id=id)
 
 
-def history(session: Session, owner: str, id: str) -> History:
-    """What the next turn goes on from. Raises NotFound."""
-    conversation = get(session, owner, id)
-    rows = session.rows(_ITEMS, id=id)
+def history(session: Session, owner: str, id: str, most: int | None = None) -> History:
+    """What the next turn goes on from: the newest items, of `most` characters at most. Raises NotFound."""
+    row = session.one(_GET, id=id, owner=owner)
+    if row is None:
+        raise NotFound("conversation", id)
+    conversation, begin = conversation_of(row), 0
+    if most is not None and row.size > most:
+        newest = session.rows(_NEWEST, id=id)
+        count = fitting(newest, most)
+        begin = newest[count].position + 1 if count < len(newest) else 0
+    rows = session.rows(_ITEMS, id=id, begin=begin)
+    if begin:
+        return History(tuple(items_of(rows)), thread=id, is_cut=True)
     tokens = None if conversation.head is None else context(session, conversation.head)
     covered = 0 if tokens is None else sum(row.position < conversation.head_until for row in rows)
     return History(tuple(items_of(rows)), covered, tokens, id)

@@ -37,6 +37,16 @@ class Duplicate(StoreError):
         self.id = id
 
 
+class TooLarge(StoreError):
+    """Items are more than can be read at once."""
+
+    def __init__(self, length: int, most: int) -> None:
+        super().__init__(
+            f"the items that are referred to have {length} characters together, but a request may refer to {most} "
+            "(--max-body-bytes); refer to fewer."
+        )
+
+
 class Ended(StoreError):
     """A response has ended already: by itself, by a cancellation, or with the process that made it."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from cellar.conversations.errors import ConversationLocked, Duplicate, NotFound
+from cellar.conversations.portions import fitting
 from cellar.conversations.records import Item, Page
 from cellar.conversations.schema import items, responses, threads
 from cellar.conversations.session import Session, of_text, of_texts, to_text
@@ -23,7 +25,7 @@ _CONVERSATION = (
     .where(threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation)
     .with_for_update()
 )
-_VISIBLE = select(threads.c.id).where(
+_VISIBLE = select(threads.c.id, threads.c.size).where(
     threads.c.id == bindparam("id"), threads.c.owner == bindparam("owner"), threads.c.is_conversation
 )
 _LISTED = select(items.c.id, items.c.body).where(items.c.thread == bindparam("thread"))
@@ -31,6 +33,11 @@ _ASCENDING = _LISTED.where(items.c.position > bindparam("at")).order_by(items.c.
 _DESCENDING = (
     _LISTED.where(items.c.position < bindparam("at")).order_by(items.c.position.desc()).limit(bindparam("limit"))
 )
+_LENGTH = func.length(items.c.body).label("length")
+_ASCENDING_LENGTHS, _DESCENDING_LENGTHS = (one.with_only_columns(_LENGTH) for one in (_ASCENDING, _DESCENDING))
+AT_ONCE = 500
+"""Ids in one statement: every database takes so many parameters."""
+
 NEVER = 2**31 - 1
 """Beyond all positions."""
 
@@ -99,10 +106,9 @@ def put(
 def refuse_known(session: Session, conversation: str, new: Sequence[Item]) -> None:
     """Raises Duplicate if the conversation has an item of the same id, or two of the new ones have the same."""
     ids = [item.id for item in new]
-    if not ids:
-        return
-    known = session.rows(_KNOWN, thread=conversation, ids=ids)
-    twice = {row.id for row in known} | {id for id in ids if ids.count(id) > 1}
+    twice = {id for id, count in Counter(ids).items() if count > 1}
+    for k in range(0, len(ids), AT_ONCE):
+        twice |= {row.id for row in session.rows(_KNOWN, thread=conversation, ids=ids[k : k + AT_ONCE])}
     if twice:
         raise Duplicate("item", min(twice))
 
@@ -126,16 +132,27 @@ def get(session: Session, owner: str, conversation: str, id: str) -> Item:
 
 
 def page(
-    session: Session, owner: str, conversation: str, after: str | None = None, limit: int = 20, ascending: bool = False
+    session: Session,
+    owner: str,
+    conversation: str,
+    after: str | None = None,
+    limit: int = 20,
+    ascending: bool = False,
+    most: int | None = None,
 ) -> Page[Item]:
-    """Items of a conversation, by default the newest first, those behind the item `after`. Raises NotFound."""
-    _visible(session, owner, conversation)
+    """Items of a conversation, by default the newest first, those behind the item `after`; fewer than `limit`, but one
+    at least, if more would have more than `most` characters. Raises NotFound.
+    """
+    size = _visible(session, owner, conversation).size
     at = -1 if ascending else NEVER
     if after is not None:
         begin = session.one(_BY_ID, thread=conversation, id=after)
         if begin is None:
             raise NotFound("item", after)
         at = begin.position
+    if most is not None and size > most:
+        lengths = _ASCENDING_LENGTHS if ascending else _DESCENDING_LENGTHS
+        limit = max(1, fitting(session.rows(lengths, thread=conversation, at=at, limit=limit), most))
     rows = session.rows(_ASCENDING if ascending else _DESCENDING, thread=conversation, at=at, limit=limit + 1)
     return page_of(items_of(rows), limit)
 
@@ -185,7 +202,8 @@ def page_of(records: list[Any], limit: int) -> Page[Any]:
     return Page(tuple(records[:limit]), len(records) > limit)
 
 
-def _visible(session: Session, owner: str, conversation: str) -> None:
+def _visible(session: Session, owner: str, conversation: str) -> Row:
     found = session.one(_VISIBLE, id=conversation, owner=owner)
     if found is None:
         raise NotFound("conversation", conversation)
+    return found

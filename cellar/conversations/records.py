@@ -98,13 +98,14 @@ class History:
     """All that a next turn goes on from: the items so far, of which the first `num_covered` are what `context` says.
 
     `tokens` holds the whole context (its `base` is the response that it belongs to), or is None if none is kept.
-    `thread` is the conversation, or the response that the chain began with.
+    `thread` is the conversation, or the response that the chain began with. `is_cut`: older items were left out.
     """
 
     items: tuple[Item, ...]
     num_covered: int = 0
     tokens: Tokens | None = None
     thread: str = ""
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

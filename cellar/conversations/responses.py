@@ -11,6 +11,7 @@ from sqlalchemy import BindParameter, bindparam, delete, func, insert, literal, 
 from cellar.conversations import events, items
 from cellar.conversations.conversations import ROW_BYTES
 from cellar.conversations.errors import Ended, NotFound
+from cellar.conversations.portions import fitting
 from cellar.conversations.records import ANSWERED, RUNNING, Event, History, Item, Response, Status, Tokens
 from cellar.conversations.schema import items as item_table
 from cellar.conversations.schema import responses, threads
@@ -53,6 +54,21 @@ _ITEMS_UNTIL = (
     .where(item_table.c.thread == bindparam("thread"), item_table.c.position < bindparam("until"))
     .order_by(item_table.c.position)
 )
+_LENGTH = func.length(item_table.c.body).label("length")
+_chain_newest = (
+    select(item_table.c.id, item_table.c.body)
+    .select_from(_chain.join(item_table, item_table.c.response == _chain.c.id))
+    .where(~_chain.c.in_conversation)
+    .order_by(_chain.c.depth, item_table.c.key.desc())
+)
+_until_newest = (
+    select(item_table.c.id, item_table.c.body)
+    .where(item_table.c.thread == bindparam("thread"), item_table.c.position < bindparam("until"))
+    .order_by(item_table.c.position.desc())
+)
+_CHAIN_LENGTHS, _CHAIN_NEWEST = _chain_newest.with_only_columns(_LENGTH), _chain_newest.limit(bindparam("limit"))
+_LENGTHS_UNTIL, _NEWEST_UNTIL = _until_newest.with_only_columns(_LENGTH), _until_newest.limit(bindparam("limit"))
+_SIZE = select(threads.c.size).where(threads.c.id == bindparam("id"))
 
 
 def begin(session: Session, response: Response) -> Response:
@@ -182,14 +198,32 @@ def get(session: Session, owner: str, id: str) -> Response:
     return _response(row, *items.of_response(session, id))
 
 
-def history(session: Session, owner: str, id: str) -> History:
-    """What a response goes on from that names this one as `previous`. Raises NotFound."""
+def history(session: Session, owner: str, id: str, most: int | None = None) -> History:
+    """What a response goes on from that names this one as `previous`: the newest items, of `most` characters at most.
+
+    Raises NotFound.
+    """
     row = _row(session, owner, id)
     root = session.one(_CHAIN_ROOT, id=id)
-    before = [] if root is None else session.rows(_ITEMS_UNTIL, thread=root.thread, until=root.until)
+    until = {} if root is None else {"thread": root.thread, "until": root.until}
+    thread = session.one(_SIZE, id=row.thread)
+    if most is not None and thread is not None and thread.size > most:
+        newest = [*session.rows(_CHAIN_LENGTHS, id=id), *(session.rows(_LENGTHS_UNTIL, **until) if until else ())]
+        count = fitting(newest, most)
+        if count < len(newest):
+            return History(_newest(session, id, until, count), thread=row.thread, is_cut=True)
+    before = session.rows(_ITEMS_UNTIL, **until) if until else []
     found = tuple(items.items_of([*before, *session.rows(_CHAIN_ITEMS, id=id)]))
     tokens = context(session, id)
     return History(found, 0 if tokens is None else len(found), tokens, row.thread)
+
+
+def _newest(session: Session, id: str, until: dict[str, Any], count: int) -> tuple[Item, ...]:
+    """The newest of a chain and of what it began from."""
+    rows = list(session.rows(_CHAIN_NEWEST, id=id, limit=count))
+    if until and len(rows) < count:
+        rows += session.rows(_NEWEST_UNTIL, limit=count - len(rows), **until)
+    return tuple(items.items_of(rows[::-1]))
 
 
 def running(session: Session, ids: Collection[str]) -> frozenset[str]:

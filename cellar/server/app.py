@@ -84,7 +84,7 @@ class Api:
         body.check()
         self.prepare.check(body.model, body.priority)
         conversation = body.conversation(request.headers.get("x-session-id"))
-        structured = await self.prepare.grammar(body.structured(), body.response_format is not None)
+        structured = await self.prepare.structured(body)
         params = body.params(structured, self.model.generation)
         prompts = await self.prepare.prompts(body, owner_of(request.scope))
         id = new_id("cmpl", body.request_id, request)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match
 
-from cellar.conversations.errors import ConversationLocked, Duplicate, Ended, NotFound, StoreError
+from cellar.conversations.errors import ConversationLocked, Duplicate, Ended, NotFound, StoreError, TooLarge
 from cellar.core.errors import CapacityError, CellarError, IntegrityError, RequestError
 from cellar.server.request_id import HEADER, name_of
 
@@ -159,7 +159,7 @@ def _of_store(error: StoreError) -> ApiError:
             return ApiError(404, str(error))
         case ConversationLocked():
             return refused(str(error), "conversation", "conversation_locked")
-        case Duplicate() | Ended():
+        case Duplicate() | Ended() | TooLarge():
             return refused(str(error))
     return unavailable(str(error), retry_after=5)
 

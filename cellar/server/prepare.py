@@ -41,9 +41,6 @@ from cellar.text.truncation import Side, cut, cut_text
 LONG_TEXT = 4096
 """Characters, or ids, from which on a request's text is worked on beside the event loop, not in it."""
 
-_TOOL_LENGTH = 64
-"""Characters of text that take as long as a tool."""
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -131,7 +128,7 @@ class Preparer:
         Raises RequestError with the engine's names of fields, ApiError.
         """
         tools = await self._tools(body)
-        structured = await self.grammar(body.structured(), body.response_format is not None)
+        structured = await self.structured(body)
         if tools.structured is not None:
             if structured is not None:
                 raise refused("a forced tool call leaves no room for response_format.", "response_format")
@@ -162,8 +159,10 @@ class Preparer:
         )
 
     async def _tools(self, body: ChatRequest) -> ToolUse:
-        """How they are used: found out in a thread where there are thousands. Raises ApiError."""
-        return await beside(len(body.tools or ()) * _TOOL_LENGTH, lambda: tool_use(body, self._tool_call_parser))
+        """How they are used: found out in a thread, since a schema may be as large as a body. Raises ApiError."""
+        if not body.tools:
+            return tool_use(body, self._tool_call_parser)
+        return await asyncio.to_thread(tool_use, body, self._tool_call_parser)
 
     async def count(self, body: ChatRequest) -> int:
         """Tokens of a chat's prompt. Raises RequestError, ApiError."""
@@ -214,6 +213,13 @@ class Preparer:
             return then(begun_answer(text, messages) if continues else text)
 
         return await asyncio.to_thread(rendered)
+
+    async def structured(self, body: ChatRequest | CompletionRequest) -> StructuredOutputsParams | None:
+        """What the answer must be, if it can be had. Raises RequestError, ApiError with the field that asked for it."""
+        if body.response_format is None and body.structured_outputs is None:
+            return None
+        wanted = await asyncio.to_thread(body.structured)
+        return await self.grammar(wanted, body.response_format is not None)
 
     async def grammar(
         self, wanted: StructuredOutputsParams | None, by_format: bool, parameter: str | None = None

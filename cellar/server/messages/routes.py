@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +35,7 @@ class MessagesApi:
 
     async def create(self, body: MessagesBody, request: Request) -> Response:
         """Answer a conversation in Anthropic's form."""
-        chat = chat_request(body, self._prepare.reasoning)
+        chat = await asyncio.to_thread(chat_request, body, self._prepare.reasoning)
         chat.check()
         self._prepare.check(chat.model, None)
         conversation = chat.conversation(request.headers.get("x-session-id"))
@@ -61,7 +62,7 @@ class MessagesApi:
 
     async def count_tokens(self, body: PromptBody, request: Request) -> Response:
         """How many tokens the prompt of such a request has."""
-        chat = chat_request(body, self._prepare.reasoning)
+        chat = await asyncio.to_thread(chat_request, body, self._prepare.reasoning)
         self._prepare.check(chat.model, None)
         try:
             return JSONResponse({"input_tokens": await until_gone(request, self._prepare.count(chat))})

@@ -127,8 +127,7 @@ class _Turns:
         only(block, _THINKING, where)
         text, turn = block.get("thinking"), self._turn("assistant")
         if text:
-            before = turn.get("reasoning_content")
-            turn["reasoning_content"] = text if before is None else f"{before}\n{text}"
+            turn.setdefault("reasoning_content", []).append(text)
 
     def _call(self, block: Mapping[str, Any], where: str) -> None:
         only(block, _TOOL_USE, where)
@@ -154,6 +153,8 @@ class _Turns:
 
 def _plain(turn: dict[str, Any]) -> dict[str, Any]:
     """One text as a string; several as parts, which each template joins in its own way."""
+    if "reasoning_content" in turn:
+        turn["reasoning_content"] = "\n".join(turn["reasoning_content"])
     texts = turn["content"]
     if len(texts) < 2:
         silent = not texts and "tool_calls" in turn

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cellar.core.pooling import PoolingParams
 from cellar.server.errors import refused
-from cellar.server.fields import POOLING, check_extra
+from cellar.server.fields import POOLING, check_extra, unknown
 from cellar.server.requests import MAX_NAME, Keep, Texts, Tokens
 
 Input = str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)]
@@ -88,9 +88,14 @@ class ScoreRequest(_Pooled):
 class Document(BaseModel):
     """A document as an object."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True, extra="allow")
 
     text: str
+
+    def check(self) -> None:
+        """Refuse fields that nobody reads: the first, where a validator would name a million. Raises ApiError."""
+        for name in self.model_extra or {}:
+            raise unknown(f"documents.{name}")
 
 
 class RerankRequest(_Pooled):
@@ -102,6 +107,13 @@ class RerankRequest(_Pooled):
     documents: Annotated[list[str | Document], Field(min_length=1, fail_fast=True)]
     top_n: Annotated[int, Field(ge=0)] | None = None
     return_documents: bool | None = None
+
+    def check(self) -> None:
+        """As of all, and of each document. Raises ApiError."""
+        super().check()
+        for one in self.documents:
+            if isinstance(one, Document):
+                one.check()
 
     @property
     def texts(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from cellar.conversations.store import AsyncStore
 from cellar.server.desk import Desk
 from cellar.server.errors import refused
 from cellar.server.keys import owner_of
+from cellar.server.pieces import respond
 from cellar.server.responses.items import Item, read_input, referred, with_own_ids
 from cellar.server.responses.paging import After, Include, Limit, Order, Words, shown_list
 from cellar.server.responses.records import records_of, shown_conversation
@@ -26,17 +28,18 @@ PATH = "/v1/conversations"
 
 
 class ConversationRoutes:
-    """Each a few lines over the store."""
+    """Each a few lines over the store. A list of items shows `most` characters of them, about."""
 
-    def __init__(self, store: AsyncStore, desk: Desk) -> None:
+    def __init__(self, store: AsyncStore, desk: Desk, most: int) -> None:
         self._store = store
         self._desk = desk
+        self._most = most
 
     async def create(self, request: Request, body: ConversationRequest | None = None) -> Response:
         """Begin a conversation."""
         body = body or ConversationRequest()
         body.check()
-        new = records_of(_own(read_input(body.items, "items")))
+        new = await asyncio.to_thread(lambda: records_of(_own(read_input(body.items, "items"))))
         id, owner = f"conv_{uuid.uuid4().hex}", owner_of(request.scope)
         made = await self._store.write(conversations.create, owner, id, dict(body.metadata or {}), new)
         return JSONResponse(shown_conversation(made))
@@ -86,9 +89,9 @@ class ConversationRoutes:
         """Add items behind its last."""
         body.check()
         check_include(include)
-        new = _own(read_input(body.items, "items"))
+        new = await asyncio.to_thread(lambda: _own(read_input(body.items, "items")))
         await self._store.write(items.add, owner_of(request.scope), conversation_id, records_of(new))
-        return JSONResponse(shown_list(new, False))
+        return respond(shown_list(new, False))
 
     async def list_items(
         self,
@@ -102,14 +105,14 @@ class ConversationRoutes:
         """What was said in it."""
         check_include(include)
         owner = owner_of(request.scope)
-        page = await self._store.read(items.page, owner, conversation_id, after, limit, order == "asc")
-        return JSONResponse(shown_list([item.body for item in page.records], page.more))
+        page = await self._store.read(items.page, owner, conversation_id, after, limit, order == "asc", self._most)
+        return respond(shown_list([item.body for item in page.records], page.more))
 
     async def get_item(self, conversation_id: str, item_id: str, request: Request, include: Include = None) -> Response:
         """One item."""
         check_include(include)
         found: Record = await self._store.read(items.get, owner_of(request.scope), conversation_id, item_id)
-        return JSONResponse(found.body)
+        return respond(found.body)
 
     async def delete_item(self, conversation_id: str, item_id: str, request: Request) -> Response:
         """Take an item out, and the conversation's KV of every tier; -> the conversation."""

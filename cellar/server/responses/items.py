@@ -54,7 +54,7 @@ def check_calls(before: Iterable[Item], new: Sequence[Item]) -> None:
             known.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in known:
             raise refused(
-                f"no tool call was found for the function call output with call_id {item['call_id']}.", "input"
+                f"no tool call was found for the function call output with call_id {item['call_id'][:MAX_ID]}.", "input"
             )
 
 

@@ -32,15 +32,18 @@ class Past:
         return None if self.history is None or self.history.tokens is None else self.history.tokens.base
 
 
-async def read_past(store: AsyncStore, owner: str, previous: str | None, conversation: str | None) -> Past:
-    """What came before. Raises NotFound for a conversation, ApiError for a response that cannot be followed."""
+async def read_past(store: AsyncStore, owner: str, previous: str | None, conversation: str | None, most: int) -> Past:
+    """What came before, of `most` characters at most.
+
+    Raises NotFound for a conversation, ApiError for a response that cannot be followed.
+    """
     if conversation is not None:
-        history = await store.read(conversations.history, owner, conversation)
+        history = await store.read(conversations.history, owner, conversation, most)
         return Past([item.body for item in history.items], history, conversation)
     if previous is None:
         return Past()
     try:
-        response, history = await store.read(_followed, owner, previous)
+        response, history = await store.read(_followed, owner, previous, most)
     except NotFound:
         raise refused(
             f"previous response with id {previous!r} was not found; it may have been deleted, or have expired.",
@@ -56,5 +59,5 @@ async def read_past(store: AsyncStore, owner: str, previous: str | None, convers
     return Past([item.body for item in history.items], history, history.thread)
 
 
-def _followed(session: Session, owner: str, id: str) -> tuple[Response, History]:
-    return responses.get(session, owner, id), responses.history(session, owner, id)
+def _followed(session: Session, owner: str, id: str, most: int) -> tuple[Response, History]:
+    return responses.get(session, owner, id), responses.history(session, owner, id, most)

@@ -20,6 +20,9 @@ MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 MAX_ITEMS = 20
 """Items that a conversation is given in one request."""
 
+MAX_INPUT_ITEMS = 16_384
+"""Items of a response's input: they are written one by one, and others' writes wait meanwhile."""
+
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 
 INCLUDES = frozenset(
@@ -31,7 +34,8 @@ INCLUDES = frozenset(
 )
 """What may be asked for. All but two are about tools that this server does not have, so there is nothing to include."""
 
-Metadata = dict[str, str]
+Metadata = dict[str, Any]
+"""Its values are checked by `check_metadata`: one wrong entry among a million is one error, not a million."""
 
 
 class _Body(BaseModel):
@@ -95,7 +99,7 @@ class InputRequest(_Body):
     neutral: ClassVar[Mapping[str, tuple[Accepts, str]]] = RESPONSE
 
     model: str | None = None
-    input: str | Objects | None = None
+    input: str | Annotated[Objects, Field(max_length=MAX_INPUT_ITEMS)] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, Field(max_length=MAX_NAME)] | None = None
     conversation: Annotated[str, Field(max_length=MAX_NAME)] | ConversationName | None = None
@@ -272,6 +276,8 @@ def check_metadata(metadata: Metadata | None) -> None:
     if len(metadata or {}) > MAX_PAIRS:
         raise refused(f"metadata has {len(metadata or {})} pairs, but may have {MAX_PAIRS}; use fewer.", "metadata")
     for key, value in (metadata or {}).items():
+        if not isinstance(value, str):
+            raise refused("a value of metadata is no string; send strings.", "metadata")
         whole_characters(key + value)
         if len(key) > MAX_KEY or len(value) > MAX_VALUE:
             raise refused(

@@ -16,7 +16,7 @@ from cellar.core.errors import RequestError
 from cellar.server.desk import Desk
 from cellar.server.errors import ApiError, refused
 from cellar.server.keys import owner_of
-from cellar.server.pieces import answered
+from cellar.server.pieces import answered, respond
 from cellar.server.prepare import Preparer
 from cellar.server.request_id import name_of, take_id
 from cellar.server.requests import conversation_name
@@ -89,7 +89,7 @@ class ResponseRoutes:
         owner = owner_of(request.scope)
         found = await self._store.read(responses.get, owner, response_id)
         if not stream:
-            return JSONResponse(shown_response(found))
+            return respond(shown_response(found))
         if not await self._background.streams(owner, response_id):
             raise refused(
                 f"response {found.id!r} has no stream to go on with; only those that were created with background and "
@@ -132,7 +132,7 @@ class ResponseRoutes:
         """What went into a response."""
         check_include(include)
         found = await self._store.read(responses.get, owner_of(request.scope), response_id)
-        return JSONResponse(part_of([item.body for item in found.input], after, limit, order))
+        return respond(part_of([item.body for item in found.input], after, limit, order))
 
     async def input_tokens(self, body: CountRequest, request: Request) -> Response:
         """How many tokens the prompt of a response would have."""

@@ -38,11 +38,11 @@ class Service:
         place = server.conversation_store or directory
         self.store = AsyncStore(open_store(place, bounds, deleted=self._forgetting.deleted))
         seal = Seal.of(directory)
-        reader = TurnReader(prepare, self.store, seal, metrics, model.max_model_len)
+        reader = TurnReader(prepare, self.store, seal, metrics, model.max_model_len, limits.max_body_bytes)
         maker = Maker(desk, self.store, seal, model.tokenizer, limits.request_timeout)
         self.background = Background(maker, self.store, limits.request_timeout)
         self._responses = routes.ResponseRoutes(prepare, reader, maker, self.background, self.store, desk)
-        self._conversations = conversations.ConversationRoutes(self.store, desk)
+        self._conversations = conversations.ConversationRoutes(self.store, desk, limits.max_body_bytes)
 
     @property
     def endpoints(self) -> dict[tuple[str, str], Any]:

@@ -5,6 +5,7 @@ A namespace groups functions. Templates know none, so its functions are shown to
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ def chat_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for k, tool in enumerate(tools):
         where = f"tools[{k}]"
         found += _namespace(tool, where) if _is_namespace(tool) else [_function(tool, where)]
-    names = [tool["function"]["name"] for tool in found]
-    twice = {name for name in names if names.count(name) > 1} if any(map(_is_namespace, tools)) else ()
+    names = Counter(tool["function"]["name"] for tool in found)
+    twice = [name for name, count in names.items() if count > 1] if any(map(_is_namespace, tools)) else ()
     if twice:
         raise refused(
             f"two tools would have the name {min(twice)[:64]!r}; rename a function or its namespace.", "tools"
@@ -82,11 +83,12 @@ def _allowed(known: Sequence[dict[str, Any]], allowed: Sequence[Any]) -> list[di
         one.get("name") if isinstance(one, Mapping) and one.get("type") == "function" else None for one in allowed
     ]
     for name in wanted:
-        if name not in names:
+        if not isinstance(name, str) or name not in names:
             raise refused("tool_choice allows a tool that is not among the functions of tools.", "tool_choice")
     if not wanted:
         raise refused("tool_choice allows no tool; name some, or set it to none.", "tool_choice")
-    return [tool for tool in known if tool["function"]["name"] in wanted]
+    kept = frozenset(wanted)
+    return [tool for tool in known if tool["function"]["name"] in kept]
 
 
 def _is_namespace(tool: Mapping[str, Any]) -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cellar.conversations import references
+from cellar.conversations.errors import TooLarge
+from cellar.conversations.session import to_text
 from cellar.conversations.store import AsyncStore
 from cellar.core.errors import RequestError
 from cellar.server.errors import ApiError, as_api_error, refused
 from cellar.server.metrics import Metrics
 from cellar.server.prepare import Known, PreparedChat, Preparer
+from cellar.server.requests import ChatRequest
 from cellar.server.responses.context import known_of
 from cellar.server.responses.items import Item, check_calls, messages_of, read_input, referred, with_own_ids
 from cellar.server.responses.past import Past, read_past
@@ -52,14 +57,21 @@ class Turn:
 
 
 class TurnReader:
-    """Reads what came before, and renders it with what is new."""
+    """Reads what came before, and renders it with what is new.
 
-    def __init__(self, prepare: Preparer, store: AsyncStore, seal: Seal, metrics: Metrics, max_model_len: int) -> None:
+    What came before may have `most` characters, and what is referred to as many, however often it is: a few bytes of
+    a body stand for megabytes there.
+    """
+
+    def __init__(
+        self, prepare: Preparer, store: AsyncStore, seal: Seal, metrics: Metrics, max_model_len: int, most: int
+    ) -> None:
         self._prepare = prepare
         self._metrics = metrics
         self._store = store
         self._seal = seal
         self._max_model_len = max_model_len
+        self._most = most
 
     async def read(self, request: ResponseRequest, owner: str, called: str | None) -> Turn:
         """The turn of a response. `called` is the client's name for the conversation. Raises ApiError, StoreError."""
@@ -84,22 +96,38 @@ class TurnReader:
         return len(chat.prompt.token_ids)
 
     async def _items(self, request: InputRequest, owner: str) -> tuple[Past, list[Item]]:
-        given = read_input(request.input)
-        past = await read_past(self._store, owner, request.previous_response_id, request.conversation_id)
+        given = await asyncio.to_thread(read_input, request.input)
+        past = await read_past(self._store, owner, request.previous_response_id, request.conversation_id, self._most)
+        if past.history is not None and past.history.is_cut and request.truncation != "auto":
+            raise refused(
+                f"what came before has more than {self._most} characters (--max-body-bytes); set truncation to auto to "
+                "leave out its beginning, or begin anew.",
+                "previous_response_id" if request.conversation_id is None else "conversation",
+            )
         known = {item["id"]: item for item in (*past.items, *given) if referred(item) is None}
-        named = [id for item in given if (id := referred(item)) is not None]
-        elsewhere = list(dict.fromkeys(id for id in named if id not in known))
+        named = Counter(id for item in given if (id := referred(item)) is not None)
+        elsewhere = [id for id in named if id not in known]
         if elsewhere:
-            found = await self._store.read(references.find, owner, elsewhere)
+            found = await self._store.read(references.find, owner, elsewhere, self._most)
             known |= {id: item.body for id, item in found.items()}
         for id in named:
             if id not in known:
                 raise refused(f"item with id {id[:128]!r} was not found.", "input")
-        items = [item if (id := referred(item)) is None else known[id] for item in given]
-        if not items and not past.items and not request.instructions:
+        new = await asyncio.to_thread(self._resolved, given, past.items, known, named)
+        if not new and not past.items and not request.instructions:
             raise refused("there is nothing to answer; give input.", "input", "missing_required_parameter")
-        check_calls(past.items, items)
-        return past, with_own_ids(items) if request.conversation_id is not None else items
+        return past, with_own_ids(new) if request.conversation_id is not None else new
+
+    def _resolved(
+        self, given: Sequence[Item], past: Sequence[Item], known: Mapping[str, Item], named: Mapping[str, int]
+    ) -> list[Item]:
+        """What is given, with the items that it refers to, so many times each. Raises ApiError, TooLarge."""
+        length = sum(len(to_text(known[id])) * count for id, count in named.items())
+        if length > self._most:
+            raise TooLarge(length, self._most)
+        items = [item if (id := referred(item)) is None else known[id] for item in given]
+        check_calls(past, items)
+        return items
 
     async def _fitting(self, request: InputRequest, past: Past, new: Sequence[Item], owner: str) -> PreparedChat:
         """The prompt. With truncation auto, what is too long loses whole turns from its beginning."""
@@ -135,10 +163,13 @@ class TurnReader:
         self, request: InputRequest, items: Sequence[Item], owner: str, known: Known | None = None
     ) -> PreparedChat:
         """Everything rendered, and made into ids: of what is known only the rest."""
-        messages = messages_of(items, lambda sealed: self._seal.open(sealed, owner))
-        tools, choice = _tools(request)
-        wanted = request.chat(_with(request.instructions, messages), tools, choice)
-        return await self._prepare.chat(wanted, owner, known)
+
+        def chat() -> ChatRequest:
+            messages = messages_of(items, lambda sealed: self._seal.open(sealed, owner))
+            tools, choice = _tools(request)
+            return request.chat(_with(request.instructions, messages), tools, choice)
+
+        return await self._prepare.chat(await asyncio.to_thread(chat), owner, known)
 
 
 def renamed(error: RequestError | ApiError) -> ApiError:
