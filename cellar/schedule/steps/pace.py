@@ -16,6 +16,10 @@ STRETCH = 3.0
 """Long prompts beside decodes may take so many times what these take alone: 3/4 of the machine, while others decode."""
 
 
+PRICE = 1 / 8
+"""Rows that take turns, so that steps are short for others, may lose this share of their tokens per second."""
+
+
 class Pace:
     """`seconds` that long prompts may take of a step in which others decode, at most; None: no limit.
 
@@ -29,12 +33,15 @@ class Pace:
         self._limit = seconds
         self._each: float | None = None  # seconds of one token of a step
         self._alone: tuple[int, float] | None = None  # decodes of a step without prompts, and its seconds
+        self._alike: dict[int, tuple[int, float]] = {}  # the same of steps of about as many decodes, by bits
 
     def decoded(self, num_decodes: int, seconds: float) -> None:
         """A step without prompts took so long for so many decodes. Times of 0 are no measurement."""
         if seconds > 0:
             before = seconds if self._alone is None else self._at(num_decodes)
             self._alone = num_decodes, (1 - NEWEST) * before + NEWEST * seconds
+            _, known = self._alike.get(num_decodes.bit_length(), (0, seconds))
+            self._alike[num_decodes.bit_length()] = num_decodes, (1 - NEWEST) * known + NEWEST * seconds
 
     @property
     def is_limited(self) -> bool:
@@ -55,6 +62,22 @@ class Pace:
             return self.short
         limit = self._limit if self._alone is None else min(self._limit, STRETCH * self._at(num_decodes))
         return max(self._least, int(limit / self._each) - num_decodes)
+
+    def enough(self, num_decodes: int) -> int:
+        """How many of so many rows a step needs, if others wait for it: with that many a row that takes turns loses
+        PRICE at most. All of them where that was not seen yet, or where nobody waits for single tokens.
+
+        A step of n rows takes a + b n seconds; with m of them, n rows get n / (a n / m + b n) tokens a second.
+        """
+        few, many = min(self._alike, default=0), num_decodes.bit_length()
+        if not self.is_limited or many not in self._alike or many < few + 2:
+            return num_decodes
+        (low, least), (high, longest) = self._alike[few], self._alike[many]
+        row = max(0.0, (longest - least) / (high - low))
+        step = max(0.0, least - low * row)
+        if not row:
+            return num_decodes
+        return min(num_decodes, math.ceil(step / ((1 + PRICE) * step / num_decodes + PRICE * row)) or 1)
 
     def is_long(self, num_tokens: int) -> bool:
         """True if a step of so many may last more than twice the limit: who comes now waits long enough for it, and

@@ -8,6 +8,7 @@ from cellar.core.errors import IntegrityError
 from cellar.core.messages import StepPlan, StepResult
 from cellar.schedule.steps.batch import InFlight, StepBatch
 from cellar.schedule.steps.holders import Holders
+from cellar.schedule.steps.portions import Portions
 from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.stagger import Stagger
 from cellar.schedule.steps.tally import Tally
@@ -38,6 +39,7 @@ class Plans:
         self._row_depth = row_depth
         self._stagger = stagger
         self._phases_apart = phases_apart
+        self._portions = Portions(holders, prompts.pace)
         self._made = 0
 
     def make(self) -> StepPlan | None:
@@ -83,6 +85,8 @@ class Plans:
         holders = self._holders
         rows, store = holders.rows, holders.store
         ready = rows.ready(self._row_depth)
+        if len(ready) > 1:
+            ready = self._portions.of(ready)
         if len(ready) > batch.budget:
             ready = rows.in_order(ready)[: batch.budget]
         need = ready[rows.planned[ready] >= rows.capacity[ready]]

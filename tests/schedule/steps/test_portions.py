@@ -1,0 +1,86 @@
+"""Rows that take turns while somebody with few of them waits for the same steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.schedule.steps.pace import PRICE, Pace
+from cellar.schedule.steps.portions import Portions, level
+
+
+def measured(few: tuple[int, float], many: tuple[int, float], limit: float | None = 0.1) -> Pace:
+    pace = Pace(limit)
+    pace.decoded(*few)
+    pace.decoded(*many)
+    return pace
+
+
+def holders(owners: list[str], waiting: str | None = None) -> Any:
+    """Rows of these owners, and one who waits."""
+    rows = SimpleNamespace(num_rows=len(owners), state=lambda row: SimpleNamespace(owner=owners[row]))
+    queue = SimpleNamespace(first=lambda without: None if waiting is None or waiting in without else waiting)
+    return SimpleNamespace(rows=rows, shares=Counter(owners), queue=queue)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.001, 0.003, 0.05])
+def test_what_turns_cost_is_bounded(step: float) -> None:
+    row, count = 0.0002, 256
+    pace = measured((1, step + row), (count, step + count * row))
+    enough = pace.enough(count)
+    assert 1 <= enough < count
+    assert (step + enough * row) / enough <= (1 + PRICE) * (step + count * row) / count * 1.0001
+    if enough > 1:
+        assert (step + (enough - 1) * row) / (enough - 1) > (1 + PRICE) * (step + count * row) / count
+
+
+def test_all_rows_are_enough_where_turns_are_not_worth_it() -> None:
+    assert measured((1, 0.005), (256, 0.005)).enough(256) == 256, "a step costs the same whatever is in it"
+    assert measured((1, 0.003), (256, 0.06), None).enough(256) == 256, "nobody waits for single tokens"
+    assert measured((200, 0.05), (256, 0.06)).enough(256) == 256, "too near to each other to tell"
+    assert Pace(0.1).enough(256) == 256
+
+
+@pytest.mark.parametrize(
+    ("shares", "most", "each"),
+    [([255, 1], 70, 69), ([64, 64, 64, 63, 1], 69, 17), ([1] * 100, 70, 1), ([3, 2], 10, 3), ([10, 10], 1, 1)],
+)
+def test_levels(shares: list[int], most: int, each: int) -> None:
+    assert level(shares, most) == each
+    if each > 1:
+        assert sum(min(share, each) for share in shares) <= most
+
+
+def test_who_has_many_rows_takes_turns_fairly() -> None:
+    owners = ["many"] * 100 + ["few"] + ["more"] * 155
+    pace = measured((1, 0.0032), (256, 0.062))
+    portions, ready, seen = Portions(holders(owners), pace), np.arange(256), Counter[int]()
+    for _ in range(60):
+        chosen = portions.of(ready)
+        assert len(chosen) <= pace.enough(256)
+        assert (np.diff(chosen) > 0).all()
+        seen.update(chosen.tolist())
+    assert seen[100] == 60
+    for owner in ("many", "more"):
+        counts = [seen[row] for row in range(256) if owners[row] == owner]
+        assert max(counts) - min(counts) <= 1
+        assert min(counts) > 5
+
+
+@pytest.mark.parametrize(
+    ("owners", "waiting", "cut"),
+    [
+        (["a"] * 256, None, False),
+        (["a"] * 256, "b", True),
+        (["a"] * 128 + ["b"] * 128, None, False),
+        ([f"{k}" for k in range(256)], None, False),
+        (["a"] * 255 + ["b"], None, True),
+    ],
+)
+def test_turns_are_taken_for_somebody_alone(owners: list[str], waiting: str | None, cut: bool) -> None:
+    portions = Portions(holders(owners, waiting), measured((1, 0.0032), (256, 0.062)))
+    assert (len(portions.of(np.arange(256))) < 256) == cut
