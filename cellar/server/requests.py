@@ -30,6 +30,9 @@ Tokens = Annotated[list[Token], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
+Variables = Annotated[dict[str, Any], Field(max_length=256)]
+"""What a template is given besides the messages. 400,000 of them took half a gigabyte."""
+
 Keep = Annotated[int, Field(ge=-1, lt=2**31, description="Tokens that a prompt is cut to; -1: what fits.")]
 
 _SHARED = (
@@ -207,7 +210,7 @@ class ChatRequest(_Sampling):
     tools: Objects | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
@@ -245,7 +248,7 @@ class TokenizeRequest(_Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
     tools: Objects | None = None
 
 

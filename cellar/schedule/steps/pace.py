@@ -17,7 +17,7 @@ STRETCH = 3.0
 
 
 PRICE = 1 / 8
-"""Rows that take turns, so that steps are short for others, may lose this share of their tokens per second."""
+"""Rows that take turns, so that steps are short for others, may take longer by this share for as many tokens."""
 
 
 class Pace:
@@ -64,10 +64,10 @@ class Pace:
         return max(self._least, int(limit / self._each) - num_decodes)
 
     def enough(self, num_decodes: int) -> int:
-        """How many of so many rows a step needs, if others wait for it: with that many a row that takes turns loses
-        PRICE at most. All of them where that was not seen yet, or where nobody waits for single tokens.
+        """How many of so many rows a step needs, if others wait for it: with that many a round of turns takes
+        longer by PRICE at most. All of them where that was not seen yet, or where nobody waits for single tokens.
 
-        A step of n rows takes a + b n seconds; with m of them, n rows get n / (a n / m + b n) tokens a second.
+        A step of n rows takes a + b n seconds; with m of them, all n have been in one after a n / m + b n.
         """
         few, many = min(self._alike, default=0), num_decodes.bit_length()
         if not self.is_limited or many not in self._alike or many < few + 2:

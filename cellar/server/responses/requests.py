@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cellar.server.errors import refused, whole_characters
 from cellar.server.fields import RESPONSE, Accepts, check_extra, unknown
-from cellar.server.requests import MAX_NAME, ChatRequest, Objects, Texts
+from cellar.server.requests import MAX_NAME, ChatRequest, Objects, Texts, Variables
 
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 """Of metadata: pairs, and the characters of each key and value."""
@@ -109,7 +109,7 @@ class InputRequest(_Body):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Variables | None = None
 
     def check(self) -> None:
         """Refuse fields that nobody reads, and combinations without a meaning. Raises ApiError."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.schedule.steps.crowded import CASES, OF_DECODE, OF_PROMPT_TOKEN, SECONDS_OF_STEP, Crowd
+from tests.server.load import quantile
 
 
 @pytest.mark.parametrize(("case", "seconds"), [("stops", 8.0), ("biases-256", 8.0)])
 def test_a_crowds_rows_take_turns(case: str, seconds: float) -> None:
-    """Eleven steps, of which two were in the queue when the client came, and the others have a third of the rows: less
-    than eight of 256 rows, what they open included. A step that opens 250 rows takes as long as three others.
+    """Eleven steps, of which two were in the queue when the client came, and the others have a third of the rows:
+    mostly less than six of 256 rows, and never more than eleven and what they open. A step that opens 250 rows takes as
+    long as three others.
     """
     waits = Crowd(CASES[case]).run(seconds)
+    step = SECONDS_OF_STEP + 256 * OF_DECODE
     assert len(waits.wholes) >= 5
-    assert max(waits.wholes) < 8 * (SECONDS_OF_STEP + 256 * OF_DECODE)
+    assert quantile(waits.wholes, 0.5) < 6 * step
+    assert max(waits.wholes) < 1.2 * 11 * step
 
 
 def test_a_long_prompt_is_waited_for_once() -> None:
