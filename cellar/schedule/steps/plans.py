@@ -39,7 +39,7 @@ class Plans:
         self._row_depth = row_depth
         self._stagger = stagger
         self._phases_apart = phases_apart
-        self._portions = Portions(holders, prompts.pace)
+        self._portions = Portions(holders)
         self._made = 0
 
     def make(self) -> StepPlan | None:
@@ -86,7 +86,7 @@ class Plans:
         rows, store = holders.rows, holders.store
         ready = rows.ready(self._row_depth)
         if len(ready) > 1:
-            ready = self._portions.of(ready)
+            ready = self._portions.of(ready, self._prompts.pace)
         if len(ready) > batch.budget:
             ready = rows.in_order(ready)[: batch.budget]
         need = ready[rows.planned[ready] >= rows.capacity[ready]]

@@ -18,18 +18,19 @@ from cellar.schedule.steps.rows import Index
 
 
 class Portions:
-    """`pace` says how many rows are enough for a step."""
+    """Over the rows of `holders`."""
 
-    def __init__(self, holders: Holders, pace: Pace) -> None:
+    def __init__(self, holders: Holders) -> None:
         self._holders = holders
-        self._pace = pace
         self._made = 0
         self._last = np.zeros(holders.rows.num_rows, np.int64)  # a row's latest turn: greater is later
 
-    def of(self, ready: Index) -> Index:
-        """Those of `ready` that are in the next step: who has not been for longest, as many of each owner."""
+    def of(self, ready: Index, pace: Pace) -> Index:
+        """Those of `ready` that are in the next step: who has not been for longest, as many of each owner. `pace` says
+        how many rows are enough.
+        """
         self._made += 1
-        shares, most = self._holders.shares, self._pace.enough(len(ready))
+        shares, most = self._holders.shares, pace.enough(len(ready))
         if most >= len(ready):
             return ready
         comes = self._holders.queue.first(shares) is not None

@@ -58,9 +58,9 @@ def test_levels(shares: list[int], most: int, each: int) -> None:
 def test_who_has_many_rows_takes_turns_fairly() -> None:
     owners = ["many"] * 100 + ["few"] + ["more"] * 155
     pace = measured((1, 0.0032), (256, 0.062))
-    portions, ready, seen = Portions(holders(owners), pace), np.arange(256), Counter[int]()
+    portions, ready, seen = Portions(holders(owners)), np.arange(256), Counter[int]()
     for _ in range(60):
-        chosen = portions.of(ready)
+        chosen = portions.of(ready, pace)
         assert len(chosen) <= pace.enough(256)
         assert (np.diff(chosen) > 0).all()
         seen.update(chosen.tolist())
@@ -82,5 +82,5 @@ def test_who_has_many_rows_takes_turns_fairly() -> None:
     ],
 )
 def test_turns_are_taken_for_somebody_alone(owners: list[str], waiting: str | None, cut: bool) -> None:
-    portions = Portions(holders(owners, waiting), measured((1, 0.0032), (256, 0.062)))
-    assert (len(portions.of(np.arange(256))) < 256) == cut
+    found = Portions(holders(owners, waiting)).of(np.arange(256), measured((1, 0.0032), (256, 0.062)))
+    assert (len(found) < 256) == cut
