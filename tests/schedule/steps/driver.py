@@ -215,6 +215,8 @@ class World:
         )
         if s.short is not None:
             self.scheduler._prompts.pace = Pace(0.1, s.short, least=1)
+            for count in (1, 4, 8, 16, 32):  # rows take turns, as if steps cost what is in them
+                self.scheduler._prompts.pace.decoded(count, 0.001 * (1 + count))
         reserve_checked(self.scheduler._store)
         self.runtime = FakeRuntime(
             Capacity(s.num_slots, s.num_rows, s.chunk_size, s.max_model_len),
