@@ -16,7 +16,7 @@ from cellar import LLM
 from cellar.core.messages import SchedulerStats
 from cellar.runtime.tiers.index import RECORD_NBYTES
 from tests.conformance.test_models import Case, saved_model
-from tests.e2e.test_tiers import CHUNK, FAMILIES, GREEDY, TALKS, Tokens, opened, small_options
+from tests.e2e.test_tiers import CHUNK, FAMILIES, FIRST_NOW, GREEDY, TALKS, Tokens, opened, small_options
 from tests.limits import SECONDS
 
 TURNS = 3
@@ -120,9 +120,10 @@ HOLES = {
 
 
 @pytest.mark.parametrize("name", HOLES)
-def test_holes_are_computed_again(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", FIRST_NOW)
+def test_holes_are_computed_again(case: Case, name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    saved_model(FAMILIES[0], tmp_path / "model")
+    saved_model(case, tmp_path / "model")
     answers, figures = run(tmp_path / "model", 12, HOLES[name], tmp_path / "kv")
     assert answers == run(tmp_path / "model", 400)[0]
     assert figures[-1].prefix_hits > 0

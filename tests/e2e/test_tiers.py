@@ -26,6 +26,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 RUN = [replace(c, config=c.config | {"max_position_embeddings": CONTEXT}) for c in CASES if c.context is None]
 FAMILIES = [next(case for case in RUN if case.kind == kind) for kind in MODELS]
 
+FIRST_NOW = [pytest.param(c, id=c.name, marks=[pytest.mark.long] if k else []) for k, c in enumerate(FAMILIES)]
+"""All families, of which one runs each time: what follows is of no model in particular."""
+
 Tokens = list[list[int]]
 
 
@@ -100,9 +103,9 @@ def test_tokens_from_the_host_are_those_of_plenty(case: Case, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("policy", ["value", "chance", "lru"])
-def test_a_host_without_room_changes_no_token(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", FIRST_NOW)
+def test_a_host_without_room_changes_no_token(case: Case, policy: str, tmp_path: Path) -> None:
     """Three chunks of host memory: most is dropped, holes are computed again, anywhere."""
-    case = FAMILIES[0]
     saved_model(case, tmp_path)
     options = small_options(tmp_path, 3)
     size = int(str(options["kv_cache_memory_bytes"])) / 2**30
@@ -111,9 +114,10 @@ def test_a_host_without_room_changes_no_token(policy: str, tmp_path: Path) -> No
     assert scarce == talk(tmp_path, 400)[0]
 
 
-def test_suspended_requests_come_back_from_the_host(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", FIRST_NOW)
+def test_suspended_requests_come_back_from_the_host(case: Case, tmp_path: Path) -> None:
     """Twenty long answers at once in memory for two: most are suspended in the middle, some again and again."""
-    saved_model(FAMILIES[0], tmp_path)
+    saved_model(case, tmp_path)
     prompts = [np.random.default_rng(k).integers(3, 101, 5 + k).tolist() for k in range(20)]
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
 
