@@ -26,7 +26,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.reports.limits import describe, limits_of
 from cellar.runtime.device import resolve_device
-from cellar.runtime.probes.quantized import ROUNDS, TOLERANCE, DeviceTimer, kernels_for, product
+from cellar.runtime.probes.quantized import ROUNDS, TOLERANCE, DeviceTimer, product
 from cellar.runtime.probes.rotation import Rotation
 
 FORMATS: Mapping[str, Format] = {
@@ -64,7 +64,7 @@ class Bench:
 
     def __init__(self, format: Format, n: int, k: int, device: torch.device, nbytes: int) -> None:
         self._timer = DeviceTimer(n, k, format, device, nbytes)
-        self._format, self._n, self._k = format, n, k
+        self._n, self._k = n, k
         self._exact = self._timer.exact.double()
 
     def compile_all(self, tokens: Sequence[int]) -> None:
@@ -78,7 +78,7 @@ class Bench:
         tried: dict[str, float] = {}
         best: tuple[float, str, float] = (float("inf"), "none", 0.0)
         weight = self._timer.rotation.weights[0]
-        for kernel in kernels_for(m, self._n, self._k, self._format):
+        for kernel in self._timer.kernels(m):
             call = partial(product, x, kernel)
             label = "expanded" if kernel is None else str(kernel)
             try:

@@ -119,7 +119,7 @@ def default_nibbles(n: int, k: int) -> QuantizedChoice:
         found = Nibbles(1, 8, 1, 2, 2, 3), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
     else:
         found = Nibbles(2, 8, 2, 2, 2, 2), Nibbles(2, 8, 2, 1, 2, 2), Nibbles(2, 8, 2, 1, 2, 2)
-    return QuantizedChoice((8, 16, 32, 64), (*found, Nibbles(2, 4, 2, 1, 2, 2)))
+    return QuantizedChoice((8, 16, 32, 128 if k > 8192 else 64), (*found, Nibbles(2, 4, 2, 1, 2, 2)))
 
 
 # -- the table in the profile ------------------------------------------------------------------------

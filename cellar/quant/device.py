@@ -13,8 +13,9 @@ from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.room import room_of
 from cellar.quant.activations import rounded
 from cellar.quant.bytes import ByteWeight, multiplies_bytes
-from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, default_choice
+from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, default_choice
 from cellar.quant.matrix import Quantized, dequantized, in_order
+from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
 from cellar.quant.packed import Packed, packed, packs, unpacked
 from cellar.quant.triton import multiply_packed
 from cellar.quant.weight import QuantizedWeight, StackedWeight
@@ -35,7 +36,8 @@ class PackedWeight(LinearWeight):
 
     def __init__(self, matrix: Packed, order: Tensor | None, choice: QuantizedChoice | None) -> None:
         super().__init__(*matrix.shape)
-        choice = choice or default_choice(matrix.format, *matrix.shape)
+        if choice is None or not choice.all_are(Tiles):
+            choice = default_choice(matrix.format, *matrix.shape)
         self.matrix = matrix
         self.order = order
         self.choice = choice.fitting(matrix.format, room_of(matrix.words.device))
@@ -89,8 +91,12 @@ def on_device(weight: LinearWeight, choice_of: ChoiceOf = lambda shape: None) ->
         return StackedWeight([on_device(part, choice_of) for part in weight.parts])
     if isinstance(weight, QuantizedWeight) and multiplies_bytes(weight.matrix):
         return ByteWeight(weight.matrix)
-    if not isinstance(weight, QuantizedWeight) or not packs(weight.matrix):
+    if not isinstance(weight, QuantizedWeight):
         return weight
     format = weight.matrix.format
     shape = Shape(*weight.matrix.shape, format.name, format.group)
+    if weight.order is None and multiplies_nibbles(weight.matrix):
+        return NibbleWeight(weight.matrix, choice_of(shape))
+    if not packs(weight.matrix):
+        return weight
     return PackedWeight(packed(weight.matrix), weight.order, choice_of(shape))

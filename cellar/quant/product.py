@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.core.formats import Format
+from cellar.ops.cuda.hopper import DTYPES
 from cellar.ops.registry import Case, Op, Variant
 from cellar.quant.activations import rounded
 from cellar.quant.bytes import ByteWeight, multiplies_bytes
@@ -16,6 +17,7 @@ from cellar.quant.choice import default_choice
 from cellar.quant.cpu import quantized_linear_cpu, takes
 from cellar.quant.int8 import Int8Weight, int8_multiplies
 from cellar.quant.matrix import Quantized, dequantized, quantized
+from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
 from cellar.quant.packed import packed, packs
 from cellar.quant.triton import multiply_packed
 
@@ -64,6 +66,15 @@ def _is_fp8(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
     return x.dtype == torch.bfloat16 and multiplies_bytes(matrix)
 
 
+def quantized_linear_nibbles(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` of int4 in the order of operands; weights keep the form (`nibbles.py`)."""
+    return NibbleWeight(matrix).multiply(x, bias)
+
+
+def _is_nibbles(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    return x.dtype in DTYPES and multiplies_nibbles(matrix)
+
+
 def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
     return packs(matrix) and x.shape[0] > 0
 
@@ -99,6 +110,7 @@ _OP = Op(
     quantized_linear_definition,
     (
         Variant("hopper", quantized_linear_hopper, _is_fp8),
+        Variant("hopper", quantized_linear_nibbles, _is_nibbles),
         Variant("triton", quantized_linear_kernel, _is_packed),
         Variant("cpu", quantized_linear_cpu, takes),
         Variant("cpu", quantized_linear_int8, _is_int8),
@@ -116,6 +128,8 @@ _OP = Op(
         _case(Format("mxfp4", 32), 1, 37, 64),
         _case(Format("mxfp4", 32), 9, 34, 96, bias=True),
         _case(Format("int4", 64, zero_points=True), 20, 66, 320),
+        _case(Format("int4", 32, zero_points=True), 8, 40, 192, bias=True),
+        _case(Format("int4", 128), 40, 24, 384, bias=True),
         _case(Format("int8", 64), 3, 40, 192),
         _case(Format("int8", activations="int8"), 1, 70, 96, bias=True),
         _case(Format("int8", activations="int8"), 3, 33, 41),

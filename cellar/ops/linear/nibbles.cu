@@ -22,8 +22,6 @@ constexpr int GROUPS = K / GROUP;
 constexpr int TURN_GROUPS = TURN > GROUP ? TURN / GROUP : 1;
 constexpr int PARTS = WIDTH > GROUP ? WIDTH / GROUP : 1;  // of a load, each with a scale
 constexpr int WORDS = 4 / PARTS;                          // of those
-constexpr int AT_ONCE = EIGHTS * PIECES <= 4 ? EIGHTS : PIECES < 4 ? 4 / PIECES : 1;  // eights of tokens
-constexpr bool TURN_ABOUT = TOKENS <= 16 && CLUSTER == 1;  // warps leave sums in two places: one may be read meanwhile
 constexpr int OWNED = (TOKENS + CLUSTER - 1) / CLUSTER;   // tokens whose sums a block of a cluster adds up
 
 static_assert(K % WIDTH == 0 && K % GROUP == 0 && TOKENS % 8 == 0);
@@ -104,47 +102,6 @@ __device__ __forceinline__ void numbers(u32 (&a)[4], u32 codes, const u32 (&less
     }
 }
 
-__device__ __forceinline__ void load_tokens(u32 (&b)[AT_ONCE][2][4], const u16* const (&x)[EIGHTS], int first, int ahead) {
-#pragma unroll
-    for (int eight = 0; eight < AT_ONCE; ++eight) {
-        load_global(x[first + eight] + ahead, b[eight][0]);
-        load_global(x[first + eight] + ahead + 32, b[eight][1]);
-    }
-}
-
-// Some eights of tokens by a load's numbers, turn about: an instruction waits for the one in front of the same sums.
-__device__ __forceinline__ void multiply_some(
-    float (&sum)[PIECES][EIGHTS][4], const u32 (&a)[PIECES][4][4], const float (&by)[PIECES][PARTS][2],
-    const u32 (&b)[AT_ONCE][2][4], int first) {
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        float sums[AT_ONCE][PIECES][4];
-#pragma unroll
-        for (int word = part * WORDS; word < (part + 1) * WORDS; ++word) {
-#pragma unroll
-            for (int eight = 0; eight < AT_ONCE; ++eight) {
-                const u32 low = b[eight][word / 2][word % 2 * 2], high = b[eight][word / 2][word % 2 * 2 + 1];
-#pragma unroll
-                for (int piece = 0; piece < PIECES; ++piece) {
-                    if (word == part * WORDS) {
-                        multiply_first(sums[eight][piece], a[piece][word], low, high);
-                    } else {
-                        multiply(sums[eight][piece], a[piece][word], low, high);
-                    }
-                }
-            }
-        }
-#pragma unroll
-        for (int eight = 0; eight < AT_ONCE; ++eight) {
-#pragma unroll
-            for (int piece = 0; piece < PIECES; ++piece) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sum[piece][first + eight][i] += by[piece][part][i / 2] * sums[eight][piece][i];
-            }
-        }
-    }
-}
-
 // tokens: this lane's columns of the first block, of its token of each eight. Where the matrix has ended, scales are 0 and
 // any columns will do.
 __device__ __forceinline__ void multiply_turn(
@@ -175,18 +132,32 @@ __device__ __forceinline__ void multiply_turn(
                 }
             }
         }
-        const int ahead = EXACT || turn * LOADS + load < BLOCKS ? load * WIDTH : 0;
-        u32 b[AT_ONCE][2][4];
-        load_tokens(b, x, 0, ahead);
 #pragma unroll
-        for (int first = 0; first < EIGHTS; first += AT_ONCE) {
-            u32 next[AT_ONCE][2][4];  // on its way while these are multiplied
-            if (first + AT_ONCE < EIGHTS) load_tokens(next, x, first + AT_ONCE, ahead);
-            multiply_some(sum, a, by, b, first);
+        for (int eight = 0; eight < EIGHTS; ++eight) {
+            u32 b[2][4];
+            const u16* const from = x[eight] + (EXACT || turn * LOADS + load < BLOCKS ? load * WIDTH : 0);
+            load_global(from, b[0]);
+            load_global(from + 32, b[1]);
 #pragma unroll
-            for (int eight = 0; eight < AT_ONCE; ++eight) {
+            for (int part = 0; part < PARTS; ++part) {
+                float sums[PIECES][4];
 #pragma unroll
-                for (int i = 0; i < 8; ++i) b[eight][i / 4][i % 4] = next[eight][i / 4][i % 4];
+                for (int word = part * WORDS; word < (part + 1) * WORDS; ++word) {
+#pragma unroll
+                    for (int piece = 0; piece < PIECES; ++piece) {
+                        const u32 low = b[word / 2][word % 2 * 2], high = b[word / 2][word % 2 * 2 + 1];
+                        if (word == part * WORDS) {
+                            multiply_first(sums[piece], a[piece][word], low, high);
+                        } else {
+                            multiply(sums[piece], a[piece][word], low, high);
+                        }
+                    }
+                }
+#pragma unroll
+                for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) sum[piece][eight][i] += by[piece][part][i / 2] * sums[piece][i];
+                }
             }
         }
     }
@@ -207,9 +178,8 @@ struct Result {
 // The sums of a tile, whose first row is `first`, added up and written. In a cluster each block does so for some tokens, of which the others send
 // theirs; `turn` says into which of two places: what was there before has been read when all blocks have met again.
 __device__ __forceinline__ void finish(const float (&sum)[PIECES][EIGHTS][4], const Result& result, int first, int turn) {
-    constexpr int all_parts = WARPS * TOKENS * PITCH;
-    float* const parts = reinterpret_cast<float*>(shared_memory()) + (TURN_ABOUT ? turn % 2 * all_parts : 0);
-    float* const sent = reinterpret_cast<float*>(shared_memory()) + all_parts + turn % 2 * CLUSTER * OWNED * ROWS;
+    float* const parts = reinterpret_cast<float*>(shared_memory());
+    float* const sent = parts + WARPS * TOKENS * PITCH + turn % 2 * CLUSTER * OWNED * ROWS;
     const u32 rank = CLUSTER > 1 ? rank_in_cluster() : 0;
     leave(parts, sum);
     __syncthreads();
@@ -219,7 +189,7 @@ __device__ __forceinline__ void finish(const float (&sum)[PIECES][EIGHTS][4], co
             const int token = i / ROWS, row = i % ROWS;
             result.write(token, first + row, added_up(parts, token, row));
         }
-        if (!TURN_ABOUT) __syncthreads();
+        __syncthreads();
     } else {
 #pragma unroll 1
         for (int i = threadIdx.x; i < ROWS / 4 * result.m; i += WARPS * 32) {

@@ -20,7 +20,6 @@ ROWS, COLUMNS = 16, 64
 """Of a piece of the matrix: what a warp loads at once."""
 
 _MOST_TOKENS = 64
-_TURN_ABOUT = 16  # of so many tokens a block's sums have two places (`nibbles.cu`)
 _WRITERS = 8  # warps of a block that writes the matrix out
 
 
@@ -51,12 +50,10 @@ class Nibbles:
         return ROWS * self.pieces
 
     def shared(self, tokens: int) -> int:
-        """Bytes of shared memory: the sums of all warps, of few tokens twice; in a cluster twice what others send."""
+        """Bytes of shared memory: the sums of all warps, and twice what others of a cluster send."""
         sums = self.warps * tokens * (self.rows + 4)
         if self.sharers > 1:
             sums += 2 * self.sharers * -(-tokens // self.sharers) * self.rows
-        elif tokens <= _TURN_ABOUT:
-            sums *= 2
         return 4 * sums
 
     def fits(self, tokens: int) -> bool:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,9 @@ from cellar.core.formats import Format
 from cellar.core.hardware import Profile
 from cellar.core.specs import ModelSpec
 from cellar.models.quantization import is_linear
+from cellar.ops.linear.bytes import tokens_of
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.nibbles import Fragments, Nibbles
 from cellar.quant.choice import (
     Kernel,
     QuantizedChoice,
@@ -35,11 +37,15 @@ from cellar.quant.choice import (
     quantized_choices,
     tables_with,
 )
-from cellar.quant.matrix import dequantized, quantized
-from cellar.quant.packed import Packed, packed, parts_of, span_of, unpacked
+from cellar.quant.fragments import fragments
+from cellar.quant.matrix import Quantized, dequantized, quantized
+from cellar.quant.nibbles import multiplies_nibbles, multiply_nibbles
+from cellar.quant.packed import Packed, packed, parts_of, span_of
 from cellar.quant.triton import multiply_packed
 from cellar.runtime.probes.context import ProbeContext, synchronize
 from cellar.runtime.probes.rotation import Rotation
+
+Form: TypeAlias = Packed | Fragments
 
 TOKENS = (1, 8, 16, 32, 64, 128, 256, 512)
 DTYPE = torch.bfloat16
@@ -56,6 +62,16 @@ TILES: Mapping[int, Sequence[tuple[int, int, int]]] = {
     64: ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 4, 8)),
     128: ((64, 3, 4), (128, 3, 8), (128, 4, 8)),
 }
+
+
+# (pieces, warps, sharers, loads, depth, resident) from so many tokens on.
+NIBBLES: Mapping[int, Sequence[tuple[int, int, int, int, int, int]]] = {
+    1: ((2, 8, 1, 2, 2, 2), (2, 8, 2, 2, 2, 2), (1, 8, 1, 2, 2, 3), (2, 16, 1, 1, 4, 1), (2, 16, 1, 2, 2, 1)),
+    9: ((2, 8, 1, 1, 4, 2), (2, 8, 2, 1, 2, 2), (2, 16, 1, 1, 2, 1), (1, 8, 1, 2, 2, 2), (2, 8, 1, 1, 2, 2)),
+    17: ((4, 8, 1, 1, 2, 1), (2, 8, 2, 1, 2, 2), (4, 8, 2, 1, 2, 1), (2, 16, 1, 1, 1, 1), (2, 8, 1, 1, 2, 2)),
+    33: ((2, 4, 2, 1, 2, 2), (2, 8, 1, 1, 2, 1), (2, 8, 2, 1, 2, 1), (1, 8, 1, 1, 2, 2)),
+}
+MOST_NIBBLES = 64
 
 
 def quantized_chooser_of(profiles: Sequence[Profile]) -> Callable[[Shape], QuantizedChoice | None]:
@@ -82,8 +98,16 @@ def quantized_shapes_of(spec: ModelSpec) -> dict[Shape, Format]:
     return found
 
 
+def nibbles_for(m: int) -> list[Kernel]:
+    """Sizes of the kernel for int4 on Hopper that are worth a try; from 64 tokens on the library, too."""
+    tokens = min(m, MOST_NIBBLES)
+    of = NIBBLES[max(t for t in NIBBLES if t <= tokens)]
+    found: list[Kernel] = [sizes for sizes in (Nibbles(*given) for given in of) if sizes.fits(tokens_of(tokens))]
+    return [*found, None] if m >= MOST_NIBBLES else found
+
+
 def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
-    """Kernels and sizes that are worth a try."""
+    """Kernels in tiles that are worth a try, with their sizes."""
     if m > 512:
         return [None]
     blocks = -(-k // (parts_of(format) * span_of(format)))
@@ -101,6 +125,9 @@ def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
 
 class QuantizedTimer(Protocol):
     """Seconds of one matrix on a machine."""
+
+    def kernels(self, m: int) -> list[Kernel]:
+        """Those that are worth a try for `m` tokens."""
 
     def seconds(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
         """`m` tokens by each kernel; None where it cannot run, or is wrong."""
@@ -125,7 +152,7 @@ def with_quantized_shapes(
         started = time.perf_counter()
         timer = DeviceTimer(shape.n, shape.k, format, device)
         timer.compile_all(TOKENS)
-        timings = timings_with(shape, format, timer)
+        timings = timings_with(timer)
         profile = profile.merged(tables=tables_with(profile.tables, {shape: timings}))
         keep(profile)
         del timer
@@ -134,13 +161,11 @@ def with_quantized_shapes(
     return profile
 
 
-def timings_with(
-    shape: Shape, format: Format, timer: QuantizedTimer, tokens: Sequence[int] = TOKENS
-) -> list[QuantizedTiming]:
-    """The fastest kernel of a shape at each number of tokens."""
+def timings_with(timer: QuantizedTimer, tokens: Sequence[int] = TOKENS) -> list[QuantizedTiming]:
+    """The fastest kernel of a matrix at each number of tokens."""
     found = []
     for m in tokens:
-        kernels = [kernel for kernel in kernels_for(m, shape.n, shape.k, format) if kernel is not None]
+        kernels = [kernel for kernel in timer.kernels(m) if kernel is not None]
         *seconds, library = timer.seconds(m, [*kernels, None])
         assert library is not None, "the library multiplies everything"
         ways: list[tuple[float, Kernel]] = [(library, None)]
@@ -156,10 +181,10 @@ class DeviceTimer:
     def __init__(self, n: int, k: int, format: Format, device: torch.device, nbytes: int = NBYTES) -> None:
         self._device = device
         self._shape, self._format = (n, k), format
-        self.rotation: Rotation[Packed] = Rotation(
-            n, k, DTYPE, device, nbytes=nbytes, change=lambda matrix: packed(quantized(matrix, format))
+        self.rotation: Rotation[Form] = Rotation(
+            n, k, DTYPE, device, nbytes=nbytes, change=lambda matrix: form_of(quantized(matrix, format))
         )
-        self.exact = dequantized(unpacked(self.rotation.weights[0]))
+        self.exact = dequantized(quantized(self.rotation.plain[0], format))
         self.rotation.plain.clear()
 
     def compile_all(self, tokens: Iterable[int]) -> None:
@@ -168,13 +193,19 @@ class DeviceTimer:
         def compiled(m: int, kernel: Kernel) -> None:
             # What goes wrong here goes wrong again where it is timed.
             with suppress(Exception), torch.inference_mode():
-                multiply_packed(self.tokens(m), self.rotation.weights[0], None, kernel)
+                product(self.tokens(m), kernel, self.rotation.weights[0])
 
         with ThreadPoolExecutor(16) as threads:
             for m in tokens:
-                for kernel in kernels_for(m, *self._shape, self._format):
+                for kernel in self.kernels(m):
                     threads.submit(compiled, m, kernel)
         synchronize(self._device)
+
+    def kernels(self, m: int) -> list[Kernel]:
+        """As `QuantizedTimer` says."""
+        if isinstance(self.rotation.weights[0], Fragments):
+            return nibbles_for(m)
+        return kernels_for(m, *self._shape, self._format)
 
     def tokens(self, m: int) -> Tensor:
         """Random ones."""
@@ -186,7 +217,7 @@ class DeviceTimer:
         expected = x.float() @ self.exact.T
         return [self._seconds(partial(product, x, kernel), expected) for kernel in kernels]
 
-    def _seconds(self, call: Callable[[Packed], Tensor], expected: Tensor) -> float | None:
+    def _seconds(self, call: Callable[[Form], Tensor], expected: Tensor) -> float | None:
         from triton.runtime.errors import TritonError
 
         try:
@@ -199,8 +230,15 @@ class DeviceTimer:
         return self.rotation.seconds([call], ROUNDS)[0]
 
 
-def product(x: Tensor, kernel: Kernel, weight: Packed) -> Tensor:
+def form_of(matrix: Quantized) -> Form:
+    """As a weight on this device has it (`quant/device.py`)."""
+    return fragments(matrix) if multiplies_nibbles(matrix) else packed(matrix)
+
+
+def product(x: Tensor, kernel: Kernel, weight: Form) -> Tensor:
     """x W^T by one kernel."""
+    if isinstance(weight, Fragments):
+        return multiply_nibbles(x, weight, None, kernel)
     return multiply_packed(x, weight, None, kernel)
 
 

@@ -11,7 +11,9 @@ from cellar.core.formats import Format
 from cellar.core.hardware import Profile
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
+from cellar.ops.linear.bytes import tokens_of
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.nibbles import Nibbles
 from cellar.quant.choice import Kernel, QuantizedTiming, Tiles, tables_with
 from cellar.quant.packed import parts_of, span_of
 from cellar.runtime.probes import quantized as module
@@ -20,6 +22,7 @@ from cellar.runtime.probes.quantized import (
     TOKENS,
     DeviceTimer,
     kernels_for,
+    nibbles_for,
     quantized_chooser_of,
     quantized_shapes_of,
     timings_with,
@@ -56,20 +59,30 @@ def test_there_are_kernels_for_every_shape_and_number_of_tokens() -> None:
     assert kernels_for(4096, 4096, 4096, FOUR) == [None]
 
 
+def test_for_nibbles_there_are_some_that_fit_at_every_number_of_tokens() -> None:
+    for m in TOKENS:
+        kernels = nibbles_for(m)
+        assert len(set(kernels)) == len(kernels) > 0
+        assert (None in kernels) == (m >= 64)
+        assert all(kernel.fits(tokens_of(min(m, 64))) for kernel in kernels if isinstance(kernel, Nibbles))
+
+
 class FakeTimer:
     """Narrow tiles are fast up to 64 tokens, the library beyond; one kernel is refused."""
 
     def __init__(self, refused: Kernel) -> None:
         self.refused = refused
 
+    def kernels(self, m: int) -> list[Kernel]:
+        return kernels_for(m, 4096, 4096, FOUR)
+
     def seconds(self, m: int, kernels: Sequence[Kernel]) -> list[float | None]:
         return [None if k == self.refused else 5.0 if k is None else m / 16 + k.rows / 128 + k.splits for k in kernels]
 
 
 def test_the_fastest_of_those_that_run_is_chosen() -> None:
-    shape = Shape(4096, 4096, "int4", 64)
     refused = kernels_for(1, 4096, 4096, FOUR)[0]
-    found = timings_with(shape, FOUR, FakeTimer(refused), (1, 128))
+    found = timings_with(FakeTimer(refused), (1, 128))
     assert [t.m for t in found] == [1, 128]
     assert isinstance(found[0].kernel, Tiles)
     assert found[0].kernel != refused
