@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +30,25 @@ from cellar.runtime.offload.reads import DiskReads
 
 ROUNDS = 5
 LOOK_SECONDS = 0.5
+
+
+class SlowDisk:
+    """Reads that come no faster than `rate` bytes/s together. What it could have brought while nobody asked is lost."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._plain = os.preadv
+        self._lock = threading.Lock()
+        self._free = 0.0
+
+    def read(self, file: int, buffers: Sequence[Any], offset: int, flags: int = 0) -> int:
+        """As `os.preadv`."""
+        count = self._plain(file, buffers, offset, flags)
+        with self._lock:
+            self._free = max(self._free, time.perf_counter()) + count / self._rate
+            wait = self._free - time.perf_counter()
+        time.sleep(max(0.0, wait))
+        return count
 
 
 def main() -> None:
@@ -46,12 +68,14 @@ def main() -> None:
     parser.add_argument("--generate", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=None)
+    parser.add_argument("--slow-disk", type=float, default=None, help="As if the disk brought so many GB/s at most.")
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
     parser.add_argument("--once", action="store_true", help="One run: no seconds of a decode pass of its own.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
     layers.CPU_TOKENS = options.cpu_tokens
+    if options.slow_disk is not None:
+        os.preadv = SlowDisk(options.slow_disk * 1e9).read  # type: ignore[assignment]
     rest: dict[str, Any] = {
         "dtype": options.dtype,
         "load_format": options.load_format,
@@ -59,7 +83,7 @@ def main() -> None:
         "kv_cache_dtype": options.kv_cache_dtype,
         "max_num_seqs": options.batch,
         "max_model_len": options.prompt + options.generate,
-        "max_num_batched_tokens": options.max_num_batched_tokens or options.batch * options.prompt,
+        "max_num_batched_tokens": options.batch * options.prompt,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "device": options.device,

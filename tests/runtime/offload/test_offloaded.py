@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,6 +34,7 @@ from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence, HostMover
 from cellar.runtime.offload.ring import WeightRing
+from cellar.runtime.steps import forward
 from cellar.runtime.steps.forward import Forward
 from tests.conformance.chatglm import config_of
 from tests.engine.test_plan import profile
@@ -658,6 +660,41 @@ def test_a_slow_disk_is_waited_for(
         assert llm.offload.channels.disk.seconds >= 0.005 * passes
         assert llm.offload.failure() is None
     assert tokens_of(found) == tokens_of(expected("llama"))
+
+
+@pytest.mark.long
+def test_passes_run_at_the_disks_rate(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that brings a layer in 0.1 s, and has lost what it could have brought while nobody asked, and a layer that
+    takes 0.05 s: decodes read at 85 % of the disk's rate or more.
+    """
+    compute = forward.run_layer
+
+    def computed(*inputs: Any) -> Any:
+        time.sleep(0.05)
+        return compute(*inputs)
+
+    lock, free = threading.Lock(), [0.0]
+    spec = spec_of(models(DEEP))
+    plan = capped_plan(spec, Room(440_000, 20_000, 10**6, 200_000), LIMITS, model="tiny", machine="any")
+    file = tmp_path / "plan.json"
+    file.write_text(plan_of(spec, plan.placement, LIMITS).to_json())
+
+    def slow(file: int, parts: list[memoryview], offset: int) -> int:
+        count = READ(file, parts, offset)
+        with lock:
+            free[0] = max(free[0], time.perf_counter()) + 0.1
+            wait = free[0] - time.perf_counter()
+        time.sleep(max(0.0, wait))
+        return count
+
+    with LLM(models(DEEP), plan=file, disk_path=tmp_path, **OPTIONS) as llm:
+        monkeypatch.setattr(os, "preadv", slow)
+        monkeypatch.setattr(forward, "run_layer", computed)
+        ends = [time.perf_counter() for _ in llm.stream([5, 6], SamplingParams(max_tokens=7, ignore_eos=True))]
+    seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    assert DEEP_LAYERS * 0.1 / seconds >= 0.85
 
 
 def _no_room(file: int, offset: int, size: int) -> None:
