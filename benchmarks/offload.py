@@ -153,6 +153,7 @@ def _disk_round(
         busy, waited = _channels(report), time.perf_counter()
         seconds = (_seconds(llm, prompts, generate)[0] - first) / (generate - 1)
         waited = time.perf_counter() - waited
+        time.sleep(4 * LOOK_SECONDS)  # the next layers are on their way into the ring
         after = reads.rate_while(lambda: time.sleep(LOOK_SECONDS))[0]
     channels = {name: s - busy[name] for name, s in _channels(report).items()}
     share = moved / seconds / ((before + after) / 2)
