@@ -171,7 +171,8 @@ PLANTED = (
 @pytest.mark.parametrize(("what", "old", "new", "at"), PLANTED, ids=[planted[0] for planted in PLANTED])
 def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, at: int) -> None:
     with pytest.raises(AssertionError):
-        run_emulated(EXAMPLES[at], edits=((old, new),))
+        for _ in range(10):  # what overtakes what is for the emulator's threads to say
+            run_emulated(EXAMPLES[at], edits=((old, new),))
 
 
 def test_sizes_that_no_kernel_has_are_refused() -> None:

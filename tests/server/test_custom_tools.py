@@ -190,7 +190,7 @@ def test_many_allowed_tools_are_looked_up_and_not_searched_for() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 2000])
-def test_thousands_of_tools_are_read_beside_the_loop(
+def test_tools_are_read_beside_the_loop(
     served: Served, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_loop: list[bool] = []
@@ -207,4 +207,4 @@ def test_thousands_of_tools_are_read_beside_the_loop(
     with served.http() as http:
         answer = http.post("/v1/chat/completions", json={"messages": MESSAGES, "tools": tools, "max_tokens": 1})
     assert answer.status_code in (200, 400), answer.text
-    assert in_loop == [count == 2]
+    assert in_loop == [False]

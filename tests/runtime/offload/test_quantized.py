@@ -102,6 +102,10 @@ def test_tokens_are_those_of_the_resident_quantized_engine(
     kind: str, form: str, models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Rows of each tensor anywhere, in its bits; the disk included."""
+    if (kind, form) == ("chatglm", "int4"):
+        with pytest.raises(ConfigError, match="int4 wants rows in groups of 32, but those of down have 52"):
+            resident(models(kind), quantization=form)
+        return
     wanted = resident(models(kind), quantization=form)
     same(offloaded(models(kind), tmp_path, 3, quantization=form), wanted)
 

@@ -61,8 +61,8 @@ def test_more_sequences_share_a_pass_in_the_same_memory() -> None:
     wide = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100, "intermediate_size": 256}
     spec = open_model(CONFIG | wide, "float32", 4, 80).spec
     kv = math.ceil(10 * 20 / 0.9) * spec.kv.chunk_nbytes()
-    limits, room = Limits(64, 256, 80), Room(kv + 1_800_000, None, 0, kv, "cpu")
-    plans = [planned(spec, room, limits, job, order, Rates(link=1e7)) for order in ("zigzag", "diagonal")]
+    limits, room = Limits(64, 256, 80), Room(kv + 1_800_000, 0, 2**30, kv, "cpu")
+    plans = [planned(spec, room, limits, job, order, Rates(disk=1e7)) for order in ("zigzag", "diagonal")]
     counts = [plan.figures["predicted"]["sequences"] for plan in plans]
     assert counts[0] == 10
     assert counts[1] / counts[0] == pytest.approx(blocks.diagonal_gain(job.prompt, job.generate), rel=0.1)
