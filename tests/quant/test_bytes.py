@@ -18,6 +18,7 @@ from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.device import PackedWeight, on_device
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.weight import QuantizedWeight
+from tests.quant.replays import check_replays
 
 ROWS = Format("fp8", activations="fp8")
 MATRIX = Format("fp8", rows=0, activations="fp8")
@@ -203,20 +204,4 @@ def test_on_hopper_norm_and_gate_round_as_they_go(name: str, m: int) -> None:
 def test_on_hopper_products_follow_one_another_in_a_graph(name: str) -> None:
     """Each begins before the kernel in front has ended: its weights early, its tokens not."""
     weights = [on_gpu(FORMATS[name], 4096, 4096, seed)[1] for seed in range(4)]
-    x = torch.randn((4, 4096), device="cuda").bfloat16()
-
-    def chain() -> Tensor:
-        y = x
-        for weight in weights * 4:
-            y = weight.multiply(y)
-        return y
-
-    wanted = chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain()
-    for _ in range(20):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(found, wanted)
+    check_replays(weights, torch.randn((4, 4096), device="cuda").bfloat16())

@@ -22,6 +22,7 @@ from cellar.quant.matrix import Quantized, dequantized, empty_quantized, quantiz
 from cellar.quant.nibbles import NibbleWeight
 from cellar.quant.pack import to_bytes
 from cellar.quant.weight import QuantizedWeight
+from tests.quant.replays import check_replays
 
 FORMATS = [Format("int4", group, zero_points=zeros) for group in (32, 64, 128) for zeros in (False, True)]
 FOUR = Format("int4", 64, zero_points=True)
@@ -220,20 +221,4 @@ def test_on_hopper_norm_and_gate_stand_around_it(m: int) -> None:
 def test_on_hopper_products_follow_one_another_in_a_graph(m: int) -> None:
     """Each begins before the kernel in front has ended: its weights early, its tokens not."""
     weights = [on_gpu(FOUR, 4096, 4096, seed)[1] for seed in range(4)]
-    x = torch.randn((m, 4096), device="cuda").bfloat16()
-
-    def chain() -> Tensor:
-        y = x
-        for weight in weights * 4:
-            y = weight.multiply(y)
-        return y
-
-    wanted = chain()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = chain()
-    for _ in range(20):
-        graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(found, wanted)
+    check_replays(weights, torch.randn((m, 4096), device="cuda").bfloat16())

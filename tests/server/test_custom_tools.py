@@ -190,9 +190,7 @@ def test_many_allowed_tools_are_looked_up_and_not_searched_for() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 2000])
-def test_tools_are_read_beside_the_loop(
-    served: Served, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_are_read_beside_the_loop(served: Served, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     in_loop: list[bool] = []
 
     def noted(body: ChatRequest, parser: str | None) -> ToolUse:
