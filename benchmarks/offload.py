@@ -4,10 +4,11 @@
     python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --batch 78 --once
     python -m benchmarks.offload llama-3-70b --load-format dummy --device cuda --device-memory 16 --quantization int4
 
-Prints one JSON object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the
-seconds of a decode pass, predicted (by the plan) and measured by channel; with --resident, the resident engine's tokens
-beside ours. Where a part lies on disk, the decode passes are measured ROUNDS times, each between two looks at the rate
-that the disk has alone: the share is bytes that passes read in a second / the mean of both.
+Prints a table of the last run, predicted by the plan and measured, by kind of step and by channel, then one JSON
+object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the seconds of a decode
+pass; with --resident, the resident engine's tokens beside ours. Where a part lies on disk, the decode passes are
+measured ROUNDS times, each between two looks at the rate that the disk has alone: the share is bytes that passes read
+in a second / the mean of both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from statistics import median
 from typing import Any
 
 from cellar import LLM, SamplingParams
+from cellar.bench.forecast import Forecast
+from cellar.core.config import EngineConfig
+from cellar.engine.opened import open_front
+from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
 from cellar.runtime.offload.opened import OffloadReport
@@ -66,6 +71,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=16)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=None, help="Default: all prompts in one pass.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
     parser.add_argument("--slow-disk", type=float, default=None, help="As if the disk brought so many GB/s at most.")
@@ -83,7 +89,7 @@ def main() -> None:
         "kv_cache_dtype": options.kv_cache_dtype,
         "max_num_seqs": options.batch,
         "max_model_len": options.prompt + options.generate,
-        "max_num_batched_tokens": options.batch * options.prompt,
+        "max_num_batched_tokens": options.max_num_batched_tokens or options.batch * options.prompt,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "device": options.device,
@@ -93,14 +99,20 @@ def main() -> None:
     found: dict[str, Any] = {"batch": options.batch, "prompt": options.prompt, "generate": options.generate}
     begin = time.perf_counter()
     kv = options.kv_cache_memory_bytes
-    with LLM(options.model, **rest, **places, kv_cache_memory_bytes=kv) as llm:
+    forecast = Forecast()
+    config = EngineConfig.of(model=options.model, **rest, **places, kv_cache_memory_bytes=kv)
+    opened = open_front(config, wrap=forecast.wrap)
+    with LLM.over(opened) as llm:
         found["start_seconds"] = time.perf_counter() - begin
         report = llm.offload
         _seconds(llm, prompts[:1], 2)  # kernels are compiled, buffers made
         begun = _channels(report)
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
         before = _channels(report)
+        predict(forecast, opened)
         seconds, tokens = _seconds(llm, prompts, options.generate)
+        said = forecast.report(options.batch * options.generate, seconds)
+        print("\n".join([] if said is None else said.lines()), flush=True)
         found["channel_seconds"] = {name: s - before[name] for name, s in _channels(report).items()}
         passes = options.generate - 1
         found["decode_channel_seconds_a_pass"] = {
