@@ -5,6 +5,7 @@ By what lets its computing end earlier, with what is queued on the links before 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -22,6 +23,12 @@ MARGIN = 0.1
 RETRY_SECONDS = 30.0
 """A tier from which nothing came for so long is asked for one chunk, though it was too slow."""
 
+TURN_SECONDS = 0.0015
+"""From a load's answer to the first layer of the step that needs it: it is taken in, a plan is made and launched."""
+
+Sums = tuple[float, float]
+"""Of costs * seconds and of costs * costs."""
+
 
 class Recovery:
     """`rule` "load" and "compute" force one or the other; "faster" decides.
@@ -34,7 +41,8 @@ class Recovery:
         self.rule = rule
         self._curve = CostCurve(costs or {1: 1.0})
         self._decode_seconds = 0.0  # of a step without prompts
-        self._sums = (0.0, 0.0)  # of costs * seconds, costs * costs
+        self._sums: Sums = (0.0, 0.0)
+        self._like: dict[int, Sums] = {}  # of steps alone whose cost has the same power of two
 
     def cost(self, start: NDArray[np.integer], stop: NDArray[np.integer], chunk_size: int) -> Floats:
         """Of computing positions [start, stop), which lie in one chunk or many: [n], [n] -> [n]."""
@@ -53,8 +61,9 @@ class Recovery:
             return
         # What a step takes anyhow is no part of it; at least half is, or a short prompt would seem to cost nothing.
         alone = min(self._decode_seconds, seconds / 2)
-        both, square = self._sums
-        self._sums = MEMORY * both + cost * (seconds - alone), MEMORY * square + cost * cost
+        size = _size(cost)
+        self._sums = _with(self._sums, cost, seconds - alone)
+        self._like[size] = _with(self._like.get(size, (0.0, 0.0)), cost, seconds - alone)
 
     @property
     def decode_seconds(self) -> float:
@@ -76,17 +85,20 @@ class Recovery:
 
     def step_seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
         """Of a step that computes the first `most` of the positions in ascending half-open `ranges` beside decodes; 0:
-        nothing is known.
+        nothing is known. Short steps take longer for what they compute than long ones, so those of its size count.
         """
-        rate = self.seconds_per_cost
-        if rate is None:
-            return 0.0
-        found = self._decode_seconds
+        cost = 0.0
         for start, stop in ranges:
             stop = min(stop, start + most)
             most -= stop - start
-            found += rate * float(self.cost(np.array([start]), np.array([stop]), chunk_size)[0])
-        return found
+            cost += float(self.cost(np.array([start]), np.array([stop]), chunk_size)[0])
+        both, square = self._like.get(_size(cost), self._sums)
+        return self._decode_seconds + cost * both / square if square else 0.0
+
+    def lead(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
+        """Seconds before a load's end at which whoever is to compute `ranges` may be told of it, see `step_seconds`."""
+        seconds = self.step_seconds(ranges, chunk_size, most)
+        return seconds + TURN_SECONDS if seconds else 0.0
 
     def loads(
         self, tier: NDArray[np.integer], cost: Floats, links: Sequence[Link], now: float, floor: float = 0.0
@@ -125,3 +137,11 @@ class Recovery:
                 number = 1
             load[order[number:]] = False
         return load
+
+
+def _size(cost: float) -> int:
+    return math.frexp(cost)[1]
+
+
+def _with(sums: Sums, cost: float, seconds: float) -> Sums:
+    return MEMORY * sums[0] + cost * seconds, MEMORY * sums[1] + cost * cost

@@ -217,7 +217,7 @@ class KVStore:
         compute = _ranges(filled, size, num_tokens)
         if found is not None and load.any():
             slots[load] = self._take(int(load.sum()), LOADING, now)
-            lead = self.recovery.step_seconds(compute, size, step_tokens)
+            lead = self.recovery.lead(compute, size, step_tokens)
             awaits |= self._load(found, load[: len(found.chunk)], slots, now, lead)
         if len(chunks):
             shelves.share(chunks, conversation, now)

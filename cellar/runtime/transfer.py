@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.ops.triton_support import kernel
+from cellar.ops.upload import Upload, by_copies
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -31,13 +32,11 @@ _DTYPES = {
     np.dtype(np.bool_): torch.bool,
 }
 
-Upload = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
-
 
 def uploader(device: torch.device) -> Upload:
     """A function that turns NumPy arrays into tensors on `device` without waiting; on the CPU they share memory."""
     if device.type == "cpu":
-        return lambda arrays: [torch.from_numpy(array) for array in arrays]
+        return by_copies(device)
     return packed_uploader(device, pin_memory=True)
 
 

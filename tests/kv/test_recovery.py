@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cellar.core.messages import CopyBatch, CopyResult, Tier
 from cellar.kv import recovery as recovery_module
 from cellar.kv.links import Line, Link
-from cellar.kv.recovery import MARGIN, RETRY_SECONDS, Recovery
+from cellar.kv.recovery import MARGIN, RETRY_SECONDS, TURN_SECONDS, Recovery
 from cellar.kv.states import LOADING
 from cellar.kv.store import KVStore, Reservation, Residency
 from tests.kv.test_tiers import CHUNK, Bench, talk
@@ -215,6 +215,21 @@ def test_a_step_takes_what_decodes_take_and_the_first_of_what_is_to_be_computed(
     assert made.step_seconds([(0, 32), (64, 128)], 32, 16) == pytest.approx(1.0 + 1.0)
 
 
+def test_a_short_step_is_expected_to_last_as_long_as_others_of_its_size() -> None:
+    made = Recovery("faster", {1: 10.0, 1024: 10.0})
+    made.measured(50.0, 7.5)
+    assert made.lead([(0, 32)], 32, 100) == pytest.approx(1.5 + TURN_SECONDS), "nothing is known of short ones"
+    for _ in range(20):
+        made.measured(10.0, 3.0)
+        made.measured(160.0, 16.0)
+    assert made.seconds_per_cost == pytest.approx(0.1, rel=0.02), "long ones count most"
+    assert made.step_seconds([(0, 32)], 32, 100) == pytest.approx(3.0)
+    assert made.step_seconds([(0, 512)], 32, 512) == pytest.approx(16.0)
+    assert made.step_seconds([(0, 160)], 32, 200) == pytest.approx(7.5), (
+        "one of that size came long ago, and none since"
+    )
+
+
 # -- in the store --------------------------------------------------------------------------------------
 
 
@@ -263,7 +278,7 @@ def test_a_load_says_how_long_the_step_that_needs_it_will_compute() -> None:
     found = bench.store.find(bench.store.chain(b""), tokens)
     assert bench.store.reserve(found, len(tokens), now=bench.now, step_tokens=CHUNK) is not None
     (batch,) = (b for b in bench.store.copies(bench.now) if isinstance(b, CopyBatch) and b.target is Tier.DEVICE)
-    assert batch.lead == pytest.approx(5.0), "as long as a chunk took"
+    assert batch.lead == pytest.approx(5.0 + TURN_SECONDS), "as long as a chunk took, and the turn before it"
 
 
 def test_queue_on_the_link_makes_computing_faster() -> None:

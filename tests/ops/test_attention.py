@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.specs import RopeSpec
 from cellar.ops.attention import AttentionBuffers, AttentionShape, Softmax, attention, decode_attention, plan_attention
 from cellar.ops.attention import plan as attention_plan
+from cellar.ops.attention.contexts import plain_contexts
 from cellar.ops.attention.definition import attention_definition, decode_attention_definition
 from cellar.ops.attention.plan import (
     COUNTER,
@@ -323,6 +327,28 @@ def test_buffers_are_reused_and_guarded() -> None:
     too_much = plan_attention(starts, starts, starts + 1, 4, 2, 64, 32, buffers=buffers)
     with pytest.raises(CapacityError, match="max_num_batched_tokens"):
         _ = too_much.resident
+
+
+def test_a_list_of_one_step_comes_as_who_plans_it_brings_arrays() -> None:
+    """And so do the lists and tables of prompts over K and V in fewer bits."""
+    spans = [(0, 40, 41), (1, 0, 60)]
+    e = example(spans)
+    brought: list[int] = []
+
+    def upload(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        brought.append(len(arrays))
+        return [torch.from_numpy(array.copy()) for array in arrays]
+
+    work = e.work()
+    work.upload = upload
+    result = attention_kernel(e.q, e.k_cache, e.v_cache, e.table, work, e.scale)
+    np.testing.assert_allclose(result.double().numpy(), e.oracle(), atol=FLOAT32_LIMIT)
+    assert brought == [1], "the list, once for all layers"
+    written = plain_contexts(work, e.table)
+    assert brought == [1, 3]
+    assert written.sources.tolist() == e.table[1, : -(-60 // work.shape.chunk_size)].tolist()
+    assert written.work.resident.meta.tolist()[:2] == [0, len(written.work.items.table)]
+    assert brought == [1, 3, 1]
 
 
 @settings(max_examples=100, deadline=None)

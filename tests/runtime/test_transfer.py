@@ -11,6 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cellar.ops.attention import plan_attention
+from cellar.ops.attention.plan import HEADER, ITEM_FIELDS
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.transfer import packed_uploader, to_host, uploader
@@ -102,4 +104,9 @@ def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
         numbers, flags = upload([np.arange(turn, turn + 5000), np.array([turn % 2 == 0])])
         assert numbers.tolist() == list(range(turn, turn + 5000))
         assert flags.tolist() == [turn % 2 == 0]
+    # A step's attention work list, of which many are planned and let go of before the load ends.
+    for turn in range(50):
+        work = plan_attention([0], [8192 + turn], [8704], 32, 8, 128, 32, device=device, upload=upload)
+        there = work.resident.meta[HEADER:].view(-1, ITEM_FIELDS)
+        np.testing.assert_array_equal(there.cpu().numpy(), work.items.table)
     assert not loaded.query(), "the load had ended before, or was waited for"

@@ -78,12 +78,6 @@ def _made(work: AttentionWork, table: Tensor) -> PlainContexts:
     first = np.cumsum(chunks) - chunks
     places = first[:, None] + np.arange(int(chunks.max()))[None, :]
     number = np.arange(int(chunks.sum())) - np.repeat(first, chunks)
-    on_device = work.device.type == "cuda"
-
-    def sent(array: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> Tensor:
-        there = torch.from_numpy(array)
-        return there.pin_memory().to(work.device, non_blocking=True) if on_device else there
-
     own = AttentionWork(
         replace(work.shape, kv_format="plain"),
         of_span,
@@ -93,9 +87,11 @@ def _made(work: AttentionWork, table: Tensor) -> PlainContexts:
         work.device,
         work.programs,
         work.split,
+        upload=work.upload,
     )
-    sources = table[sent(np.repeat(rows, chunks).astype(np.int64)), sent(number.astype(np.int64))]
-    return PlainContexts(own, sent(places.astype(np.int32)), sources)
+    of_chunk = np.repeat(rows, chunks).astype(np.int64)
+    row, column, plain = work.sent([of_chunk, number.astype(np.int64), places.astype(np.int32)])
+    return PlainContexts(own, plain, table[row, column])
 
 
 def written_out(k_cache: Tensor, v_cache: Tensor, sources: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:

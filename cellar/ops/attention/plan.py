@@ -28,6 +28,7 @@ from torch import Tensor
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.kv_formats import KVFormat
 from cellar.ops.cuda.hopper import hopper_available
+from cellar.ops.upload import Upload, by_copies
 
 IntArray = NDArray[np.int32]
 
@@ -106,9 +107,14 @@ class Items:
     partial_rows: int
     counters: int
 
+    @property
+    def num_words(self) -> int:
+        """What `write` fills."""
+        return HEADER + self.table.size
+
     def write(self, words: IntArray) -> int:
         """Put the list there as kernels read it; -> how many words it takes."""
-        size = HEADER + self.table.size
+        size = self.num_words
         words[0] = self.narrow
         words[1] = len(self.table) - self.narrow
         words[HEADER:size] = self.table.reshape(-1)
@@ -118,19 +124,27 @@ class Items:
 class AttentionBuffers:
     """Device memory at fixed addresses for the work lists of successive steps, so that a captured graph can read them.
 
-    `meta` is filled by one copy from pinned memory; a ring of `depth` host buffers lets as many steps be in flight.
+    `meta` is filled by one copy from pinned memory; a ring of `depth` host buffers lets as many steps be in flight. Of
+    one step alone `meta` may be given, filled.
     `partial` float32 [rows, kv_heads, head_dim]: sums of P V. `extents` float32 [rows, kv_heads, 2]: their maximum
     score and sum of P. `counters` int32 [counters * kv_heads] and `claimed` int32 [1], items that programs have taken:
     all zero between launches.
     """
 
     def __init__(
-        self, items: int, partial_rows: int, counters: int, shape: AttentionShape, device: torch.device, depth: int = 3
+        self,
+        items: int,
+        partial_rows: int,
+        counters: int,
+        shape: AttentionShape,
+        device: torch.device,
+        depth: int = 3,
+        meta: Tensor | None = None,
     ) -> None:
         self.device = device
         self.capacity = (items, partial_rows, counters)
         size = HEADER + items * ITEM_FIELDS
-        self.meta = torch.zeros(size, dtype=torch.int32, device=device)
+        self.meta = torch.zeros(size, dtype=torch.int32, device=device) if meta is None else meta
         scratch = (max(partial_rows, 1), shape.kv_heads)
         self.partial = torch.empty((*scratch, shape.head_dim), dtype=torch.float32, device=device)
         self.extents = torch.empty((*scratch, 2), dtype=torch.float32, device=device)
@@ -242,6 +256,7 @@ class AttentionWork:
     prepared: dict[Any, Any] = field(default_factory=dict)
     captured: Captured | None = None
     softmax: Softmax = "auto"
+    upload: Upload | None = None
 
     @classmethod
     def for_graph(cls, shape: AttentionShape, buffers: AttentionBuffers, captured: Captured) -> AttentionWork:
@@ -311,10 +326,17 @@ class AttentionWork:
             return buffers
         items = self.items
         if buffers is None:
+            words = np.zeros(items.num_words, np.int32)
+            items.write(words)
+            (meta,) = self.sent([words])
             sizes = (len(items.table), items.partial_rows, items.counters)
-            buffers = AttentionBuffers(*sizes, self.shape, self.device, depth=1)
+            return AttentionBuffers(*sizes, self.shape, self.device, depth=0, meta=meta)
         buffers.fill(items)
         return buffers
+
+    def sent(self, arrays: Sequence[NDArray[np.integer]]) -> list[Tensor]:
+        """Arrays of the plan on its device."""
+        return (self.upload or by_copies(self.device))(arrays)
 
 
 def plan_attention(
@@ -332,12 +354,14 @@ def plan_attention(
     buffers: AttentionBuffers | None = None,
     kv_format: KVFormat = "plain",
     sparse_v: float | None = None,
+    upload: Upload | None = None,
 ) -> AttentionWork:
     """Plan the attention of one step; span s computes positions [start[s], stop[s]) of table row row[s].
 
     `programs`: how many the device runs at once (default: two per multiprocessor). `split`: cut KV every so many
     positions whatever the batch is, so that a request's result does not depend on its company; None: by load.
-    `buffers`: where on the device the list is put; None allocates. `kv_format`: how the cache's rows are
+    `buffers`: where on the device the list is put; None allocates, and `upload` brings it there (None: a copy, which
+    waits behind all others that the device's copy engine was asked for). `kv_format`: how the cache's rows are
     written. `sparse_v`: the share of values that are read (None: all), on a CPU. Raises ConfigError for impossible
     shapes, and for shares of values on a device that has no kernel for them.
     """
@@ -365,6 +389,7 @@ def plan_attention(
         default_programs(device) if programs is None else programs,
         split,
         buffers,
+        upload=upload,
     )
     if device.type == "cuda":
         work.resident  # noqa: B018  the copy starts now, not in the first layer

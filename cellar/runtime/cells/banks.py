@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.tasks import BankSpec, CellModelSpec, IntArray, Values
+from cellar.ops.upload import Upload as Uploader
 from cellar.runtime.memory import human
-from cellar.runtime.transfer import Upload as Uploader
 
 # Rows that no bank has more of: a million states are more than any load, and their numbers stay small.
 MOST_ROWS = 2**20

@@ -23,6 +23,7 @@ from cellar.core.messages import Flag, FloatArray, Logprobs, StepPlan, StepResul
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
+from cellar.ops.upload import Upload
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.place import Seat
@@ -34,7 +35,7 @@ from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.rows import DeviceRows, Drawing
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
-from cellar.runtime.transfer import Upload, to_host, uploader
+from cellar.runtime.transfer import to_host, uploader
 
 # Logits of scored prompts, and states of pooled ones, are made in pieces of about this many bytes in float32.
 SCORED_NBYTES = 64 * 2**20

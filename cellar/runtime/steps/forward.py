@@ -307,6 +307,7 @@ class Forward:
                 device=device,
                 kv_format=shape.kv_format,
                 sparse_v=self._sparse_v if device.type == "cpu" else None,
+                upload=self._upload if device == self._device else None,
             )
             for shape in self.shapes
         ]

@@ -25,10 +25,10 @@ from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import IntArray, RowOpen, StepPlan, TableUpdate
 from cellar.core.sampling import SamplingParams
 from cellar.ops.sampling import LEAST_TEMPERATURE, Bans, Biases, Penalties, SamplingRows
+from cellar.ops.upload import Upload
 from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.steps.counts import TokenCounts
 from cellar.runtime.steps.inputs import LongArray
-from cellar.runtime.transfer import Upload
 
 logger = logging.getLogger(__name__)
 
