@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 import ray
+import torch
 from ray import serve
 from ray.serve import Application
 
@@ -48,11 +49,15 @@ def app(args: dict[str, Any]) -> Application:
 
 
 def resources(config: EngineConfig) -> dict[str, float]:
-    """What an engine takes of a host: a GPU for each rank, unless the device is the CPU or the cluster has no GPU."""
+    """What an engine takes of a host: a GPU for each rank, unless the device is the CPU or there is no GPU."""
     device = config.device
-    kind = device.device.partition(":")[0]
-    if kind == "auto":
-        kind = "gpu" if ray.cluster_resources().get("GPU", 0) else "cpu"
-    if kind == "cpu":
+    if device.device == "cpu" or (device.device == "auto" and not _has_gpu()):
         return {"num_cpus": float(device.num_threads or 1)}
     return {"num_cpus": 1.0, "num_gpus": float(device.tensor_parallel_size)}
+
+
+def _has_gpu() -> bool:
+    """Whether the cluster has one; `serve run` asks before it has joined any, and tries on this machine."""
+    if ray.is_initialized():
+        return bool(ray.cluster_resources().get("GPU", 0))
+    return torch.cuda.is_available()

@@ -9,10 +9,14 @@ from typing import Any
 
 import kubernetes_validate
 import pytest
+import ray
+import torch
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from cellar.core.config import EngineConfig
 from cellar.deploy.options import read_options
+from cellar.deploy.ray import app, resources
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 VERSION = "1.31"
@@ -110,3 +114,13 @@ def test_ray_serves_autoscaling_finds_the_policy() -> None:
     policy = scaling["policy"] if isinstance(scaling, dict) else scaling.policy.model_dump()
     module, _, name = policy["policy_function"].partition(":")
     assert callable(getattr(import_module(module), name)(**policy["policy_kwargs"]))
+
+
+def test_an_application_is_made_before_there_is_a_cluster() -> None:
+    """`serve run cellar.deploy.ray:app` makes it first, and joins or starts one then."""
+    assert not ray.is_initialized()
+    assert app({"max_num_seqs": "8"}) is not None
+    taken = resources(EngineConfig.of())
+    assert ("num_gpus" in taken) == torch.cuda.is_available()
+    assert resources(EngineConfig.of(device="cpu", num_threads=3)) == {"num_cpus": 3.0}
+    assert not ray.is_initialized()
