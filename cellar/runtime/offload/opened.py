@@ -166,6 +166,7 @@ def open_offloaded(
             if layers.host_rate is not None:
                 rates["host"] = layers.host_rate
         held = capacity.get("device")
+        file = homes.file  # all that the report may hold: who keeps it must not keep the weights
         report = OffloadReport(
             read.nbytes,
             kv,
@@ -173,11 +174,11 @@ def open_offloaded(
             memory.capacity if held is None else held,
             layers.pass_nbytes,
             rates,
-            homes.file is not None and homes.file.direct,
+            file is not None and file.direct,
             kv_place=way[0],
             by_cpu=layers.cpu_nbytes,
             channels=channels,
-            failure=lambda: None if homes.file is None else homes.file.failure,
+            failure=lambda: None if file is None else file.failure,
         )
         batch = placement.block.batch if placement.block is not None else None
         return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import json
 import os
@@ -31,6 +32,7 @@ from cellar.models.registry import MODELS, open_model, read_config
 from cellar.planner.capped import Room, capped_plan, fits
 from cellar.planner.saved import Limits, load_plan
 from cellar.runtime.offload.file import WeightFile
+from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence, HostMover
 from cellar.runtime.offload.ring import WeightRing
@@ -263,6 +265,8 @@ def test_a_model_larger_than_its_device_plans_by_itself(
     assert report.weights["device"] + report.kv + report.ring <= report.device == 440_000 < spec.nbytes() + report.kv
     assert sum(report.weights.values()) == spec.nbytes()
     assert report.seconds["disk"] > 0
+    gc.collect()
+    assert not any(isinstance(thing, HeldMemory) for thing in gc.get_objects()), "the report keeps no weights"
 
 
 def test_a_model_that_fits_runs_as_ever_within_its_memory(models: Callable[[str], Path]) -> None:
