@@ -8,13 +8,17 @@ a few times what the decodes take by themselves, so that prompts keep most of th
 from __future__ import annotations
 
 import math
+from collections import deque
 
 NEWEST = 0.5
-"""Weight of the newest step in the pace."""
+"""Weight of the newest step in the pace of prompts."""
+
+LATEST = 32
+"""Steps of about as many decodes of which the fastest says what they take. One that shares its cores takes many times
+as long, and those of few decodes come last just when a crowd arrives: none follows that would put it right."""
 
 STRETCH = 3.0
 """Long prompts beside decodes may take so many times what these take alone: 3/4 of the machine, while others decode."""
-
 
 PRICE = 1 / 8
 """Rows that take turns, so that steps are short for others, may take longer by this share for as many tokens."""
@@ -32,16 +36,16 @@ class Pace:
         self._least = least
         self._limit = seconds
         self._each: float | None = None  # seconds of one token of a step
-        self._alone: tuple[int, float] | None = None  # decodes of a step without prompts, and its seconds
-        self._alike: dict[int, tuple[int, float]] = {}  # the same of steps of about as many decodes, by bits
+        self._latest: dict[int, deque[tuple[float, int]]] = {}  # by bits of the decodes: seconds, decodes
+        self._fastest: dict[int, tuple[float, int]] = {}  # of each of these the least
 
     def decoded(self, num_decodes: int, seconds: float) -> None:
         """A step without prompts took so long for so many decodes. Times of 0 are no measurement."""
         if seconds > 0:
-            before = seconds if self._alone is None else self._at(num_decodes)
-            self._alone = num_decodes, (1 - NEWEST) * before + NEWEST * seconds
-            _, known = self._alike.get(num_decodes.bit_length(), (0, seconds))
-            self._alike[num_decodes.bit_length()] = num_decodes, (1 - NEWEST) * known + NEWEST * seconds
+            bits = num_decodes.bit_length()
+            latest = self._latest.setdefault(bits, deque(maxlen=LATEST))
+            latest.append((seconds, num_decodes))
+            self._fastest[bits] = min(latest)
 
     @property
     def is_limited(self) -> bool:
@@ -60,19 +64,21 @@ class Pace:
             return None
         if self._each is None:
             return self.short
-        limit = self._limit if self._alone is None else min(self._limit, STRETCH * self._at(num_decodes))
+        limit = min(self._limit, STRETCH * self._at(num_decodes)) if self._fastest else self._limit
         return max(self._least, int(limit / self._each) - num_decodes)
 
     def enough(self, num_decodes: int) -> int:
         """How many of so many rows a step needs, if others wait for it: with that many a round of turns takes
-        longer by PRICE at most. All of them where that was not seen yet, or where nobody waits for single tokens.
+        longer by PRICE at most. All of them where steps of about as many, and of far fewer, were not seen yet, or where
+        nobody waits for single tokens.
 
         A step of n rows takes a + b n seconds; with m of them, all n have been in one after a n / m + b n.
         """
-        few, many = min(self._alike, default=0), num_decodes.bit_length()
-        if not self.is_limited or many not in self._alike or many < few + 2:
+        few = min(self._fastest, default=0)
+        many = self._like(num_decodes)
+        if not self.is_limited or many < few + 2 or abs(many - num_decodes.bit_length()) > 1:
             return num_decodes
-        (low, least), (high, longest) = self._alike[few], self._alike[many]
+        (least, low), (longest, high) = self._fastest[few], self._fastest[many]
         row = max(0.0, (longest - least) / (high - low))
         step = max(0.0, least - low * row)
         if not row:
@@ -87,8 +93,12 @@ class Pace:
             return False
         return num_tokens > self.short if self._each is None else num_tokens * self._each > 2 * self._limit
 
+    def _like(self, num_decodes: int) -> int:
+        """The bits of decodes of those steps that were seen which are most like this; 0 if there are none."""
+        bits = num_decodes.bit_length()
+        return min(self._fastest, key=lambda seen: (abs(seen - bits), -seen), default=0)
+
     def _at(self, num_decodes: int) -> float:
         """Seconds that so many decodes take alone, at most: more of them than were measured cost no more each."""
-        assert self._alone is not None
-        count, seconds = self._alone
+        seconds, count = self._fastest[self._like(num_decodes)]
         return seconds * max(1.0, num_decodes / count)

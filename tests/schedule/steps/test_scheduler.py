@@ -16,7 +16,7 @@ from cellar.core.messages import Emit, FinishReason, Request, Source, StepOutput
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.protocol import Scheduler
-from cellar.schedule.steps.pace import Pace
+from cellar.schedule.steps.pace import LATEST, Pace
 from cellar.schedule.steps.scheduler import StepScheduler
 from tests.schedule.steps.driver import (
     KINDS,
@@ -314,10 +314,12 @@ def test_long_prompts_take_three_times_what_the_decodes_take() -> None:
     assert pace.room(1) == 300 - 1
     assert pace.room(3) == 450 - 3, "more decodes take no more time each"
     assert pace.room(100) == 1000 - 100, "0.1 s are the limit still"
-    pace.decoded(1, 0.0202)
-    assert pace.room(1) == 453 - 1, "half of it is the newest step"
-    for _ in range(20):
-        pace.decoded(1, 0.001)
+    pace.decoded(3, 0.9)
+    assert pace.room(3) == 450 - 3, "the fastest of the latest says it"
+    for _ in range(LATEST):
+        pace.decoded(2, 0.02)
+    assert pace.room(2) == 600 - 2, "which is forgotten in time"
+    pace.decoded(1, 0.001)
     assert pace.room(1) == 64
 
 
