@@ -185,11 +185,13 @@ def _dividing(mesh: Mesh, axes: str, heads: int) -> str:
 class Layouts:
     """How an engine lays out steps with prompts, and steps of decodes alone, over one mesh.
 
-    Rows have homes, numbered along `decode.batch_axes`. Raises ConfigError for two meshes.
+    Rows have homes, numbered along `decode.batch_axes`. `looped`: long steps with prompts are cut into chunks, one of
+    which is sent while the next is multiplied (`core/loops.py`). Raises ConfigError for two meshes.
     """
 
     prefill: Layout
     decode: Layout
+    looped: bool = False
 
     def __post_init__(self) -> None:
         if self.prefill.mesh != self.decode.mesh:
@@ -221,6 +223,7 @@ class Layouts:
         return cls(
             Layout(mesh, split.prefill_gather, split.prefill_heads),
             Layout(mesh, split.decode_gather, split.decode_heads),
+            split.looped,
         )
 
     def places(self, layout: Layout) -> tuple[int, ...]:

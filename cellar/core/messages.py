@@ -478,7 +478,8 @@ class BlockSchedule:
 class Partition:
     """How a model is split: a mesh of x by y by z chips per pipeline stage, and as many whole copies as `replicas`.
 
-    `*_gather` are the axes over which weights are gathered, `*_heads` those that cut the heads in attention.
+    `*_gather` are the axes over which weights are gathered, `*_heads` those that cut the heads in attention. `looped`:
+    prompts are sent in chunks beside their products.
     """
 
     mesh: tuple[int, int, int] = (1, 1, 1)
@@ -490,6 +491,7 @@ class Partition:
     stages: int = 1
     micro_batches: int = 1
     replicas: int = 1
+    looped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

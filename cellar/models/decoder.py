@@ -201,20 +201,12 @@ class Decoder:
         """x += out(attended); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
         tensors, comm = plain(weights), ctx.comm
         attended = points.returned(attended, comm)
-        delta = points.summed(linear(attended.flatten(1), weights["out"], tensors.get("out_bias")), comm)
-        fed, residual = points.norm_feed_forward(
-            carried.residual,
-            delta,
-            tensors["post_norm"],
-            self._eps,
-            weights["gate_up"],
-            tensors.get("gate_up_bias"),
-            self._activation,
-            weights["down"],
-            tensors.get("down_bias"),
-            comm,
+        delta = points.summed_linear(attended.flatten(1), weights["out"], tensors.get("out_bias"), comm)
+        up = points.FeedForward(
+            weights["gate_up"], tensors.get("gate_up_bias"), self._activation, weights["down"], tensors.get("down_bias")
         )
-        return Hidden(residual, points.summed(fed, comm))
+        fed, residual = points.norm_feed_forward(carried.residual, delta, tensors["post_norm"], self._eps, up, comm)
+        return Hidden(residual, fed)
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, if there is one: [n, hidden]."""

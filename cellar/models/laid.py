@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cellar.core.layouts import Layout
 from cellar.models.collectives import Collectives
+from cellar.models.loop import Loop, Send, Steps, alone
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,16 @@ class Whole:
 
 @dataclass(frozen=True)
 class Laid:
-    """Implements `Comm` and the further points of a layout, for steps with so many `tokens` of each home."""
+    """Implements `Comm` and the further points of a layout, for steps with so many `tokens` of each home.
+
+    `loop`: how the products between blocks are cut, while their collectives run beside them; None: they are not.
+    """
 
     layout: Layout
     collectives: Collectives
     whole: Whole
     tokens: tuple[int, ...] = ()
+    loop: Loop | None = None
 
     def of(self, tokens: Sequence[int]) -> Laid:
         """For a step with so many tokens of each home; for the head, so many rows."""
@@ -72,7 +77,7 @@ class Laid:
 
     def wide(self, x: Tensor) -> Tensor:
         """[rows, E_x] -> [rows, E]."""
-        return self.collectives.all_gather(x, 1, self._x, "n")
+        return self.collectives.all_gather(x, 1, self.x, "n")
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Logits of this rank's words -> of all: [rows, V]."""
@@ -95,35 +100,53 @@ class Laid:
 
     def rms_norm(self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """-> (rms_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm: [E_x]."""
+        return alone(self.rms_norm_steps(residual, delta, norm, eps))
+
+    def rms_norm_steps(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        """`rms_norm`, its collectives handed out."""
         total = residual if delta is None else residual + delta
-        x = self.entered(total)
+        x = yield from self.sent(self.layout.rest, lambda: self.entered(total))
         wide = x.float()
-        sums = self.collectives.all_reduce(wide.square().sum(1, keepdim=True), self._x, "sums")
+        squares = wide.square().sum(1, keepdim=True)
+        sums = yield from self.sent(self.x, lambda: self.collectives.all_reduce(squares, self.x, "sums"))
         return (wide * (sums / self.whole.embed + eps).rsqrt()).to(x.dtype) * norm, total
 
     def layer_norm(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """-> (layer_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm, bias: [E_x]."""
+        return alone(self.layer_norm_steps(residual, delta, norm, bias, eps))
+
+    def layer_norm_steps(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, bias: Tensor | None, eps: float
+    ) -> Steps[tuple[Tensor, Tensor]]:
+        """`layer_norm`, its collectives handed out."""
         total = residual if delta is None else residual + delta
-        x = self.entered(total)
+        x = yield from self.sent(self.layout.rest, lambda: self.entered(total))
         wide = x.float()
-        sums = torch.stack((wide.sum(1), wide.square().sum(1)), 1)
-        sums = self.collectives.all_reduce(sums, self._x, "sums") / self.whole.embed
+        parts = torch.stack((wide.sum(1), wide.square().sum(1)), 1)
+        sums = yield from self.sent(self.x, lambda: self.collectives.all_reduce(parts, self.x, "sums"))
+        sums = sums / self.whole.embed
         mean, square = sums[:, :1], sums[:, 1:]
         normed = (wide - mean) * (square - mean.square()).clamp_min(0).add(eps).rsqrt() * norm.float()
         return (normed if bias is None else normed + bias.float()).to(x.dtype), total
+
+    def sent(self, axes: str, send: Send) -> Steps[Tensor]:
+        """Hands a collective out, if there is anyone to send to."""
+        return send() if self.layout.mesh.count(axes) == 1 else (yield send)
 
     # -- the feed-forward ----------------------------------------------------------------------------
 
     def narrowed(self, h: Tensor, parts: int) -> Tensor:
         """A product before its activation, partial over x: [tokens, parts F_rest] -> [tokens, parts F_(rest, x)]."""
         split = h.view(len(h), parts, h.shape[1] // parts)
-        return self.collectives.reduce_scatter(split, 2, self._x, "h").flatten(1)
+        return self.collectives.reduce_scatter(split, 2, self.x, "h").flatten(1)
 
     def widened(self, f: Tensor) -> Tensor:
         """After the activation: [tokens, F_(rest, x)] -> [tokens, F_rest]."""
-        return self.collectives.all_gather(f, 1, self._x, "f")
+        return self.collectives.all_gather(f, 1, self.x, "f")
 
     # -- attention -----------------------------------------------------------------------------------
 
@@ -136,7 +159,7 @@ class Laid:
     def spread(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [tokens, H_rest, D], k, v [tokens, K_.., D], partial over x -> those of attention's rows and heads."""
         layout, run = self.layout, self.collectives
-        q = run.reduce_scatter(q, 1, self._x, "q")
+        q = run.reduce_scatter(q, 1, self.x, "q")
         homes = self._sizes("", layout.to_batch)
         q = run.all_to_all(q, 0, 1, layout.to_batch, "q", split_sizes=homes)
         k, v = self._spread_kv(k, "k"), self._spread_kv(v, "v")
@@ -149,7 +172,7 @@ class Laid:
         """[rows of this home, H_(head_axes), D] -> [tokens, H_rest, D]."""
         axes = self.layout.to_batch
         back = self.collectives.all_to_all(attended, 1, 0, axes, "a", join_sizes=self._sizes("", axes))
-        return self.collectives.all_gather(back, 1, self._x, "a")
+        return self.collectives.all_gather(back, 1, self.x, "a")
 
     def _spread_kv(self, k: Tensor, name: str) -> Tensor:
         layout, run = self.layout, self.collectives
@@ -165,7 +188,7 @@ class Laid:
             elif axis in layout.kv_axes(self.whole.kv_heads):
                 count = layout.mesh.count(axis)
                 k = _share(k, 1, [k.shape[1] // count] * count, self._index(axis))
-        if not self._x:
+        if not self.x:
             return k
         if "x" in layout.to_batch:
             return run.reduce_scatter(k, 0, "x", name, self._sizes(cut, "x"))
@@ -186,7 +209,8 @@ class Laid:
     # -- places and shares -----------------------------------------------------------------------------
 
     @property
-    def _x(self) -> str:
+    def x(self) -> str:
+        """Axes that cut E in products."""
         return "" if self.layout.gather else "x"
 
     def _index(self, axes: str) -> int:

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol, TypeAlias, cast
 from torch import Tensor
 
 from cellar.core.specs import ModelSpec
+from cellar.models.loop import Loop
 from cellar.ops.linear.weight import Weight
 
 Weights: TypeAlias = Mapping[str, Weight]
@@ -54,6 +55,10 @@ class Comm(Protocol):
     """Collectives among the ranks that share the tensors of a model (`sharding.py`). Every rank calls all of them, in
     the same order; all get the same bits.
     """
+
+    @property
+    def loop(self) -> Loop | None:
+        """How long steps are cut, so that a chunk is summed while the next is multiplied; None: they are not."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks; it may be `x`, changed in place."""

@@ -142,11 +142,16 @@ class OPT:
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """q, k, v = norm(x) W; with norms last x W."""
+        tensors = plain(weights)
         if self._norm_first:
-            x, residual = self._norm(h.residual, h.delta, weights, "input_norm", ctx.comm)
+            norm, norm_bias = tensors["input_norm"], tensors["input_norm_bias"]
+            bias = tensors.get("qkv_bias")
+            qkv, residual = points.layer_norm_linear(
+                h.residual, h.delta, norm, norm_bias, self._eps, weights["qkv"], bias, ctx.comm
+            )
         else:
-            x = residual = _sum(h)
-        qkv = linear(x, weights["qkv"], plain(weights).get("qkv_bias"))
+            residual = _sum(h)
+            qkv = linear(residual, weights["qkv"], tensors.get("qkv_bias"))
         q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
         q, k, v = points.spread(q, k, v, ctx.comm)
         return Projected(q, k, v, Carried(residual))
@@ -157,7 +162,7 @@ class OPT:
         """Norms first: x += out(attended), x += mlp(norm(x)). Norms last: x = norm(x + out(attended)), likewise."""
         residual, comm = carried.residual, ctx.comm
         attended = points.returned(attended, comm)
-        delta = points.summed(linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias")), comm)
+        delta = points.summed_linear(attended.flatten(1), weights["out"], plain(weights).get("out_bias"), comm)
         if self._norm_first:
             x, residual = self._norm(residual, delta, weights, "post_norm", comm)
             return Hidden(residual, self._mlp(weights, x, comm))
@@ -189,8 +194,15 @@ class OPT:
 
     def _mlp(self, weights: Weights, x: Tensor, comm: Comm | None) -> Tensor:
         biases = plain(weights)
-        up = points.activated_linear(x, weights["up"], biases.get("up_bias"), self._activation, comm)
-        return points.summed(linear(up, weights["down"], biases.get("down_bias")), comm)
+        up = points.FeedForward(
+            weights["up"],
+            biases.get("up_bias"),
+            self._activation,
+            weights["down"],
+            biases.get("down_bias"),
+            gated=False,
+        )
+        return points.feed_forward(x, up, comm)
 
     def _norm(
         self, residual: Tensor, delta: Tensor | None, weights: Weights, name: str, comm: Comm | None

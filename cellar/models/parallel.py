@@ -39,17 +39,21 @@ class ParallelDecoder:
         self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
     ) -> Hidden:
         """x += out(attended) + mlp(norm(x)), the add put off."""
-        tensors, comm, kind = plain(weights), ctx.comm, self._activation
+        tensors, comm = plain(weights), ctx.comm
         residual, x = carried
         assert x is not None, "before_attention has normed it"
-        if "gate_up" in weights:
-            x = points.gated_linear(x, weights["gate_up"], tensors.get("gate_up_bias"), kind, comm)
-        else:
-            x = points.activated_linear(x, weights["up"], tensors.get("up_bias"), kind, comm)
+        name = "gate_up" if "gate_up" in weights else "up"
+        up = points.FeedForward(
+            weights[name],
+            tensors.get(name + "_bias"),
+            self._activation,
+            weights["down"],
+            tensors.get("down_bias"),
+            gated=name == "gate_up",
+        )
         attended = points.returned(attended, comm)
         delta = linear(attended.flatten(1), weights["out"], tensors.get("out_bias"))
-        delta = delta + linear(x, weights["down"], tensors.get("down_bias"))
-        return Hidden(residual, points.summed(delta, comm))
+        return Hidden(residual, points.feed_forward(x, up, comm, beside=delta))
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm: [n, hidden]."""

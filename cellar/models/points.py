@@ -6,9 +6,12 @@ or `Laid`, a layout of `core/layouts.py`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from cellar.models.laid import Laid
+from cellar.models.loop import Loop, Steps, looped
 from cellar.models.model import Comm
 from cellar.ops.activation import activate, gated
 from cellar.ops.embedding import embedding
@@ -16,6 +19,17 @@ from cellar.ops.linear import fused
 from cellar.ops.linear.definition import linear
 from cellar.ops.linear.weight import Weight
 from cellar.ops.norm import add_layer_norm, add_rms_norm
+
+
+class FeedForward(NamedTuple):
+    """A layer's feed-forward: act(x W^T + b) D^T + d, or of halves act(gate) * up if it is `gated`."""
+
+    weight: Weight
+    bias: Tensor | None
+    kind: str
+    down: Weight
+    down_bias: Tensor | None
+    gated: bool = True
 
 
 def embedded(tokens: Tensor, table: Tensor, comm: Comm | None) -> Tensor:
@@ -68,25 +82,34 @@ def norm_linear(
     """-> (rms_norm(residual + delta) W^T + b, residual + delta)."""
     if not isinstance(comm, Laid):
         return fused.norm_linear(residual, delta, norm, eps, weight, bias)
-    x, total = comm.rms_norm(residual, delta, norm, eps)
-    return linear(x, weight, bias), total
+
+    def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
+        x, total = yield from comm.rms_norm_steps(residual, delta, norm, eps)
+        return linear(x, weight, bias), total
+
+    return looped(_loop(comm, comm.layout.stream), steps, residual, delta)
 
 
-def norm_gated_linear(
+def layer_norm_linear(
     residual: Tensor,
     delta: Tensor | None,
     norm: Tensor,
+    norm_bias: Tensor | None,
     eps: float,
     weight: Weight,
     bias: Tensor | None,
-    kind: str,
     comm: Comm | None,
 ) -> tuple[Tensor, Tensor]:
-    """-> (act(gate) * up, residual + delta), gate and up the halves of rms_norm(residual + delta) W^T + b."""
+    """-> (layer_norm(residual + delta) W^T + b, residual + delta)."""
     if not isinstance(comm, Laid):
-        return fused.norm_gated_linear(residual, delta, norm, eps, weight, bias, kind)
-    x, total = comm.rms_norm(residual, delta, norm, eps)
-    return gated_linear(x, weight, bias, kind, comm), total
+        x, total = add_layer_norm(residual, delta, norm, norm_bias, eps)
+        return linear(x, weight, bias), total
+
+    def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
+        x, total = yield from comm.layer_norm_steps(residual, delta, norm, norm_bias, eps)
+        return linear(x, weight, bias), total
+
+    return looped(_loop(comm, comm.layout.stream), steps, residual, delta)
 
 
 def norm_feed_forward(
@@ -94,34 +117,78 @@ def norm_feed_forward(
     delta: Tensor | None,
     norm: Tensor,
     eps: float,
-    weight: Weight,
-    bias: Tensor | None,
-    kind: str,
-    down: Weight,
-    down_bias: Tensor | None,
+    up: FeedForward,
     comm: Comm | None,
 ) -> tuple[Tensor, Tensor]:
-    """-> ((act(gate) * up) D^T + d, residual + delta), gate and up as in `norm_gated_linear`: of a rank its part."""
+    """-> (the sum over ranks of a gated feed-forward of rms_norm(residual + delta), residual + delta)."""
+
+    assert up.gated, "what norms so is gated"
+
+    def whole(residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        return fused.norm_feed_forward(residual, delta, norm, eps, up.weight, up.bias, up.kind, up.down, up.down_bias)
+
+    if comm is None:
+        return whole(residual, delta)
+
+    def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
+        if isinstance(comm, Laid):
+            x, total = yield from comm.rms_norm_steps(residual, delta, norm, eps)
+            fed = yield from _fed(x, up, comm)
+        else:
+            fed, total = whole(residual, delta)
+        return (yield from _summed(fed, comm)), total
+
+    return looped(_loop(comm), steps, residual, delta)
+
+
+def feed_forward(x: Tensor, up: FeedForward, comm: Comm | None, beside: Tensor | None = None) -> Tensor:
+    """The sum over ranks of the feed-forward of x [tokens, E], and of what is computed beside it, [tokens, E]."""
+
+    def steps(x: Tensor, beside: Tensor | None) -> Steps[Tensor]:
+        fed = yield from _fed(x, up, comm)
+        return (yield from _summed(fed if beside is None else beside + fed, comm))
+
+    return looped(_loop(comm), steps, x, beside)
+
+
+def _fed(x: Tensor, up: FeedForward, comm: Comm | None) -> Steps[Tensor]:
+    """(act(x W^T + b)) D^T + d, of a rank its part."""
+    h = linear(x, up.weight, up.bias)
     if not isinstance(comm, Laid):
-        return fused.norm_feed_forward(residual, delta, norm, eps, weight, bias, kind, down, down_bias)
-    x, total = norm_gated_linear(residual, delta, norm, eps, weight, bias, kind, comm)
-    return linear(x, down, down_bias), total
+        return linear(gated(h, up.kind) if up.gated else activate(h, up.kind), up.down, up.down_bias)
+    h = yield from comm.sent(comm.x, lambda: comm.narrowed(h, 2 if up.gated else 1))
+    f = gated(h, up.kind) if up.gated else activate(h, up.kind)
+    f = yield from comm.sent(comm.x, lambda: comm.widened(f))
+    return linear(f, up.down, up.down_bias)
 
 
-def activated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, comm: Comm | None) -> Tensor:
-    """act(x W^T + b): [tokens, E] -> [tokens, F]."""
-    h = linear(x, weight, bias)
+def summed_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Comm | None) -> Tensor:
+    """The sum over ranks of x W^T + b."""
+    if comm is None:
+        return linear(x, weight, bias)
+
+    def steps(x: Tensor) -> Steps[Tensor]:
+        return (yield from _summed(linear(x, weight, bias), comm))
+
+    return looped(_loop(comm, comm.layout.rest if isinstance(comm, Laid) else ""), steps, x)
+
+
+def _summed(x: Tensor, comm: Comm | None) -> Steps[Tensor]:
+    """A product of which every rank has computed a part."""
+    if comm is None:
+        return x
+    if isinstance(comm, Laid):
+        return (yield from comm.sent(comm.layout.rest, lambda: comm.all_reduce(x)))
+    return (yield lambda: comm.all_reduce(x))
+
+
+def _loop(comm: Comm | None, axes: str | None = None) -> Loop | None:
+    """How a computation is cut whose collectives go along these axes of a layout; by default all but those that weights
+    are gathered over.
+    """
     if not isinstance(comm, Laid):
-        return activate(h, kind)
-    return comm.widened(activate(comm.narrowed(h, 1), kind))
-
-
-def gated_linear(x: Tensor, weight: Weight, bias: Tensor | None, kind: str, comm: Comm | None) -> Tensor:
-    """act(gate) * up, gate and up the halves of x W^T + b: [tokens, E] -> [tokens, F]."""
-    h = linear(x, weight, bias)
-    if not isinstance(comm, Laid):
-        return gated(h, kind)
-    return comm.widened(gated(comm.narrowed(h, 2), kind))
+        return None if comm is None else comm.loop
+    return comm.loop if comm.layout.mesh.count(comm.layout.stream if axes is None else axes) > 1 else None
 
 
 def spread(q: Tensor, k: Tensor, v: Tensor, comm: Comm | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,11 +209,6 @@ def wide(x: Tensor, comm: Comm | None) -> Tensor:
 def whole_rows(x: Tensor, comm: Comm | None) -> Tensor:
     """Hidden rows [rows, E] of every home."""
     return comm.whole_rows(x) if isinstance(comm, Laid) else x
-
-
-def summed(x: Tensor, comm: Comm | None) -> Tensor:
-    """A product of which every rank has computed a part."""
-    return x if comm is None else comm.all_reduce(x)
 
 
 def gathered(x: Tensor, comm: Comm | None) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.models.collectives import Collectives
 from cellar.models.laid import Laid, Whole
 from cellar.models.loader import LoadedWeights
+from cellar.models.loop import Ahead, Lane
 from cellar.models.stored import padded_heads
 from cellar.ops.linear.weight import Weight
 from cellar.quant.weight import QuantizedWeight
@@ -52,13 +54,24 @@ def laid_spec(spec: ModelSpec, layout: Layout, collectives: Collectives) -> Mode
 class View:
     """The weights of the whole model `spec` for one layout, from what a rank stores of it.
 
-    Implements the runtime's `Layers`.
+    Implements the runtime's `Layers`. `ahead`: where the next layer's weights are gathered while one is computed; there
+    are two layers of them then. Nothing else may use the collectives' groups of `layout.gather` between layers: no
+    layout does. None: each layer's are gathered when it is entered.
     """
 
-    def __init__(self, spec: ModelSpec, weights: LoadedWeights, layout: Layout, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: LoadedWeights,
+        layout: Layout,
+        collectives: Collectives,
+        ahead: Lane | None = None,
+    ) -> None:
         self._spec = spec
         self._layout = layout
         self._collectives = collectives
+        self._ahead = ahead
+        self._next: tuple[int, Ahead[Mapping[str, Weight]]] | None = None
         self._heads, self._kv_heads = padded_heads(spec.num_heads, spec.num_kv_heads, layout.mesh.size)
         self._layers = weights.layers
         self.embedding = self._vectors(spec.embedding, weights.embedding)
@@ -71,7 +84,8 @@ class View:
         return len(self._layers)
 
     def begin(self, num_tokens: int) -> None:
-        """Nothing is fetched ahead."""
+        """Nothing is there of a pass that failed."""
+        self._next = None
 
     def at(self, j: int) -> AbstractContextManager[Mapping[str, Weight]]:
         """Layer j's weights, gathered until the block ends if the layout gathers them. All ranks enter it together."""
@@ -83,11 +97,18 @@ class View:
 
     @contextmanager
     def _gathered(self, j: int) -> Iterator[Mapping[str, Weight]]:
+        waiting, self._next = self._next, None
+        found = waiting[1].result() if waiting is not None and waiting[0] == j else self._whole(j)
+        if self._ahead is not None and self._ahead.open() and j + 1 < len(self._layers):
+            self._next = j + 1, self._ahead.run(partial(self._whole, j + 1))
+        yield found
+
+    def _whole(self, j: int) -> Mapping[str, Weight]:
         found = dict(self._fixed[j])
         for tensor in self._spec.layers[j].tensors:
             if len(tensor.shape) == 2:
                 found[tensor.name] = self._gather(tensor, found[tensor.name])
-        yield found
+        return found
 
     # -- what every layout takes a part of ---------------------------------------------------------
 

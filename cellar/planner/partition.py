@@ -1,9 +1,10 @@
 """A model over many devices: what a layout costs, and which layouts serve prefill and decode best.
 
 Price of one block on every device (all do the same): the products take as long as the slowest of matrix units, memory
-and the gathering of weights, which is prefetched; attention follows, then the collectives on activations, of which
-nothing hides unless they are `looped` into the products. Bandwidth of a collective is the network's whole rate per
-device, as in Pope et al.; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer network.
+and the gathering of weights, which goes on a layer ahead; attention follows, then the collectives on activations, of
+which nothing hides unless they are `looped` into the products. Bandwidth of a collective is the network's whole rate
+per device, as in Pope et al.; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer
+network.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 from cellar.core.layouts import GATHERS, Layout, Mesh
+from cellar.core.loops import loop_chunks
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.layouts import Local, Move, Product, block_program, relay_moves
 from cellar.planner.machines import Constants, Machine
@@ -150,6 +153,54 @@ class BlockWork:
     query_elements: float
     activations: Sent
     weights: Sent
+    loops: tuple[LoopWork, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoopWork:
+    """Products and the collectives that run beside them if they are looped: FLOPs, and what is sent, of one token."""
+
+    flops: float
+    weight_elements: float
+    sent: Sent
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPrice:
+    """What loops change in a step, all blocks: `hidden` seconds a token at most, of a chunk more `chunk` seconds in
+    collectives that begin, and `weight_elements` that are read again.
+
+    A loop of n chunks takes (t + c)/n + (1 - 1/n) max(t, c) where products take t and collectives c.
+    """
+
+    hidden: float
+    chunk: float
+    weight_elements: float
+
+    def saved(self, tokens: float, chunks: int) -> float:
+        """Seconds of collectives that products hide."""
+        return self.hidden * tokens * (1 - 1 / chunks)
+
+
+def loop_price(loops: Sequence[LoopWork], machine: Machine, flop: float, chips: int, layers: float) -> LoopPrice:
+    """Of these loops of a block, at `flop` seconds a FLOP, in so many blocks."""
+    hidden = chunk = elements = 0.0
+    for loop in loops:
+        begun = loop.sent.seconds(machine, 2.0, 0.0, chips)
+        sending = loop.sent.seconds(machine, 2.0, 1.0, chips) - begun
+        hidden += min(loop.flops * flop, sending)
+        chunk += begun
+        elements += loop.weight_elements
+    return LoopPrice(hidden * layers, chunk * layers, elements * layers)
+
+
+_LOOPS = {
+    False: {"n": 0, "sums": 0, "q": 0, "k": 0, "v": 0, "o": 1, "n1": 2, "h": 2, "f": 2, "m": 2},
+    True: {"o": 2, "h": 2, "f": 2, "m": 2, "y": 2},
+}
+"""Registers of a block's program (parallel or not) by the loop that has their products and collectives: into attention,
+out of it, and the feed-forward (`models/points.py`). What attention spreads and returns is in none.
+"""
 
 
 def _sent(move: Move, sizes: dict[str, float], mesh: Mesh, outer: str, topology: str) -> Sent:
@@ -186,24 +237,41 @@ def block_work(d: Dimensions, layout: Layout, outer: str, topology: str) -> Bloc
     mesh, sizes = layout.mesh, sizes_of(d, Work(1, 1, 1))
     flops = weights = activations = query = 0.0
     sent, gathered = Sent(), Sent()
+    # FLOPs, weights and what is sent of each loop.
+    loops: list[list[Any]] = [[0.0, 0.0, Sent()] for _ in range(3)]
+    loop_of, entered = _LOOPS[d.parallel], False
     for s in block_program(layout, d.kv_heads, d.parallel).statements:
         match s:
             case Product():
                 cuts = dict(zip(s.left.dims + s.right.dims, s.left.axes + s.right.axes, strict=True))
-                flops += 2.0 * math.prod(sizes[dim] / mesh.count(axes) for dim, axes in cuts.items())
-                weights += s.right.local(sizes, mesh)
+                one_flops = 2.0 * math.prod(sizes[dim] / mesh.count(axes) for dim, axes in cuts.items())
+                one_weights = s.right.local(sizes, mesh)
+                flops, weights = flops + one_flops, weights + one_weights
+                if (at := loop_of.get(s.out)) is not None:
+                    loops[at][0] += one_flops
+                    loops[at][1] += one_weights
                 activations += s.left.local(sizes, mesh) + s.result.local(sizes, mesh)
             case Move() if s.kind is not Kind.SLICE:
                 one = _sent(s, sizes, mesh, outer, topology)
                 if s.weight:
                     gathered += one
-                else:
-                    sent += one
+                    continue
+                sent += one
+                if s.name in ("q", "k", "v"):  # spread after the loop has ended
+                    continue
+                at = loop_of.get(s.name)
+                if at is not None and s.name == "sums":
+                    at = 2 if entered else 0
+                entered = entered or s.name == "n1"
+                # What enters a LayerNorm is gathered before.
+                if at is not None and not (d.norm_sums > 1 and s.name in ("n", "n1", "sums")):
+                    loops[at][2] += one
             case Local(what="attend"):
                 query += s.result.local(sizes, mesh)
             case _:
                 pass
-    return BlockWork(flops, weights, activations, query, sent, gathered)
+    made = tuple(LoopWork(*loop) for loop in loops if loop[2] != Sent())
+    return BlockWork(flops, weights, activations, query, sent, gathered, made)
 
 
 def block_timeline(
@@ -217,7 +285,10 @@ def block_timeline(
     looped: bool = False,
     layers: int | None = None,
 ) -> Timeline:
-    """The timeline of `layers` blocks (default: all) and the head on one device. Heads of `d` are padded already."""
+    """The timeline of `layers` blocks (default: all) and the head on one device. Heads of `d` are padded already.
+
+    `looped`: a long step is cut into chunks, one of which is sent while the next is multiplied (`core/loops.py`).
+    """
     c, mesh = machine.constants, layout.mesh
     unit = block_work(d, layout, outer, machine.networks[0].topology if machine.networks else "switch")
     tokens = float(work.tokens)
@@ -231,22 +302,26 @@ def block_timeline(
 
     shares = (c.matmul.value, c.hbm.value)
 
-    read = unit.weight_elements * formats.weight_bytes + 2 * tokens * unit.activation_elements
+    chunks = loop_chunks(work.tokens // mesh.count(layout.gather)) if looped else 1
+    loops = loop_price(unit.loops, machine, 1 / (peak * c.matmul.value), mesh.size, 1.0)
+    weights = unit.weight_elements + (chunks - 1) * loops.weight_elements
+    read = weights * formats.weight_bytes + 2 * tokens * unit.activation_elements
     products = [*on_device(unit.flops * tokens, read, *shares)]
-    gathering = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
-    if gathering:
-        sent = unit.weights.elements() * formats.weight_bytes
-        products.append(Channel("weight gathers", gathering, sent))
-    exposed = unit.activations.seconds(machine, 2.0, tokens, mesh.size)
-    talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
     repeat = float(d.layers if layers is None else layers)
     groups = []
-    if exposed and looped:
-        # A looped collective runs beside its product in chunks; the first chunk has nothing to hide behind.
-        first = exposed / max(mesh.size, 2)
-        products.append(replace(talk, seconds=exposed - first))
-        groups.append(Group("first chunks", (replace(talk, seconds=first, amount=0.0),), 1.0, repeat))
-    elif exposed:
+    gathering = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
+    if gathering:
+        # Those of the first layer are waited for, those of the others come while the one before is computed.
+        sent = unit.weights.elements() * formats.weight_bytes
+        later = (repeat - 1) / repeat
+        products.append(Channel("weight gathers", gathering * later, sent * later))
+        groups.append(Group("first gather", (Channel("weight gathers", gathering, sent),)))
+    exposed = unit.activations.seconds(machine, 2.0, tokens, mesh.size)
+    if hidden := loops.saved(tokens, chunks):
+        exposed += (chunks - 1) * loops.chunk - hidden
+        products.append(Channel("collectives", hidden))
+    if exposed:
+        talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
         groups.append(Group("collectives", (talk,), 1.0, repeat))
     groups.append(Group("products", tuple(products), 1.0, repeat))
     groups.append(Group("unhidden", unhidden(c, products), 1.0, repeat))
@@ -302,11 +377,12 @@ def torus(chips: int) -> Mesh:
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout with its price for one piece of work. `outer`: axes that cross hosts."""
+    """A layout with its price for one piece of work. `outer`: axes that cross hosts. `looped`: see `block_timeline`."""
 
     layout: Layout
     outer: str
     timeline: Timeline
+    looped: bool = False
 
     @property
     def name(self) -> str:
@@ -327,7 +403,9 @@ def choices(
     looped: bool = False,
     layers: int | None = None,
 ) -> Iterator[Choice]:
-    """Every layout that the shapes allow, priced. `mesh` (with its `outer` axes) fixes the box."""
+    """Every layout that the shapes allow, priced; `looped`: with loops where these are faster. `mesh` (with its `outer`
+    axes) fixes the box.
+    """
     padded = padded_heads(d, chips)
     if padded is None:
         return
@@ -335,10 +413,12 @@ def choices(
     for box, crossing in boxes:
         for layout in distinct_layouts(box, padded.kv_heads):
             if fits_shape(layout, padded, work.batch):
-                timeline = block_timeline(
-                    padded, machine, layout, work, formats, outer=crossing, looped=looped, layers=layers
-                )
-                yield Choice(layout, crossing, timeline)
+                price = partial(block_timeline, padded, machine, layout, work, formats, outer=crossing, layers=layers)
+                found = Choice(layout, crossing, price())
+                if looped and loop_chunks(work.tokens // box.count(layout.gather)) > 1:
+                    cut = Choice(layout, crossing, price(looped=True), looped=True)
+                    found = min(found, cut, key=lambda choice: choice.timeline.seconds)
+                yield found
 
 
 @lru_cache(maxsize=1024)

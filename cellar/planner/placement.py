@@ -58,6 +58,7 @@ def _partition(plan: Plan) -> Partition | None:
         plan.stages,
         plan.micro_batches,
         plan.replicas,
+        plan.prefill.looped,
     )
 
 

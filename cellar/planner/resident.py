@@ -152,7 +152,8 @@ class _Prompts:
                 best: Choice | None = None
                 for choice in self._layouts(each):
                     faster = best is None or choice.timeline.seconds < best.timeline.seconds
-                    if not faster or prompt_bytes(self.d, tokens, choice.layout) > room:
+                    taken = prompt_bytes(self.d, tokens, choice.layout)
+                    if not faster or taken + gathered_bytes(self.d, self.form, choice.layout) > room:
                         continue
                     if decode is None or not relay(choice.layout, decode, self.d.kv_heads):
                         best = choice
@@ -167,8 +168,18 @@ class _Prompts:
         """Of a step of so many prompts."""
         if each not in self.priced:
             work, layers = Work(each, self.job.prompt, self.job.prompt), self.d.layers // self.split[1]
+            # A torus has rings that we do not run on.
+            loops = bool(self.machine.networks) and self.machine.networks[0].topology != "torus"
             found = choices(
-                self.d, self.machine, self.split[0], work, self.form, mesh=self.mesh, outer=self.outer, layers=layers
+                self.d,
+                self.machine,
+                self.split[0],
+                work,
+                self.form,
+                mesh=self.mesh,
+                outer=self.outer,
+                looped=loops,
+                layers=layers,
             )
             self.priced[each] = list(found)
         return self.priced[each]
@@ -182,6 +193,13 @@ def prompt_bytes(d: Dimensions, tokens: float, layout: Layout) -> float:
     q, kv = d.heads * d.head_dim / rest, d.kv_heads * d.head_dim
     width = d.mlp * (3 if d.gated else 1) / rest
     return 2.0 * tokens / mesh.count(layout.gather) * (2 * d.embed / whole + max(2 * q + 2 * kv, width))
+
+
+def gathered_bytes(d: Dimensions, formats: Formats, layout: Layout) -> float:
+    """What a chip holds of weights that it has gathered: the layer that it computes, and the next."""
+    if layout.mesh.count(layout.gather) == 1:
+        return 0.0
+    return 2.0 * d.layer_elements * formats.weight_bytes / layout.mesh.count(layout.rest)
 
 
 def _resident(

@@ -11,7 +11,7 @@ from cellar.planner.offload import logits_bytes, working_bytes
 from cellar.planner.partition import Formats, padded_heads
 from cellar.planner.placement import placement
 from cellar.planner.plans import Plan
-from cellar.planner.resident import resident_bytes
+from cellar.planner.resident import gathered_bytes, resident_bytes
 from cellar.planner.saved import Limits, SavedPlan, StepShape, geometry_of, kv_cache_dtype_of
 from cellar.planner.steps import StepPrices
 from cellar.planner.work import StepCost, StepWork
@@ -31,7 +31,7 @@ def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> Save
         longest = min(spec.max_position, chunks * plan.d.chunk)
         limits = Limits(plan.batch, step_tokens(plan.machine.device.kind), longest)
         if plan.prefill is not None and plan.prefill.layout == plan.decode.layout:  # one price for steps of both kinds
-            cost = StepPrices(plan.d, plan.machine, plan.formats, plan.decode.layout).cost
+            cost = StepPrices(plan.d, plan.machine, plan.formats, plan.decode.layout, plan.prefill.looped).cost
             steps = _shapes(plan, cost)
     return SavedPlan(
         model=model,
@@ -62,6 +62,7 @@ def _slots(plan: Plan, layout: Layout) -> int:
     d = padded_heads(plan.d, mesh.size)
     assert d is not None, "its layouts have a price"
     held = resident_bytes(d, plan.formats, mesh.size, 1)
+    held += max(gathered_bytes(d, plan.formats, c.layout) for c in (plan.prefill, plan.decode) if c is not None)
     buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, plan.batch)
     each = d.layers * d.kv_elements() * plan.formats.kv_bytes * d.chunk / mesh.count(layout.kv_axes(d.kv_heads))
     room = int((plan.machine.usable("device") - held - buffers) // each)

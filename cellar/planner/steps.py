@@ -12,7 +12,17 @@ from cellar.core.layouts import Layout, Mesh
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.machines import Machine
 from cellar.planner.offload import logits_bytes, working_bytes
-from cellar.planner.partition import BF16, Formats, Work, block_work, choices, kv_bytes_per_chip, padded_heads, unhidden
+from cellar.planner.partition import (
+    BF16,
+    Formats,
+    Work,
+    block_work,
+    choices,
+    kv_bytes_per_chip,
+    loop_price,
+    padded_heads,
+    unhidden,
+)
 from cellar.planner.resident import resident_bytes
 from cellar.planner.work import Positions, StepCost, StepWork, step_work
 
@@ -21,7 +31,8 @@ TYPICAL = (32, 1024)
 
 
 class StepPrices:
-    """Seconds of steps of one model on one machine. `layout` (default: `serving_layout`) lies over all its devices.
+    """Seconds of steps of one model on one machine. `layout` (default: `serving_layout`) lies over all its devices;
+    `looped`: long steps with prompts are sent in chunks beside their products.
 
     Raises CapacityError if the model cannot be cut over the devices.
     """
@@ -32,6 +43,7 @@ class StepPrices:
         machine: Machine,
         formats: Formats = BF16,
         layout: Layout | None = None,
+        looped: bool = False,
     ) -> None:
         self.machine, self.formats = machine, formats
         self.layout = layout or serving_layout(d, machine, formats)
@@ -51,9 +63,12 @@ class StepPrices:
         self._token_flops = unit.flops * layers
         self._weight_bytes = unit.weight_elements * formats.weight_bytes * layers
         self._token_bytes = 2 * unit.activation_elements * layers
-        self._gathers = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size) * layers
+        # The first layer's weights are waited for, the others' come while a layer is computed.
+        self._first_gather = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
+        self._gathers = self._first_gather * (layers - 1)
         self._talk = unit.activations.seconds(machine, 2.0, 0.0, mesh.size) * layers
         self._token_talk = unit.activations.seconds(machine, 2.0, 1.0, mesh.size) * layers - self._talk
+        loops = loop_price(unit.loops, machine, self._flop, mesh.size, layers)
         # Per position attended to or read, all layers.
         self._attended_flops = 4 * unit.query_elements * layers
         cut = mesh.count(self.layout.batch_axes) * mesh.count(self.layout.kv_axes(padded.kv_heads))
@@ -74,8 +89,12 @@ class StepPrices:
             eager=self._eager,
             gathers=self._gathers,
             unhidden=1 - c.product_overlap.value,
-            talk=self._talk,
+            talk=self._talk + self._first_gather,
             token_talk=self._token_talk,
+            loop_cut=mesh.count(self.layout.gather) if looped else 0,
+            loop_hidden=loops.hidden,
+            loop_chunk=loops.chunk,
+            loop_weights=loops.weight_elements * formats.weight_bytes * self._byte,
             windows=padded.windows,
         )
 
@@ -106,12 +125,17 @@ class StepPrices:
             Group("attention", self._on_device(*attended, self._attention_flop, self._attention_byte)),
             Group("launches", (Channel("launches", self._launches),)),
         ]
-        if self._gathers:
-            gathers = Channel("weight gathers", self._gathers)
-            groups[0] = Group("products", (*groups[0].channels, gathers))
+        beside = []
+        if self._first_gather:
+            beside.append(Channel("weight gathers", self._gathers))
+            groups.append(Group("first gather", (Channel("weight gathers", self._first_gather),)))
+        hidden, more = self.cost.looped(work)
+        if hidden:
+            beside.append(Channel("collectives", hidden))
+        groups[0] = Group("products", (*products, *beside))
         if self._talk or self._token_talk:
-            talk = Channel("collectives", self._talk + self._token_talk * work.tokens)
-            groups.append(Group("collectives", (talk,)))
+            exposed = self._talk + self._token_talk * work.tokens + more - hidden
+            groups.append(Group("collectives", (Channel("collectives", exposed),)))
         if work.sampled:
             head = self._on_device(self._sampled_flops * work.sampled, self._head_bytes, *reached)
             groups += [Group("head", head), Group("unhidden", unhidden(c, head))]
@@ -121,7 +145,8 @@ class StepPrices:
         return Timeline(tuple(groups))
 
     def _products_bytes(self, work: StepWork) -> float:
-        return self._weight_bytes + self._token_bytes * work.tokens
+        again = (self.cost.chunks(work) - 1) * self.cost.loop_weights / self._byte
+        return self._weight_bytes + again + self._token_bytes * work.tokens
 
     def _on_device(self, flops: float, nbytes: float, flop: float, byte: float) -> tuple[Channel, Channel]:
         return (

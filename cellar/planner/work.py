@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.core.loops import loop_chunks
+
 Positions = NDArray[np.integer]
 
 
@@ -56,7 +58,9 @@ class StepCost:
     from other devices), and `unhidden` of the shorter; logits likewise of `sampled` a row and `head` once. Attention
     takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
     collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie
-    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter.
+    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter. With `loop_cut` a step with
+    prompts is cut into chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a
+    token, and each more takes `loop_chunk` in collectives and reads `loop_weights` again.
     """
 
     token_flops: float
@@ -74,15 +78,33 @@ class StepCost:
     token_talk: float = 0.0
     windows: tuple[int | None, ...] = ()
     streamed: float = 0.0
+    loop_cut: int = 0
+    loop_hidden: float = 0.0
+    loop_chunk: float = 0.0
+    loop_weights: float = 0.0
+
+    def chunks(self, work: StepWork) -> int:
+        """Into how many a step is cut."""
+        return loop_chunks(work.tokens // self.loop_cut) if self.loop_cut and work.prompts else 1
+
+    def looped(self, work: StepWork) -> tuple[float, float]:
+        """Seconds of collectives that a loop hides, and that its chunks add."""
+        count = self.chunks(work)
+        return self.loop_hidden * work.tokens * (1 - 1 / count), self.loop_chunk * (count - 1)
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step."""
-        flops, nbytes = self.token_flops * work.tokens, self.weights + self.token_bytes * work.tokens
+        weights, talk = self.weights, self.talk + self.token_talk * work.tokens
+        if self.loop_cut:
+            hidden, more = self.looped(work)
+            weights += (self.chunks(work) - 1) * self.loop_weights
+            talk += more - hidden
+        flops, nbytes = self.token_flops * work.tokens, weights + self.token_bytes * work.tokens
         products = max(flops, nbytes, self.gathers) + self.unhidden * min(flops, nbytes)
         attention = max(self.attended * work.attended, self.resident * work.resident)
         head = 0.0
         if work.sampled:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
-        found = products + attention + head + self.launches + self.talk + self.token_talk * work.tokens
+        found = products + attention + head + self.launches + talk
         return max(found, self.streamed, self.eager if work.prompts else 0.0)

@@ -10,11 +10,15 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from cellar.models.loop import Loop
+
 T = TypeVar("T")
 
 
 class ThreadComm:
     """A `Comm` of one of several threads. Strict: all ranks must call the same collective with the same shape."""
+
+    loop: Loop | None = None
 
     def __init__(self, rank: int, board: list[tuple[str, Tensor] | None], barrier: threading.Barrier) -> None:
         self._rank = rank

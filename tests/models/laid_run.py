@@ -14,6 +14,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.collectives import Collectives
 from cellar.models.laid import Laid
 from cellar.models.loader import LoadedWeights
+from cellar.models.loop import Lane, Loop
 from cellar.models.model import Hidden, Model, run_layer
 from cellar.models.views import View, laid, laid_spec
 from cellar.ops.rotary import rope_table
@@ -56,7 +57,17 @@ class LaidContext:
 class LaidRank:
     """One rank: the weights that it stores, seen in one layout after another; `homes[row]` is a rank."""
 
-    def __init__(self, model: Model, stored: LoadedWeights, collectives: Collectives, homes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        stored: LoadedWeights,
+        collectives: Collectives,
+        homes: Sequence[int],
+        loop: Loop | None = None,
+        ahead: Lane | None = None,
+    ) -> None:
+        self.loop = loop
+        self.ahead = ahead
         self.whole = model.spec
         self.kind = type(model)
         self.stored = stored
@@ -71,13 +82,13 @@ class LaidRank:
         mesh, rank = layout.mesh, self.collectives.rank
         spec = laid_spec(self.whole, layout, self.collectives)
         model = self.kind(spec)  # type: ignore[call-arg]
-        view = View(self.whole, self.stored, layout, self.collectives)
+        view = View(self.whole, self.stored, layout, self.collectives, self.ahead)
         place = [mesh.index(home, layout.batch_axes) for home in self.homes]
         ordered = sorted(spans, key=lambda span: place[span.row])
         tokens = np.zeros(mesh.count(layout.batch_axes), np.int64)
         for span in ordered:
             tokens[place[span.row]] += len(span.tokens)
-        side = laid(self.whole, layout, self.collectives).of(tokens.tolist())
+        side = replace(laid(self.whole, layout, self.collectives).of(tokens.tolist()), loop=self.loop)
         ctx = LaidContext(spec, side, self.rows)
         ctx.here = [s for s in ordered if place[s.row] == mesh.index(rank, layout.batch_axes)]
         attention = replace(spec, num_heads=side.heads[0], num_kv_heads=side.heads[1])

@@ -75,6 +75,8 @@ def test_all_first_halves_may_run_before_any_attention(family: str) -> None:
 class CountingComm:
     """One rank of one, which keeps account of what is asked of it."""
 
+    loop = None
+
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[int, ...]]] = []
 

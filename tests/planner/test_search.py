@@ -123,7 +123,7 @@ def test_a_latency_bound_is_kept(eight: Answer) -> None:
     [
         ("4xh200", Job(2048, 512), "K and V would move between XYZ batch for prompts and 1D heads for decodes;"),
         ("4xh200", JOB, "it is 2 copies, and a plan is of one engine (serve --replicas 2 --tensor-parallel-size 2);"),
-        ("8xh200", Job(2048, 512), "it has 2 pipeline stages, and an engine has one;"),
+        ("8xh200", Job(512, 512), "it has 2 pipeline stages, and an engine has one;"),
     ],
 )
 def test_a_plan_that_no_engine_runs_says_so_and_what_runs(on: str, job: Job, why: str) -> None:
@@ -239,7 +239,15 @@ def test_the_search_keeps_the_outer_network_for_the_smaller_traffic() -> None:
 def test_looped_collectives_hide() -> None:
     d, m, work = BIG, machine("8xh200"), Work(64, 512, 512)
     layout = Layout(Mesh(1, 1, 8), "", "zyx")
-    assert block_timeline(d, m, layout, work, looped=True).seconds < block_timeline(d, m, layout, work).seconds
+    plain, looped = (block_timeline(d, m, layout, work, looped=way) for way in (False, True))
+    assert looped.seconds < plain.seconds
+    # A quarter is left of what the feed-forward hides; attention's own sums are longer than its products.
+    talk = next(group for group in looped.groups if group.name == "collectives").seconds
+    assert 0.25 < talk / plain.busy()["collectives"] < 0.6
+    few = Work(8, 100, 100)
+    assert block_timeline(d, m, layout, few, looped=True) == block_timeline(d, m, layout, few), "one chunk is no loop"
+    still = next(c for c in choices(d, m, 8, work, looped=True) if c.layout == Layout(Mesh(2, 2, 2), "xyz"))
+    assert not still.looped, "what sends no activations has nothing to hide"
 
 
 def test_gathered_weights_hide_and_activations_do_not() -> None:
@@ -247,7 +255,8 @@ def test_gathered_weights_hide_and_activations_do_not() -> None:
     gathered = block_timeline(d, m, Layout(Mesh(2, 2, 2), "xyz"), work)
     assert gathered.busy()["weight gathers"] > 0
     slow = replace(m, networks=tuple(replace(n, bandwidth=_slower(n.bandwidth)) for n in m.networks))
-    assert block_timeline(d, slow, Layout(Mesh(2, 2, 2), "xyz"), work).seconds == gathered.seconds
+    slower, first = block_timeline(d, slow, Layout(Mesh(2, 2, 2), "xyz"), work), gathered.busy()["weight gathers"] / 80
+    assert slower.seconds == pytest.approx(gathered.seconds + first), "the first layer's alone are waited for"
     still = Layout(Mesh(1, 1, 8), "", "zyx")
     assert block_timeline(d, slow, still, work).seconds > block_timeline(d, m, still, work).seconds
 

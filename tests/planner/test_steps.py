@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.hardware import Device, Measure, Profile
+from cellar.core.layouts import Layout, Mesh
 from cellar.planner.calibration import KERNELS, fit_kernels, fit_steps
 from cellar.planner.cost import Dimensions, dimensions
 from cellar.planner.machines import Machine, a100, h200, laptop, machine, processor
@@ -38,15 +39,34 @@ def uniform(batch: int, new: int, context: int) -> StepWork:
 
 @pytest.mark.parametrize("name", ["h200", "t4", "4xA100", "8xH100"])
 @pytest.mark.parametrize(("batch", "new", "context"), [(8, 1, 100), (64, 1, 3000), (8, 512, 512), (8, 100, 900)])
-def test_a_uniform_step_costs_what_the_planner_says(name: str, batch: int, new: int, context: int) -> None:
+@pytest.mark.parametrize("looped", [False, True])
+def test_a_uniform_step_costs_what_the_planner_says(
+    name: str, batch: int, new: int, context: int, looped: bool
+) -> None:
     d, m = model(), machine(name)
     m = replace(m, constants=replace(m.constants, eager_seconds=Measure(0.0, "s", "assumed")))
-    prices = StepPrices(d, m)
+    prices = StepPrices(d, m, looped=looped)
     work = uniform(batch, new, context)
-    expected = block_timeline(prices.d, m, prices.layout, Work(batch, new, context))
+    expected = block_timeline(prices.d, m, prices.layout, Work(batch, new, context), looped=looped)
+    assert prices.cost.chunks(work) == (4 if looped and new == 512 else 1)
     assert prices.seconds(work) == pytest.approx(expected.seconds, rel=1e-9)
     assert prices.timeline(work).seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert prices.timeline(work).lower_bound == pytest.approx(expected.lower_bound, rel=1e-6)
+
+
+@pytest.mark.parametrize("gather", ["x", "xyz"])
+def test_a_step_that_gathers_waits_for_its_first_layers_weights_alone(gather: str) -> None:
+    d, m = model(), machine("4xA100")
+    m = replace(m, constants=replace(m.constants, eager_seconds=Measure(0.0, "s", "assumed")))
+    layout = Layout(Mesh(2, 1, 2), gather)
+    prices = StepPrices(d, m, layout=layout, looped=True)
+    timeline = prices.timeline(uniform(16, 512, 512))
+    expected = block_timeline(d, m, layout, Work(16, 512, 512), looped=True)
+    assert prices.seconds(uniform(16, 512, 512)) == pytest.approx(expected.seconds, rel=1e-9)
+    assert timeline.seconds == pytest.approx(expected.seconds, rel=1e-9)
+    assert {k: v for k, v in timeline.busy().items() if v} == pytest.approx(expected.busy())
+    (first,) = (group for group in timeline.groups if group.name == "first gather")
+    assert first.seconds == pytest.approx(timeline.busy()["weight gathers"] / d.layers)
 
 
 spans = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 700)), min_size=1, max_size=12)

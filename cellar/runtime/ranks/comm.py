@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import DeviceError
+from cellar.models.loop import Loop
 from cellar.models.model import Comm
 from cellar.ops.peers import PeerBoxes, sum_of_peers
 
@@ -53,8 +54,9 @@ class GroupComm:
     Libraries add in an order that depends on where in a tensor an element lies, so a request's tokens would depend on
     its company. Here parts are gathered, or exchanged, and added in the order of ranks, in float32: the same bits on
     all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
-    large one, as an all-reduce does. `widths`: own columns of a gather -> those of all ranks, where they are unequal.
-    `boxes`: how small sums go between GPUs that reach each other's memory. Raises DeviceError if another rank has gone.
+    large one, as an all-reduce does. `loop`: see `Comm`. `widths`: own columns of a gather -> those of all ranks, where
+    they are unequal. `boxes`: how small sums go between GPUs that reach each other's memory. Raises DeviceError if
+    another rank has gone.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class GroupComm:
         size: int,
         widths: Mapping[int, Sequence[int]] | None = None,
         boxes: PeerBoxes | None = None,
+        loop: Loop | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
+        self.loop = loop
         self.count = 0
         self._group = group
         self._widths = dict(widths or {})
@@ -120,9 +124,10 @@ def gloo_comm(
     size: int,
     widths: Mapping[int, Sequence[int]] | None = None,
     patience: float = 1800.0,
+    loop: Loop | None = None,
 ) -> GroupComm:
     """Ranks in processes or threads of this machine, on CPUs. Waits for all of them. Raises DeviceError."""
-    return GroupComm(gloo_group(store, rank, size, patience), rank, size, widths)
+    return GroupComm(gloo_group(store, rank, size, patience), rank, size, widths, loop=loop)
 
 
 def nccl_comm(
@@ -132,9 +137,10 @@ def nccl_comm(
     widths: Mapping[int, Sequence[int]] | None = None,
     patience: float = 1800.0,
     boxes: PeerBoxes | None = None,
+    loop: Loop | None = None,
 ) -> GroupComm:
     """Ranks in processes of this machine, on GPUs: rank r on the current device of its process."""
-    return GroupComm(nccl_group(store, rank, size, patience), rank, size, widths, boxes)
+    return GroupComm(nccl_group(store, rank, size, patience), rank, size, widths, boxes, loop)
 
 
 def gloo_group(store: Store, rank: int, size: int, patience: float = 1800.0) -> Any:

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 import torch
 
 from cellar.core.layouts import Layouts
+from cellar.core.loops import LOOP_TOKENS
 from cellar.core.specs import ModelSpec
 from cellar.core.units import row_units
+from cellar.models.loop import Lane, Loop
 from cellar.models.model import Model
 from cellar.models.sharding import shard
 from cellar.models.stored import stored
@@ -20,6 +22,7 @@ from cellar.models.views import laid_spec
 from cellar.runtime.memory import human
 from cellar.runtime.ranks.axes import AxisCollectives, groups_of
 from cellar.runtime.ranks.comm import RankComm, RankLink, gloo_comm, gloo_group, nccl_comm, nccl_group
+from cellar.runtime.ranks.lane import lane_on
 from cellar.runtime.ranks.peers import meet
 
 logger = logging.getLogger(__name__)
@@ -30,11 +33,16 @@ SHM_NBYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class LaidRank:
-    """Layouts of the whole model `model`, as one rank sees them."""
+    """Layouts of the whole model `model`, as one rank sees them.
+
+    `loop`: how long prompts are cut; None: not at all. `ahead`: where weights are gathered a layer ahead.
+    """
 
     model: Model
     layouts: Layouts
     collectives: AxisCollectives
+    loop: Loop | None = None
+    ahead: Lane | None = None
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,13 @@ class Place(Protocol):
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """Implements `Place` for tensor parallelism by heads. `meeting` is a file in a private directory, new for each
-    group, by which ranks find each other.
+    group, by which ranks find each other. `loop_tokens`: see `Loop`.
     """
 
     rank: int
     size: int
     meeting: str
+    loop_tokens: int = LOOP_TOKENS
 
     def take(self, model: Model, device: torch.device) -> Seat:
         """The model with the rank's share of its tensors."""
@@ -95,20 +104,23 @@ class TensorPlace:
         shares = [vocab.ranges(*vocab.share(rank, self.size)) for rank in range(self.size)]
         columns = [sum(len(piece) for piece in share) for share in shares]
         widths = {columns[self.rank]: columns}
+        loop = Loop(lane_on(device), self.loop_tokens)
         if device.type == "cpu":
-            return gloo_comm(store, self.rank, self.size, widths)
+            return gloo_comm(store, self.rank, self.size, widths, loop=loop)
         torch.cuda.set_device(device)
         _prepare_nccl(self.size)
-        return nccl_comm(store, self.rank, self.size, widths, boxes=meet(store, self.rank, self.size, device))
+        boxes = meet(store, self.rank, self.size, device)
+        return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=loop)
 
 
 @dataclass(frozen=True, slots=True)
 class LaidPlace:
-    """Implements `Place` for layouts over a mesh; `meeting` as in `TensorPlace`."""
+    """Implements `Place` for layouts over a mesh; `meeting` and `loop_tokens` as in `TensorPlace`."""
 
     rank: int
     layouts: Layouts
     meeting: str
+    loop_tokens: int = LOOP_TOKENS
 
     @property
     def size(self) -> int:
@@ -122,7 +134,9 @@ class LaidPlace:
         collectives = AxisCollectives(mesh, self.rank, self._groups(device))
         kind: type = type(model)
         seen: Model = kind(laid_spec(model.spec, layouts.decode, collectives))
-        return Seat(seen, share, collectives, laid=LaidRank(model, layouts, collectives))
+        loop = Loop(lane_on(device), self.loop_tokens) if layouts.looped else None
+        ahead = lane_on(device) if layouts.gathers else None
+        return Seat(seen, share, collectives, laid=LaidRank(model, layouts, collectives, loop, ahead))
 
     def _groups(self, device: torch.device) -> dict[tuple[int, ...], Any]:
         from torch._C._distributed_c10d import FileStore, PrefixStore

@@ -8,7 +8,7 @@ runs: row r is at home in r // (rows / homes), and its slots are numbers of its 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.layouts import Layout
 from cellar.models.laid import Laid
 from cellar.models.loader import LoadedWeights
+from cellar.models.loop import Loop
 from cellar.models.model import Comm, Hidden, LayerContext, Model
 from cellar.models.points import whole_rows
 from cellar.models.views import View, laid, laid_spec
@@ -104,18 +105,19 @@ class LaidForward:
         self._upload = uploader(device)
         self._weights = weights
         self._device = device
-        self._prefill = self._side(layouts.prefill)
-        self._decode = self._prefill if layouts.decode == layouts.prefill else self._side(layouts.decode)
+        self._prefill = self._side(layouts.prefill, rank.loop)
+        alike = layouts.decode == layouts.prefill and rank.loop is None
+        self._decode = self._prefill if alike else self._side(layouts.decode)
 
-    def _side(self, layout: Layout) -> _Side:
+    def _side(self, layout: Layout, loop: Loop | None = None) -> _Side:
         model, run = self._rank.model, self._rank.collectives
-        view = View(model.spec, self._weights, layout, run)
+        view = View(model.spec, self._weights, layout, run, self._rank.ahead)
         kind: type = type(model)
         seen: Model = kind(laid_spec(model.spec, layout, run))
         own = LoadedWeights(view.embedding, [], view.head)
         forward = Forward(seen, own, self.arena, self._device, layers=view)
         places = np.array(self._rank.layouts.places(layout), np.int64)
-        return _Side(layout, laid(model.spec, layout, run), forward, places)
+        return _Side(layout, replace(laid(model.spec, layout, run), loop=loop), forward, places)
 
     def keep_maximum(self, layers: Collection[int]) -> None:
         """See `Forward`."""

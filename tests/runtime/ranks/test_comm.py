@@ -13,8 +13,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from cellar.core.errors import DeviceError
+from cellar.models.loop import Loop
+from cellar.models.points import summed_linear
 from cellar.runtime.ranks import comm
 from cellar.runtime.ranks.comm import GroupComm, gloo_comm
+from cellar.runtime.ranks.lane import HostLane
 from tests.limits import SECONDS
 
 T = TypeVar("T")
@@ -58,6 +61,40 @@ def test_sums_are_those_of_rank_order(
         assert torch.equal(row, wanted[3:4]), "a row alone has the bits that it has in company"
 
 
+@pytest.mark.parametrize("tokens", [None, 2])
+def test_chunks_are_summed_beside_the_products_to_the_same_bits(tokens: int | None, tmp_path: Path) -> None:
+    """Powers of two times integers: the products are exact, the sums over ranks are not, and depend on their order."""
+    size, x = 4, torch.randint(-8, 9, (11, 16), generator=torch.Generator().manual_seed(5)).float()
+    parts = [
+        torch.randint(-8, 9, (24, 16), generator=torch.Generator().manual_seed(r)) * 2.0 ** (9 * r) for r in range(size)
+    ]
+    wanted = x @ parts[0].t()
+    for part in parts[1:]:
+        wanted = wanted + x @ part.t()
+    assert not torch.equal(wanted, sum(x @ part.t() for part in reversed(parts))), "the order shows"
+
+    def run(made: GroupComm) -> tuple[Tensor, int]:
+        made.loop = None if tokens is None else Loop(HostLane(), tokens)
+        return summed_linear(x, parts[made.rank], None, made), made.count
+
+    for found, count in on_ranks(size, tmp_path, run):
+        assert torch.equal(found, wanted)
+        assert count == (1 if tokens is None else 4)
+
+
+def test_a_rank_that_goes_in_the_middle_of_a_loop_is_missed(tmp_path: Path) -> None:
+    def run(made: GroupComm) -> str:
+        made.all_reduce(torch.ones(1))  # all have met: one that goes before is missed by the library's connecting
+        if made.rank == 1:
+            return "gone"
+        made.loop = Loop(HostLane(), 2)
+        with pytest.raises(DeviceError, match="another rank has gone"):
+            summed_linear(torch.ones(8, 4), torch.ones(4, 4), None, made)
+        return "missed it"
+
+    assert on_ranks(2, tmp_path, run) == ["missed it", "gone"]
+
+
 def test_columns_stand_side_by_side_and_tokens_are_rank_0s(tmp_path: Path) -> None:
     columns = (3, 3, 2, 2)
     first = [sum(columns[:rank]) for rank in range(4)]
@@ -75,6 +112,7 @@ def test_columns_stand_side_by_side_and_tokens_are_rank_0s(tmp_path: Path) -> No
 
 def test_a_rank_that_has_gone_is_missed(tmp_path: Path) -> None:
     def run(made: GroupComm) -> str:
+        made.all_reduce(torch.ones(1))  # all have met: one that goes before is missed by the library's connecting
         if made.rank == 1:
             return "gone"  # and with it the only reference to its group
         with pytest.raises(DeviceError, match="another rank has gone"):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from cellar.engine.steps import StepsScheduler, step_engine
 from cellar.models.registry import open_model
 from cellar.models.stored import stored
 from cellar.planner.partition import distinct_layouts
+from cellar.runtime.ranks import opened
 from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.lane import HostLane
 from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.place import LaidPlace
 from cellar.runtime.ranks.rank import ThreadRank
 from cellar.runtime.steps.local import LocalRuntime, open_local
 from cellar.schedule.steps.homes import HomesScheduler, shares
@@ -125,6 +129,7 @@ def placed(path: Path, layouts: Layouts, chunks: int) -> Placement:
     weights = (Placed(name, "device", 0, t.shape[0], "float32") for name, t in first.named_tensors())
     mesh, a, b = layouts.mesh, layouts.prefill, layouts.decode
     split = Partition((mesh.x, mesh.y, mesh.z), "", a.gather, a.head_axes, b.gather, b.head_axes)
+    split = replace(split, looped=layouts.looped)
     kv = (PlacedUnits("device", chunks, "device"),)
     return Placement(tuple(weights), "device", "device", "partition", kv, partition=split)
 
@@ -261,6 +266,30 @@ def test_an_engine_over_layouts_is_one_over_one_device(
     family: str, layouts: Layouts, checkpoints: dict[str, Path]
 ) -> None:
     check(checkpoints[family], layouts)
+
+
+LOOPED = {
+    "sums and gathers in chunks": Layouts(Layout(Mesh(2, 1, 2), "", "z"), Layout(Mesh(2, 1, 2), "", "z"), looped=True),
+    "weights a layer ahead": Layouts(Layout(Mesh(1, 1, 2), "xyz"), Layout(Mesh(1, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("layouts", LOOPED.values(), ids=LOOPED)
+def test_an_engine_that_overlaps_is_one_that_does_not(
+    layouts: Layouts, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo: chunks of four tokens beside their products, on a thread of each rank, which are seen to be used."""
+    begun: list[str] = []
+    run = HostLane.run
+
+    def noted(self: HostLane, work: Callable[[], Any]) -> Any:
+        begun.append("")
+        return run(self, work)
+
+    monkeypatch.setattr(HostLane, "run", noted)
+    monkeypatch.setattr(opened, "LaidPlace", partial(LaidPlace, loop_tokens=4))
+    check(checkpoints["llama"], layouts)
+    assert begun
 
 
 @pytest.mark.long
