@@ -25,9 +25,10 @@ from cellar.models.quantization import quantized_on_loading
 from cellar.models.registry import open_model
 from cellar.models.stored import stored
 from cellar.planner.cost import dimensions
-from cellar.planner.layouts import block_program, embed_program, head_program, relay_moves
+from cellar.planner.layouts import relay_moves
 from cellar.planner.partition import distinct_layouts, padded_heads
 from cellar.planner.sharding import volume
+from cellar.planner.traffic import StepSizes, Traffic, step_traffic
 from cellar.runtime.mesh.account import Account
 from cellar.runtime.mesh.relay import relaid
 from cellar.runtime.mesh.threads import ThreadCollectives, ThreadMesh
@@ -278,25 +279,22 @@ def test_a_cut_through_a_group_is_refused() -> None:
         stored(spec, Mesh(4, 1, 1), 0)
 
 
-def priced(case: Wanted, layout: Layout, batch: int, length: int) -> Counter[tuple[str, str]]:
-    """Bytes of each kind of collective over each set of axes that the planner counts for a chip and a float32 step."""
-    spec, mesh = case.model.spec, layout.mesh
-    d = padded_heads(dimensions(spec), mesh.size)
+def priced(case: Wanted, layout: Layout, batch: int, length: int) -> tuple[Traffic, ...]:
+    """What the planner counts of a float32 step of which every token is sampled."""
+    spec = case.model.spec
+    d = padded_heads(dimensions(spec), layout.mesh.size)
     assert d is not None
-    weight_bytes = 1 if spec.layers[0].tensors[1].formats else 4
-    sizes = {"B": batch, "L": length, "S": 0, "E": d.embed, "F": d.mlp, "G": 2 if d.gated else 1, "H": d.heads}
-    sizes |= {"K": d.kv_heads, "D": d.head_dim, "N": d.norm_sums, "V": -(-d.vocab // mesh.size) * mesh.size}
-    sizes["W"] = spec.embedding[0].shape[1]
-    last = not spec.options.get("norm_first", True)
-    table = embed_program(layout, "E" if sizes["W"] == d.embed else "W", last).moves()
-    block = block_program(layout, d.kv_heads, d.parallel).moves() * spec.num_layers
-    found: Counter[tuple[str, str]] = Counter()
-    for move in (*table, *block, *head_program(layout, last).moves()):
-        elements = volume(move.kind, move.before, move.after, move.axes, {k: float(n) for k, n in sizes.items()}, mesh)
-        assert elements == int(elements)
-        if elements:
-            found[move.kind.value, move.axes] += (weight_bytes if move.weight else 4) * int(elements)
-    return found
+    words = spec.embedding[0].shape[1]
+    step = StepSizes(
+        batch,
+        length,
+        item=4,
+        weight_bytes=1 if spec.layers[0].tensors[1].formats else 4,
+        words=None if words == d.embed else words,
+        norm_last=not spec.options.get("norm_first", True),
+        sampled=length,
+    )
+    return step_traffic(d, layout, step)
 
 
 def check_bytes(family: str, layout: Layout, length: int) -> None:
@@ -309,7 +307,7 @@ def check_bytes(family: str, layout: Layout, length: int) -> None:
         rank.step(layout, [Span(r, 0, torch.arange(length)) for r in range(mesh.size)])
         return c.account
 
-    expected = priced(case, layout, mesh.size, length)
+    expected = {(one.kind, one.axes): one.logical for one in priced(case, layout, mesh.size, length)}
     for account in ThreadMesh(mesh).run(one):
         sent: Counter[tuple[str, str]] = Counter()
         for entry, nbytes in account.logical.items():

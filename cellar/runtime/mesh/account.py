@@ -39,8 +39,3 @@ class Account:
             before = found.get(entry.kind, (0, 0))
             found[entry.kind] = before[0] + logical, before[1] + self.moved[entry]
         return found
-
-
-def sent_by_all_reduce(nbytes: int, chips: int) -> int:
-    """What a chip must send of a sum of so many bytes: a reduce-scatter's and an all-gather's of equal shares."""
-    return 2 * nbytes * (chips - 1) // chips

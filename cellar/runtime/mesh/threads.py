@@ -15,8 +15,9 @@ from torch import Tensor
 
 from cellar.core.errors import DeviceError
 from cellar.core.layouts import Mesh
+from cellar.core.sums import sent_by_all_reduce
 from cellar.ops import collectives
-from cellar.runtime.mesh.account import Account, Entry, sent_by_all_reduce
+from cellar.runtime.mesh.account import Account, Entry
 
 T = TypeVar("T")
 

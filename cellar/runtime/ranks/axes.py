@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cellar.core.layouts import Mesh
+from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
 from cellar.ops.collectives import shares
-from cellar.runtime.mesh.account import Account, Entry, sent_by_all_reduce
-from cellar.runtime.ranks.comm import ONE_SHOT_NBYTES, added, as_bytes, gone
+from cellar.runtime.mesh.account import Account, Entry
+from cellar.runtime.ranks.comm import added, as_bytes, gone
 
 Members = tuple[int, ...]
 """Ranks of a group, ascending."""
@@ -60,17 +61,15 @@ class AxisCollectives:
         size = len(group)
         if size == 1:
             return x
-        if size == 2 or x.nbytes <= ONE_SHOT_NBYTES:
-            parts = self._gathered(x, group, [x.shape] * size)
-            moved = (size - 1) * x.nbytes
-            total = added(parts).to(x.dtype)
+        if at_once(x.nbytes, size):
+            total = added(self._gathered(x, group, [x.shape] * size)).to(x.dtype)
         else:
             each = -(-x.numel() // size)
             flat = x.new_zeros(each * size)
             flat[: x.numel()] = x.reshape(-1)
             mine = self._summed(flat.view(size, each).unbind(), group)
-            moved = 2 * (size - 1) * mine.nbytes
             total = torch.cat(self._gathered(mine, group, [mine.shape] * size))[: x.numel()].view(x.shape)
+        moved = moved_by_all_reduce(x.nbytes, x.element_size(), size)
         self.account.add(Entry("all-reduce", axes, name), sent_by_all_reduce(x.nbytes, size), moved)
         return total
 

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import DeviceError
+from cellar.core.sums import at_once
 from cellar.models.loop import Loop
 from cellar.models.model import Comm
 from cellar.ops.peers import PeerBoxes, sum_of_peers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
-
-ONE_SHOT_NBYTES = 256 * 2**10
-"""Sums up to this size: every rank gets all parts and adds them. Larger ones: each adds a piece for all."""
 
 GONE = "another rank has gone"
 """What a rank says that finds nobody at the other end; who went says more."""
@@ -81,7 +79,7 @@ class GroupComm:
         if self._boxes is not None and self._boxes.take(x):
             self.count += 1
             return sum_of_peers(x, self._boxes)
-        if self.size == 2 or x.nbytes <= ONE_SHOT_NBYTES:
+        if at_once(x.nbytes, self.size):
             return added(self._gathered(x)).to(x.dtype)
         each = -(-x.numel() // self.size)
         padded = x.new_empty(each * self.size)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from cellar.core import sums
 from cellar.core.errors import DeviceError
 from cellar.models.loop import Loop
 from cellar.models.points import summed_linear
-from cellar.runtime.ranks import comm
 from cellar.runtime.ranks.comm import GroupComm, gloo_comm
 from cellar.runtime.ranks.lane import HostLane
 from tests.limits import SECONDS
@@ -45,7 +45,7 @@ def test_sums_are_those_of_rank_order(
     size: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small ones and large ones alike; 7 x 331 elements are not a multiple of any number of ranks."""
-    monkeypatch.setattr(comm, "ONE_SHOT_NBYTES", 4 * 331)
+    monkeypatch.setattr(sums, "ONE_SHOT_NBYTES", 4 * 331)
     parts = [part_of(rank, (7, 331), dtype) for rank in range(size)]
     exact = torch.int32 if dtype is torch.int32 else torch.float32
     wanted = parts[0].to(exact)
