@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cellar.core.layouts import Layout
+from cellar.core.layouts import Layout, Mesh
 from cellar.models.collectives import Collectives
-from cellar.models.loop import Loop, Send, Steps, alone
+from cellar.models.loop import Loop, Send, Steps
 
 
 @dataclass(frozen=True)
@@ -98,44 +98,30 @@ class Laid:
         size = x.shape[1] // self.layout.mesh.count(self.layout.rest)
         return x.narrow(1, self._index(self.layout.rest) * size, size)
 
-    def rms_norm(self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """-> (rms_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm: [E_x]."""
-        return alone(self.rms_norm_steps(residual, delta, norm, eps))
-
-    def rms_norm_steps(
+    def rms_norm(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float
     ) -> Steps[tuple[Tensor, Tensor]]:
-        """`rms_norm`, its collectives handed out."""
+        """-> (rms_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm: [E_x]."""
         total = residual if delta is None else residual + delta
-        x = yield from self.sent(self.layout.rest, lambda: self.entered(total))
+        x = yield from sent(self.layout.mesh, self.layout.rest, lambda: self.entered(total))
         wide = x.float()
         squares = wide.square().sum(1, keepdim=True)
-        sums = yield from self.sent(self.x, lambda: self.collectives.all_reduce(squares, self.x, "sums"))
+        sums = yield from sent(self.layout.mesh, self.x, lambda: self.collectives.all_reduce(squares, self.x, "sums"))
         return (wide * (sums / self.whole.embed + eps).rsqrt()).to(x.dtype) * norm, total
 
     def layer_norm(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """-> (layer_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm, bias: [E_x]."""
-        return alone(self.layer_norm_steps(residual, delta, norm, bias, eps))
-
-    def layer_norm_steps(
-        self, residual: Tensor, delta: Tensor | None, norm: Tensor, bias: Tensor | None, eps: float
     ) -> Steps[tuple[Tensor, Tensor]]:
-        """`layer_norm`, its collectives handed out."""
+        """-> (layer_norm(residual + delta) as [tokens, E_x], residual + delta as the stream); norm, bias: [E_x]."""
         total = residual if delta is None else residual + delta
-        x = yield from self.sent(self.layout.rest, lambda: self.entered(total))
+        x = yield from sent(self.layout.mesh, self.layout.rest, lambda: self.entered(total))
         wide = x.float()
         parts = torch.stack((wide.sum(1), wide.square().sum(1)), 1)
-        sums = yield from self.sent(self.x, lambda: self.collectives.all_reduce(parts, self.x, "sums"))
+        sums = yield from sent(self.layout.mesh, self.x, lambda: self.collectives.all_reduce(parts, self.x, "sums"))
         sums = sums / self.whole.embed
         mean, square = sums[:, :1], sums[:, 1:]
         normed = (wide - mean) * (square - mean.square()).clamp_min(0).add(eps).rsqrt() * norm.float()
         return (normed if bias is None else normed + bias.float()).to(x.dtype), total
-
-    def sent(self, axes: str, send: Send) -> Steps[Tensor]:
-        """Hands a collective out, if there is anyone to send to."""
-        return send() if self.layout.mesh.count(axes) == 1 else (yield send)
 
     # -- the feed-forward ----------------------------------------------------------------------------
 
@@ -238,3 +224,8 @@ class Laid:
 
 def _share(x: Tensor, dim: int, sizes: Sequence[int], at: int) -> Tensor:
     return x.narrow(dim, sum(sizes[:at]), sizes[at])
+
+
+def sent(mesh: Mesh, axes: str, send: Send) -> Steps[Tensor]:
+    """Hands a collective along these axes out, if there is anyone to send to."""
+    return send() if mesh.count(axes) == 1 else (yield send)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from cellar.models.laid import Laid
-from cellar.models.loop import Loop, Steps, looped
+from cellar.models.laid import Laid, sent
+from cellar.models.loop import Loop, Steps, alone, looped
 from cellar.models.model import Comm
 from cellar.ops.activation import activate, gated
 from cellar.ops.embedding import embedding
@@ -57,7 +57,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """-> (rms_norm(residual + delta), residual + delta): all [tokens, E]."""
     if isinstance(comm, Laid):
-        return comm.rms_norm(residual, delta, norm, eps)
+        return alone(comm.rms_norm(residual, delta, norm, eps))
     return add_rms_norm(residual, delta, norm, eps)
 
 
@@ -66,7 +66,7 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """-> (layer_norm(residual + delta), residual + delta): all [tokens, E]."""
     if isinstance(comm, Laid):
-        return comm.layer_norm(residual, delta, norm, bias, eps)
+        return alone(comm.layer_norm(residual, delta, norm, bias, eps))
     return add_layer_norm(residual, delta, norm, bias, eps)
 
 
@@ -84,7 +84,7 @@ def norm_linear(
         return fused.norm_linear(residual, delta, norm, eps, weight, bias)
 
     def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
-        x, total = yield from comm.rms_norm_steps(residual, delta, norm, eps)
+        x, total = yield from comm.rms_norm(residual, delta, norm, eps)
         return linear(x, weight, bias), total
 
     return looped(_loop(comm, comm.layout.stream), steps, residual, delta)
@@ -106,7 +106,7 @@ def layer_norm_linear(
         return linear(x, weight, bias), total
 
     def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
-        x, total = yield from comm.layer_norm_steps(residual, delta, norm, norm_bias, eps)
+        x, total = yield from comm.layer_norm(residual, delta, norm, norm_bias, eps)
         return linear(x, weight, bias), total
 
     return looped(_loop(comm, comm.layout.stream), steps, residual, delta)
@@ -132,7 +132,7 @@ def norm_feed_forward(
 
     def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
         if isinstance(comm, Laid):
-            x, total = yield from comm.rms_norm_steps(residual, delta, norm, eps)
+            x, total = yield from comm.rms_norm(residual, delta, norm, eps)
             fed = yield from _fed(x, up, comm)
         else:
             fed, total = whole(residual, delta)
@@ -156,9 +156,9 @@ def _fed(x: Tensor, up: FeedForward, comm: Comm | None) -> Steps[Tensor]:
     h = linear(x, up.weight, up.bias)
     if not isinstance(comm, Laid):
         return linear(gated(h, up.kind) if up.gated else activate(h, up.kind), up.down, up.down_bias)
-    h = yield from comm.sent(comm.x, lambda: comm.narrowed(h, 2 if up.gated else 1))
+    h = yield from sent(comm.layout.mesh, comm.x, lambda: comm.narrowed(h, 2 if up.gated else 1))
     f = gated(h, up.kind) if up.gated else activate(h, up.kind)
-    f = yield from comm.sent(comm.x, lambda: comm.widened(f))
+    f = yield from sent(comm.layout.mesh, comm.x, lambda: comm.widened(f))
     return linear(f, up.down, up.down_bias)
 
 
@@ -178,7 +178,7 @@ def _summed(x: Tensor, comm: Comm | None) -> Steps[Tensor]:
     if comm is None:
         return x
     if isinstance(comm, Laid):
-        return (yield from comm.sent(comm.layout.rest, lambda: comm.all_reduce(x)))
+        return (yield from sent(comm.layout.mesh, comm.layout.rest, lambda: comm.all_reduce(x)))
     return (yield lambda: comm.all_reduce(x))
 
 
