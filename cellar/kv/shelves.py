@@ -26,7 +26,7 @@ from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
-AT_ONCE = 32
+AT_ONCE = 16
 """Slots that are reclaimed beyond those needed now, if nothing is lost by it."""
 
 _KEPT, _SPARE, _ONLY = 0, 1, 2

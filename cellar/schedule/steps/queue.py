@@ -99,9 +99,9 @@ class WaitingQueue:
         return self._heap[0][2] if self._heap else None
 
     def in_line(self, wanted: Callable[[RequestState], bool]) -> list[RequestState]:
-        """Those in line who are wanted, in the order of turns; O(owners)."""
+        """Those in line who are wanted, each once, in the order of turns; O(owners)."""
         found = (entry for entry in self._heap if entry[2] in self._members and wanted(entry[2]))
-        return [state for _, _, state in sorted(found)]
+        return list(dict.fromkeys(state for _, _, state in sorted(found)))  # who came back has an entry from before
 
     def remove(self, state: RequestState) -> None:
         """Take a request out, wherever it stands."""

@@ -37,6 +37,7 @@ from cellar.kv.store import KVStore, Reservation, Residency
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.runtime.steps.fake.model import hidden_states
+from cellar.schedule.steps.batch import SCORED_COST
 from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -200,6 +201,7 @@ class World:
     def start(self, before: FakeRuntime | None = None) -> None:
         """A process begins, perhaps after another was killed."""
         s = self.setting
+        self.refused = False  # a chunk may have found a full disk, on which something was forgotten later
         self.scheduler = StepScheduler(
             s.num_slots,
             s.num_rows,
@@ -249,6 +251,7 @@ class World:
         elif kind == "restart":
             self.restart()
         elif kind == "forget":
+            self.refused |= not self.has_room()
             self.scheduler.memory(MemoryQuestion(("ab"[a % 2],), forget=True))
         elif self.live:
             name = sorted(self.live)[a % len(self.live)]
@@ -261,6 +264,11 @@ class World:
                 del self.live[name].got[keep:]
                 self.close(name)
         self.check()
+
+    def has_room(self) -> bool:
+        """Whether the tier that outlives the process, if there is one, has a free slot."""
+        shelves = self.scheduler._store._shelves
+        return all(pool.num_free for pool in shelves.pools[shelves.persistent : shelves.persistent + 1])
 
     def restart(self) -> None:
         """The process is killed, whatever it is at; requests that run are lost, what persistent tiers have is not."""
@@ -421,7 +429,8 @@ class World:
                 slot: (directory.identity(c), directory.parent(c), directory.end[c], directory.tail_tokens(c))
                 for slot, c in known.items()
             }, f"tier {tier.name} has other chunks"
-            if tier is shelves.tiers[shelves.persistent] and pool.num_free and not self.setting.copy_fails_every:
+            rests = self.has_room() and not self.refused and not self.setting.copy_fails_every
+            if tier is shelves.tiers[shelves.persistent] and rests:
                 there = (directory.slot[: shelves.persistent] >= 0).any(0).nonzero()[0].tolist()
                 assert set(there) <= set(known.values()), "what rests, and finds room, outlives the process"
 
@@ -480,7 +489,10 @@ class World:
     def may_pass(self, one: Expected, other: Expected) -> bool:
         """A short prompt passes a long one of the same priority."""
         short = 256 if self.setting.short is None else self.setting.short
-        left = [len(each.request.prompt) + len(each.got) for each in (one, other)]
+        left = []
+        for each in (one, other):
+            scores = each.request.params.prompt_logprobs is not None and not each.got
+            left.append((SCORED_COST if scores else 1) * (len(each.request.prompt) + len(each.got)))
         return self.key(one)[0] == self.key(other)[0] and left[0] <= short < left[1]
 
     def take(self, result: StepResult, output: StepOutput) -> None:

@@ -60,6 +60,7 @@ def test_pushed_again_stands_in_its_place_once() -> None:
         queue.push(state)
     queue.remove(states[2])
     queue.push(states[2])
+    assert queue.in_line(lambda state: True) == states
     order = []
     while (state := queue.first()) is not None:
         order.append(state)
