@@ -14,7 +14,17 @@ from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
-from cellar.planner.passes import Away, Rates, block_seconds, longest, most_within, pass_cost, predicted_line, too_slow
+from cellar.planner.passes import (
+    LINK_READS,
+    Away,
+    Rates,
+    block_seconds,
+    longest,
+    most_within,
+    pass_cost,
+    predicted_line,
+    too_slow,
+)
 from cellar.planner.saved import Limits, SavedPlan
 
 _LOG = logging.getLogger(__name__)
@@ -185,7 +195,9 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
             disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS))[0]
     if kind == "cpu":
         return Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
-    return Rates(link=found.link, multiply=found.multiply, attention=found.attention, disk=disk)
+    shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
+    # A share of the values is what the CPU alone reads.
+    return Rates(link=found.link, disk=disk, reads=0.0 if sparse_v else LINK_READS * found.link, **shared)
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -25,10 +25,12 @@ from cellar.planner.passes import (
     Away,
     Rates,
     block_seconds,
+    cpu_share,
     cpu_tokens,
     decode_seconds,
     device_rates,
     foreseen,
+    kv_over_link,
     kv_sequences,
     longest,
     most_within,
@@ -118,11 +120,12 @@ def capped_plan(
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)
     chunks = kv // spec.kv.chunk_nbytes()
+    over = round(best.over_link * chunks)
     # In passes of few tokens the CPU multiplies as much of host memory as it reads while the link moves the rest. Where
     # it is the device, it multiplies all of it as it lies.
     left = division.warm
     if room.kind != "cpu":
-        left *= rates.multiply / (rates.multiply + rates.link) if cpu_tokens(spec, limits) else 0.0
+        left *= cpu_share(spec, rates, best.away) if cpu_tokens(spec, limits) else 0.0
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
     weights, on_disk = _placed(spec, room.kind, *cuts)
     if on_disk > room.disk:
@@ -135,12 +138,16 @@ def capped_plan(
         place,
         "device",
         "offload",
-        (PlacedUnits(place, chunks, place),),
+        tuple(
+            units
+            for units in (PlacedUnits(place, chunks - over, place), PlacedUnits(place, over, "device"))
+            if units.units
+        ),
         (PlacedUnits("device", limits.max_num_seqs, "device"),),
         BlockSchedule(batch, -(-limits.max_num_seqs // batch), order),
     )
     said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
-    seconds = predicted_pass(spec, limits, rates, best.away, best.count)
+    seconds = predicted_pass(spec, limits, rates, best.away, best.count, best.over_link)
     return SavedPlan(
         model=model,
         geometry=geometry_of(spec),
@@ -157,7 +164,7 @@ def capped_plan(
             "machine": machine,
             "rates": asdict(rates),
             "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
-            "moves": asdict(pass_moves(rates, best.away, cpu_tokens(spec, limits))),
+            "moves": asdict(pass_moves(spec, rates, best.away, cpu_tokens(spec, limits))),
             "predicted": asdict(foreseen(cost, job, best.count, limits, order)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
@@ -166,7 +173,9 @@ def capped_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One way to divide, with its price: `kv` bytes of KV, for `count` sequences at once, within `limits`."""
+    """One way to divide, with its price: `kv` bytes of KV, for `count` sequences at once, within `limits`; `over_link`:
+    the share of KV in host memory that the device attends to.
+    """
 
     division: _Division
     away: Away
@@ -175,6 +184,7 @@ class _Choice:
     cost: StepCost
     limits: Limits
     speed: float
+    over_link: float
 
 
 def _best(
@@ -193,8 +203,9 @@ def _best(
         if place == "host" and room.host is not None:
             kv = min(kv, room.host - division.in_host)
         away = Away(division.in_host, max(0, division.away - division.in_host), place, room.kind)
-        cost = pass_cost(spec, rates, away)
         count = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
+        over = kv_over_link(spec, rates, away, count * limits.max_model_len)
+        cost = pass_cost(spec, rates, away, cpu_tokens(spec, limits), over)
         held = limits
         if latency is not None:
             fastest = min(fastest, block_seconds(cost, job, 1, limits, order))
@@ -204,11 +215,9 @@ def _best(
             count, held = min(count, most), replace(limits, max_num_seqs=most)
         if order == "diagonal":
             speed = foreseen(cost, job, count, limits, order).tokens_per_second
-        elif room.kind == "cpu":
+        else:
             speed = count / decode_seconds(cost, count, limits.max_model_len)
-        else:  # a pass of few tokens may leave rows to the CPU, which `cost` does not know
-            speed = count / max(predicted_pass(spec, limits, rates, away, count).values())
-        found.append(_Choice(division, away, kv, count, cost, held, speed))
+        found.append(_Choice(division, away, kv, count, cost, held, speed, over))
     if not found:
         if missing is not None and fastest == math.inf:
             raise missing
@@ -328,7 +337,10 @@ def _placed(spec: ModelSpec, kind: str, first: float, second: float, third: floa
 
 
 def _matrices(layer: LayerSpec) -> list[TensorSpec]:
-    return [t for t in layer.tensors if len(t.shape) == 2]
+    """The largest last: what a CPU multiplies for an accelerator is the end, and in one matrix it is one exchange."""
+    found = [t for t in layer.tensors if len(t.shape) == 2]
+    largest = max(found, key=lambda t: t.nbytes, default=None)
+    return sorted(found, key=lambda t: t is largest)
 
 
 def _in_layer(name: str) -> bool:

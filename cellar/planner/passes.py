@@ -27,10 +27,16 @@ CPU_TOKENS_IN_CODES = 4
 """The same where rows are quantized: of more tokens the CPU decodes them more slowly than it reads them."""
 
 
+LAYER_LAUNCHES = 1.2e-4
+"""Seconds in which a layer's kernels are launched one by one, while the CPU has no x to multiply: a guess of ten."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
-    device's memory, of the disk; and the FLOP/s of the device's products.
+    device's memory, of the disk; and the FLOP/s of the device's products. `exchange`: seconds in which an x comes to
+    the CPU and its product goes back, beside the product. `reads`: over the link by kernels that attend to KV in host
+    memory; 0: they attend to none of it.
 
     Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU.
     """
@@ -41,6 +47,8 @@ class Rates:
     device: float = 4e12
     disk: float = 2e9
     flops: float = 4e14
+    exchange: float = 5e-5
+    reads: float = 0.0
 
     def shared(self, ranks: int) -> Rates:
         """Those of each of so many ranks on one processor, which read its memory and its disk at once. Products of many
@@ -101,8 +109,8 @@ class Away:
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
-    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows`. `attends`: it attends to KV,
-    too.
+    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows` and waits for an x for
+    `few_waits`. `attends`: it attends to KV, too.
     """
 
     disk: float
@@ -111,21 +119,46 @@ class Moves:
     few_rows: float
     attends: bool
     few: int = CPU_TOKENS
+    few_waits: float = 0.0
+
+    @property
+    def few_streamed(self) -> float:
+        """The least that a pass of few tokens takes."""
+        return max(self.disk, self.few_link, self.few_rows + self.few_waits)
 
 
-def pass_moves(rates: Rates, away: Away, few: int = CPU_TOKENS) -> Moves:
+def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: int = CPU_TOKENS) -> Moves:
     """What any pass moves. A pass of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`)."""
     disk, link = _moves(rates, away)
-    rows = 0.0 if away.kind == "cpu" or not few else away.host * rates.multiply / (rates.multiply + rates.link)
-    few_rows = rows / rates.multiply if rows else 0.0
-    return Moves(disk, link, link - rows / rates.link, few_rows, away.kind != "cpu" and away.kv_place == "host", few)
+    rows = away.host * cpu_share(spec, rates, away) if few else 0.0
+    few_rows, waits = (rows / rates.multiply, _waits(spec, rates)) if rows else (0.0, 0.0)
+    attends = away.kind != "cpu" and away.kv_place == "host"
+    return Moves(disk, link, link - rows / rates.link, few_rows, attends, few, waits)
+
+
+def cpu_share(spec: ModelSpec, rates: Rates, away: Away) -> float:
+    """Of the weights in host memory, what the CPU multiplies for an accelerator in passes of few tokens: it has ended,
+    exchanges and what the device computes in between included, when the link has brought the rest.
+    """
+    if away.kind == "cpu" or not rates.multiply or not away.host:
+        return 0.0
+    spare = away.host / rates.link - _waits(spec, rates)
+    return min(1.0, max(0.0, spare / (1 / rates.link + 1 / rates.multiply) / away.host))
+
+
+def _waits(spec: ModelSpec, rates: Rates) -> float:
+    """Seconds of a pass of one token in which the CPU waits for an x, one a layer: it goes through the layers with the
+    device, and not beside it.
+    """
+    weights = sum(layer.nbytes for layer in spec.layers) / rates.device
+    return len(spec.layers) * (rates.exchange + LAYER_LAUNCHES) + weights
 
 
 def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
     """Seconds by channel of a pass, all of which work at once: disk, link, cpu and device. Their names are those of
     what is measured (`runtime/offload/channels.py`).
     """
-    alone = replace(cost, streamed=0.0, eager=0.0)
+    alone = replace(cost, streamed=0.0, few_streamed=0.0, eager=0.0)
     device = replace(alone, attended=0.0, resident=0.0).seconds(work)
     attention = alone.seconds(work) - device
     few = work.tokens <= moves.few
@@ -137,22 +170,47 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     }
 
 
-def pass_cost(spec: ModelSpec, rates: Rates, away: Away) -> StepCost:
-    """The price of any pass."""
-    d = dimensions(spec)
+LINK_READS = 0.8
+"""Of the rate of copies over the link, what kernels reach that attend to KV in host memory: a guess."""
+
+LEAST_OVER_LINK = 0.05
+"""A smaller share of KV is not worth the launches."""
+
+
+def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) -> float:
+    """The share of `positions` in host memory to which the device attends over the link, while the CPU attends to the
+    others: both end together, weights that cross the link counted.
+    """
+    if away.kind == "cpu" or away.kv_place != "host" or not rates.reads or not positions:
+        return 0.0
+    kv = positions * spec.kv.chunk_nbytes() / spec.kv.chunk_size
+    spare = kv / rates.attention - max(_moves(rates, away))
+    share = spare / (kv / rates.attention + kv / rates.reads)
+    return share if share >= LEAST_OVER_LINK else 0.0
+
+
+def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link: float = 0.0) -> StepCost:
+    """The price of any pass. One of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`); the device attends to
+    the share `over_link` of KV in host memory (`kv_over_link`) while the CPU attends to the rest.
+    """
+    d, moves = dimensions(spec), pass_moves(spec, rates, away, few)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     return StepCost(
         token_flops=2.0 * d.layers * d.layer_elements / rates.flops,
         token_bytes=0.0,
         weights=sum(layer.nbytes for layer in spec.layers) / rates.device,
         attended=0.0,
-        resident=each / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
+        resident=(1 - over_link)
+        * each
+        / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
         sampled=2.0 * d.head_elements / rates.flops,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
         launches=0.0,
         eager=0.0,
         windows=d.windows if any(d.windows) else (),
-        streamed=max(_moves(rates, away)),
+        streamed=max(moves.disk, moves.link),
+        few=few if moves.few_rows else 0,
+        few_streamed=moves.few_streamed if moves.few_rows else 0.0,
     )
 
 
@@ -291,8 +349,12 @@ def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None =
     return max(1, min(limits.max_num_seqs, int(held / each)))
 
 
-def predicted_pass(spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int) -> Mapping[str, float]:
-    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode."""
-    cost = pass_cost(spec, rates, away)
-    moves = pass_moves(rates, away, cpu_tokens(spec, limits))
+def predicted_pass(
+    spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int, over_link: float = 0.0
+) -> Mapping[str, float]:
+    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode. What the
+    device reads over the link is the device's.
+    """
+    cost = pass_cost(spec, rates, away, over_link=over_link)
+    moves = pass_moves(spec, rates, away, cpu_tokens(spec, limits))
     return channel_seconds(cost, moves, _decodes(cost, count, limits.max_model_len))

@@ -58,9 +58,10 @@ class StepCost:
     from other devices), and `unhidden` of the shorter; logits likewise of `sampled` a row and `head` once. Attention
     takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
     collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie
-    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter. With `loop_cut` a step with
-    prompts is cut into chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a
-    token, and each more takes `loop_chunk` in collectives and reads `loop_weights` again.
+    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter, but one of up to `few` tokens,
+    whose weights a CPU multiplies in part, lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut
+    into chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and
+    each more takes `loop_chunk` in collectives and reads `loop_weights` again.
     """
 
     token_flops: float
@@ -78,6 +79,8 @@ class StepCost:
     token_talk: float = 0.0
     windows: tuple[int | None, ...] = ()
     streamed: float = 0.0
+    few: int = 0
+    few_streamed: float = 0.0
     loop_cut: int = 0
     loop_hidden: float = 0.0
     loop_chunk: float = 0.0
@@ -107,4 +110,5 @@ class StepCost:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
         found = products + attention + head + self.launches + talk
-        return max(found, self.streamed, self.eager if work.prompts else 0.0)
+        streamed = self.few_streamed if work.tokens <= self.few else self.streamed
+        return max(found, streamed, self.eager if work.prompts else 0.0)

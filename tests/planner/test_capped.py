@@ -7,7 +7,7 @@ import pytest
 from cellar.core.messages import BlockSchedule, Placement
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
-from cellar.planner.passes import Away, Rates, predicted_pass
+from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, predicted_pass
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
 
@@ -32,29 +32,54 @@ def test_kv_goes_where_more_tokens_a_second_come_from() -> None:
     asked = Room(LIBRARIES + 2**26, 2**30, 0, 2**27, "gpu")
     (kv,) = capped_plan(SPEC, asked, LIMITS, model="m", machine="any").placement.kv
     assert (kv.device, kv.units) == ("host", 2**27 // SPEC.kv.chunk_nbytes())
+    # The device may attend to a part of it over the link: both end together, and the pass is shorter.
+    alone = capped_plan(SPEC, asked, LIMITS, model="m", machine="any", rates=Rates(50e9, 80e9, 6e9))
+    both = capped_plan(SPEC, asked, LIMITS, model="m", machine="any", rates=Rates(50e9, 80e9, 6e9, reads=6e9))
+    assert {(part.device, part.compute) for part in both.placement.kv} == {("host", "host"), ("host", "device")}
+    cpu, device = (part.units for part in both.placement.kv)
+    assert cpu + device == alone.placement.num_chunks
+    assert 0.3 < device / (cpu + device) < 0.5, "weights cross the link, too"
+    seconds = [plan.figures["decode_pass"]["seconds"]["cpu"] for plan in (alone, both)]
+    assert seconds[1] / seconds[0] == pytest.approx(cpu / (cpu + device), abs=0.01)
 
 
 def test_a_pass_of_few_tokens_uses_both_memories() -> None:
-    """The link and the CPU take equally long; the plan leaves as many rows to the CPU as that says."""
-    rates = Rates(50e9, 84e9, 60e9, 4e12)
-    one, many = Limits(1, 64, 256), Limits(64, 64, 256)
-    away = Away(10**10, 0, "device", "gpu")
-    few = predicted_pass(SPEC, one, rates, away, 1)
-    assert few["link"] == pytest.approx(few["cpu"])
-    assert few["link"] == pytest.approx(10**10 / 134e9)
-    moved = predicted_pass(SPEC, many, rates, away, 64)
-    assert moved["link"] == pytest.approx(10**10 / 50e9)
-    assert moved["cpu"] == 0
-    room = Room(LIBRARIES + 2**26, 2**30, 0, 2**25, "gpu")
-    plan = capped_plan(SPEC, room, LIMITS, model="m", machine="any", rates=rates)
-    tensors = dict(SPEC.named_tensors())
-    nbytes = {"device": 0, "host": 0}
-    for part in plan.placement.weights:
-        if part.device == "host":
-            nbytes[part.compute] += (
-                (part.stop - part.start) * tensors[part.tensor].nbytes // tensors[part.tensor].shape[0]
-            )
-    assert nbytes["host"] / sum(nbytes.values()) == pytest.approx(84 / 134, abs=0.03)
+    """The link takes as long as the CPU with its exchanges; the plan leaves as many rows to the CPU as that says, all
+    of one matrix of a layer, so that there is one exchange.
+    """
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    one, many = Limits(1, 128, 256), Limits(64, 128, 256)
+    room, shares = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), []
+    for exchange in (0.0, 1e-3):
+        rates = Rates(50e9, 84e9, 60e9, exchange=exchange)
+        away = Away(10**10, 0, "device", "gpu")
+        waits = 32 * (exchange + LAYER_LAUNCHES) + sum(layer.nbytes for layer in spec.layers) / rates.device
+        few = predicted_pass(spec, one, rates, away, 1)
+        assert few["link"] == pytest.approx(few["cpu"] + waits)
+        assert few["link"] * rates.link + few["cpu"] * rates.multiply == pytest.approx(10**10)
+        cost = pass_cost(spec, rates, away, 16)
+        assert decode_seconds(cost, 1, 128) == pytest.approx(few["link"])
+        assert decode_seconds(cost, 16, 128) == pytest.approx(few["link"])
+        assert decode_seconds(cost, 17, 128) == pytest.approx(10**10 / 50e9)
+        moved = predicted_pass(spec, many, rates, away, 64)
+        assert moved["link"] == pytest.approx(10**10 / 50e9)
+        assert moved["cpu"] == 0
+        plan = capped_plan(spec, room, one, model="m", machine="any", rates=rates)
+        tensors = dict(spec.named_tensors())
+        nbytes = {"device": 0, "host": 0}
+        for part in plan.placement.weights:
+            if part.device == "host":
+                nbytes[part.compute] += (
+                    (part.stop - part.start) * tensors[part.tensor].nbytes // tensors[part.tensor].shape[0]
+                )
+        shares.append(nbytes["host"] / sum(nbytes.values()))
+        found = plan.figures["decode_pass"]["seconds"]
+        assert shares[-1] == pytest.approx(found["cpu"] * 84e9 / sum(nbytes.values()), abs=0.01)
+        by_cpu = {part.tensor for part in plan.placement.weights if part.compute == "host"}
+        assert by_cpu == {f"layers.{j}.gate_up" for j in range(32)}
+    assert shares[0] > shares[1] + 0.05
+    slow = Rates(50e9, 84e9, 60e9, exchange=1.0)
+    assert predicted_pass(spec, one, slow, Away(10**10, 0, "device", "gpu"), 1)["cpu"] == 0
 
 
 def test_a_pass_of_many_tokens_goes_in_gpu_batches() -> None:

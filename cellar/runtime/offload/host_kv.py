@@ -1,6 +1,7 @@
 """A KV cache in host memory: the CPU attends to it for decodes, the device writes prompts to it.
 
     decode:  q, k, v of the step --copy--> CPU: rotate, write, attend over [layer][K/V][slot] --copy--> device
+             (a share of the sequences is attended to by the device at the same time, over the link)
     prompt:  attention over a staged cache on the device, of this pass alone; its chunks --> host memory
              (a prompt that goes on, or shares chunks of others, is attended to in host memory, over the link)
 
@@ -34,13 +35,24 @@ IntArray = NDArray[np.int32]
 
 class HostKV:
     """`num_slots` chunks in host memory: `here` is the CPU's arena, `there` the same bytes as the device sees them.
-    `by_cpu`: the CPU attends to them for decodes, and `channel` says how long.
+    `by_cpu`: the CPU attends to them for decodes, and `channel` says how long; `over_link`: the share of the positions
+    that the device attends to instead, in passes without fresh prompts.
 
     Raises CapacityError if the host has not so much memory.
     """
 
-    def __init__(self, spec: KVSpec, num_slots: int, device: torch.device, *, by_cpu: bool, channel: Channel) -> None:
+    def __init__(
+        self,
+        spec: KVSpec,
+        num_slots: int,
+        device: torch.device,
+        *,
+        by_cpu: bool,
+        channel: Channel,
+        over_link: float = 0.0,
+    ) -> None:
         self.by_cpu = by_cpu
+        self.over_link = over_link
         self.channel = channel
         self._memory = HeldMemory("host", num_slots * spec.chunk_nbytes() + 64 * len(spec.groups))
         if device.type != "cpu":
@@ -91,11 +103,18 @@ def divided(
     plan: Plan,
     device: torch.device,
     by_cpu: bool,
+    over_link: float = 0.0,
 ) -> Divided:
-    """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`. `by_cpu`: the CPU attends."""
+    """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`. `by_cpu`: the CPU attends, but to
+    the share `over_link` of the positions of decodes, if no fresh prompts are beside them: these are staged.
+    """
     _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
     alone, length = counts[inverse] == 1, stop - start
     here = alone & (length == 1) & (start > 0) & by_cpu
+    if over_link and not (~here & (start == 0)).any():
+        positions = np.where(here, stop, 0)
+        seen = positions.cumsum()
+        here &= seen - positions / 2 <= (1 - over_link) * seen[-1]
     there = ~here
     fresh = bool((alone & (start == 0))[there].all()) and there.any()
     works: list[AttentionWork] = []

@@ -1,53 +1,126 @@
 """Rows of a matrix in host memory, multiplied by the CPU for a device: its memory is read where the link is not needed.
 
 x --> pinned memory -> CPU: x W^T -> pinned memory --> device
+      meanwhile the device multiplies the matrix's other rows
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cellar.ops.linear.weight import LinearWeight
+from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel
+
+SPUN_TOKENS = 16
+"""Up to so many tokens the CPU's thread spins until x has come: it is on its way for microseconds, and to be woken
+takes tens of them, once a layer. Pinned memory for so many is kept.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """x on its way: it is in `here` once `event` has come."""
+
+    here: Tensor
+    event: Any
+
+
+class Exchange:
+    """What passes between `device` and the CPU that multiplies rows for it, `channel` its seconds. For one thread and
+    one stream, one x at a time.
+    """
+
+    def __init__(self, device: torch.device, channel: Channel) -> None:
+        self._device = device
+        self._channel = channel
+        self._pinned: dict[str, Tensor] = {}
+
+    def send(self, x: Tensor) -> Sent:
+        """Begin to bring x [tokens, columns] here, behind what the device has been told so far."""
+        here = self._room("in", x.shape[0], x.shape[1], x.dtype)
+        here.copy_(x, non_blocking=True)
+        event: Any = torch.cuda.Event(blocking=x.shape[0] > SPUN_TOKENS)  # type: ignore[no-untyped-call]
+        event.record()
+        return Sent(here, event)
+
+    def product(self, weight: LinearWeight, sent: Sent, part: int = 0) -> Tensor:
+        """x W^T on the device, on its way. `part` numbers the weights that share this x."""
+        sent.event.synchronize()
+        out = self._room(f"out {part}", sent.here.shape[0], weight.out_features, sent.here.dtype)
+        with self._channel.busy():
+            out.copy_(weight.multiply(sent.here))
+        return out.to(self._device, non_blocking=True)
+
+    def _room(self, name: str, tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Pinned memory. What is there has been read before it is written again: x by the CPU, and a product by the
+        stream, which comes to the next x behind it.
+        """
+        if tokens > SPUN_TOKENS:
+            return torch.empty((tokens, columns), dtype=dtype, pin_memory=True)
+        held = self._pinned.get(name)
+        if held is None or held.numel() < tokens * columns or held.dtype != dtype:
+            held = self._pinned[name] = torch.empty(SPUN_TOKENS * columns, dtype=dtype, pin_memory=True)
+        return held[: tokens * columns].view(tokens, columns)
 
 
 class HostRows(LinearWeight):
-    """A weight in host memory, in any format that the CPU multiplies, that takes and gives tensors of `device`. Who
+    """A weight in host memory, in any format that the CPU multiplies, that takes and gives tensors of a device. Who
     multiplies waits for x.
     """
 
-    __slots__ = ("_channel", "_device", "_here")
+    __slots__ = ("exchange", "here")
 
-    def __init__(self, here: LinearWeight, device: torch.device, channel: Channel) -> None:
+    def __init__(self, here: LinearWeight, exchange: Exchange) -> None:
         super().__init__(here.out_features, here.in_features)
-        self._here = here
-        self._device = device
-        self._channel = channel
+        self.here = here
+        self.exchange = exchange
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight."""
-        return self._here.nbytes
+        return self.here.nbytes
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the CPU; the bias is added on the device."""
-        here = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        event.synchronize()
-        product = torch.empty((x.shape[0], self.out_features), dtype=x.dtype, pin_memory=True)
-        with self._channel.busy():
-            product.copy_(self._here.multiply(here))
-        out = product.to(self._device, non_blocking=True)
+        out = self.exchange.product(self.here, self.exchange.send(x))
         return out if bias is None else out.add_(bias)
 
     def dense(self) -> Tensor:
         """The matrix, in host memory."""
-        return self._here.dense()
+        return self.here.dense()
 
     def remade(self, matrix: Tensor) -> HostRows:
         """Another one in the same format, in host memory."""
-        return HostRows(self._here.remade(matrix), self._device, self._channel)
+        return HostRows(self.here.remade(matrix), self.exchange)
+
+
+class SharedWeight(StackedWeight):
+    """Rows of one matrix under one another, some of them `HostRows`: x is sent once, and before the device multiplies
+    its own rows, so that both work at once.
+    """
+
+    __slots__ = ()
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The device's products are begun, then the CPU makes its own."""
+        sizes = [part.out_features for part in self.parts]
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        here = [part for part in self.parts if isinstance(part, HostRows)]
+        exchange = here[0].exchange
+        sent = exchange.send(x)
+        found: dict[LinearWeight, Tensor] = {
+            part: part.multiply(x, b)
+            for part, b in zip(self.parts, biases, strict=True)
+            if not isinstance(part, HostRows)
+        }
+        for number, part in enumerate(here):
+            found[part] = exchange.product(part.here, sent, number)
+        for one, b in zip(self.parts, biases, strict=True):
+            if b is not None and isinstance(one, HostRows):
+                found[one].add_(b)
+        return torch.cat([found[one] for one in self.parts], 1)

@@ -20,7 +20,7 @@ from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
-from cellar.runtime.offload.host_rows import HostRows
+from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
 from cellar.runtime.offload.layout import PAGE, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
@@ -193,7 +193,7 @@ class LayerWeights:
 
     def __init__(self, homes: Homes, by_cpu: Channel | None = None) -> None:
         self._homes = homes
-        self._by_cpu = by_cpu or Channel()
+        self._exchange = Exchange(homes.device, by_cpu or Channel())
 
     def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor, *, by_cpu: bool = False) -> dict[str, Weight]:
         """A layer's weights while `slot` holds its other rows; `by_cpu`: but for those that the CPU multiplies."""
@@ -234,7 +234,9 @@ class LayerWeights:
             vectors = [_typed(there, tensor) for _, there in pieces]
             return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
         matrices = [self._matrix(name, tensor, rows, there) for rows, there in pieces]
-        return matrices[0] if len(matrices) == 1 else StackedWeight(matrices)
+        if len(matrices) == 1:
+            return matrices[0]
+        return (SharedWeight if any(isinstance(one, HostRows) for one in matrices) else StackedWeight)(matrices)
 
     def _matrix(self, name: str, tensor: TensorSpec, rows: PlacedRows, there: Tensor) -> LinearWeight:
         """Rows multiplied where they are."""
@@ -244,7 +246,7 @@ class LayerWeights:
             weight = weight_of(there, shape, rows.run.format, rows.kind, scales)
         else:
             weight = DenseWeight(_typed(there, tensor)) if away else in_place(_typed(there, tensor))
-        return HostRows(weight, self._homes.device, self._by_cpu) if away else weight
+        return HostRows(weight, self._exchange) if away else weight
 
 
 def loaded_ends(spec: ModelSpec, homes: Homes) -> LoadedWeights:

@@ -83,7 +83,7 @@ class OffloadReport:
 class Offloaded:
     """A model's weights in their places, ready to be streamed. `memory`: of the device, for what is carved from it (on
     a CPU the KV cache, too); `capacity`: bytes that the device may hold in all, None if nobody says. `kv`: where the
-    cache lies, and who attends to it.
+    cache lies, and who attends to it; `over_link`: in host memory, the share that the device attends to.
     """
 
     weights: LoadedWeights
@@ -93,15 +93,15 @@ class Offloaded:
     report: OffloadReport
     capacity: int | None = None
     kv: tuple[str, str] = ("device", "device")
+    over_link: float = 0.0
 
     def host_kv(self, spec: KVSpec, num_slots: int, device: torch.device) -> HostKV | None:
         """A cache in host memory, if it lies there; whoever asks closes it. Raises CapacityError."""
         place, by = self.kv
-        return (
-            HostKV(spec, num_slots, device, by_cpu=by == "host", channel=self.report.channels.attention)
-            if place == "host"
-            else None
-        )
+        if place != "host":
+            return None
+        channel = self.report.channels.attention
+        return HostKV(spec, num_slots, device, by_cpu=by == "host", channel=channel, over_link=self.over_link)
 
     def close(self) -> None:
         """End the loader, and let go of the disk."""
@@ -113,7 +113,7 @@ def check_offloaded(placement: Placement, spec: ModelSpec, device: torch.device)
     if placement.partition is not None:
         raise ConfigError("the plan offloads on several devices, but one runs yet; plan for one device.")
     kv = {(part.device, part.compute) for part in placement.kv}
-    if len(kv) != 1 or not kv <= KV_PLACES or not placement.num_chunks:
+    if len({place for place, _ in kv}) != 1 or not kv <= KV_PLACES or not placement.num_chunks:
         raise ConfigError(
             f"the plan has KV in {len(kv)} ways ({', '.join(f'on {a}, attended to by {b}' for a, b in sorted(kv))}), "
             "but offloaded models keep all of it on the device, or all in host memory, yet; plan with a smaller batch, "
@@ -150,7 +150,10 @@ def open_offloaded(
                 "it, or plan again."
             )
     kv = placement.num_chunks * spec.kv.chunk_nbytes()
-    (way,) = {(part.device, part.compute) for part in placement.kv}
+    ways = {(part.device, part.compute) for part in placement.kv}
+    way, over_link = max(ways), 0.0  # the CPU, if it attends to any
+    if len(ways) > 1:
+        over_link = sum(part.units for part in placement.kv if part.compute == "device") / placement.num_chunks
     memory = _device_memory(spec, rows, placement.num_chunks, way[0], device, capacity)
     homes, read = opened_homes(spec, rows, memory, directory, make, device)
     if device.type != "cpu":
@@ -181,7 +184,7 @@ def open_offloaded(
             failure=lambda: None if file is None else file.failure,
         )
         batch = placement.block.batch if placement.block is not None else None
-        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way)
+        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way, over_link)
     except BaseException:
         homes.close()
         raise

@@ -20,11 +20,14 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
 from cellar.ops.kv_format import quantized_cache
+from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.pieces import weight_of
 from cellar.quant.weight import QuantizedWeight
+from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.held import HeldMemory
+from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
 from cellar.runtime.offload.mover import mover_for
 from cellar.runtime.offload.reads import DiskReads
@@ -40,7 +43,8 @@ ONE, ONE_EXPONENT = 0x38, 127
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
     """Bytes/s: over the link alone; over the link, or of the disk, while the CPU multiplies; of the CPU's products,
-    and of its attention, beside them. And the FLOP/s of the CPU's products of many tokens. What there is not has 0.
+    and of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
+    x comes from the accelerator and a product of few rows goes back. What there is not has 0.
     """
 
     alone: float
@@ -49,6 +53,7 @@ class MeasuredRates:
     multiply: float
     attention: float
     flops: float
+    exchange: float
 
 
 def measured_rates(
@@ -84,11 +89,14 @@ def measured_rates(
             beside = _Link(moved, device)
             alone = beside.rate_while(lambda: time.sleep(seconds))[0]
         over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
+        exchange = 0.0
+        if device.type != "cpu":
+            exchange = beside.rate_while(lambda: _exchange(spec, device, seconds))[1]
         attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
         flops = many * 2 * MANY * largest.size / largest.nbytes
-        return MeasuredRates(alone, link, disk, products, attention, flops)
+        return MeasuredRates(alone, link, disk, products, attention, flops, exchange)
     finally:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
@@ -162,6 +170,15 @@ def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> f
         weights.append(weight)
     x = torch.ones(tokens, tensor.shape[1], dtype=dtype)
     return _rate(lambda k: weights[k % len(weights)].multiply(x), each, seconds)
+
+
+def _exchange(spec: ModelSpec, device: torch.device, seconds: float) -> float:
+    """Seconds of one product of a token with a few rows in host memory, for the device."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    rows = torch.ones((16, _largest(spec).shape[1]), dtype=dtype)
+    weight = HostRows(DenseWeight(rows), Exchange(device, Channel()))
+    x = torch.ones((1, weight.in_features), dtype=dtype, device=device)
+    return 1 / _rate(lambda _: weight.multiply(x), 1, seconds)
 
 
 def _largest(spec: ModelSpec) -> TensorSpec:

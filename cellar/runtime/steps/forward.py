@@ -238,6 +238,7 @@ class Forward:
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
         self._cpu: CpuAttention | None = None
+        self._over_link = 0.0
         self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
         self._softmax: Softmax = "auto"
@@ -255,7 +256,7 @@ class Forward:
 
     def attend_in_host(self, host: HostKV, table: NDArray[np.int32]) -> None:
         """The cache lies in host memory; `table` is the host's slot table, as it is when steps are planned."""
-        self._table_host = table
+        self._table_host, self._over_link = table, host.over_link
         if host.by_cpu:
             self._cpu = CpuAttention(host, torch.from_numpy(table), self._cos_sin, self._scale, self._device)
 
@@ -289,7 +290,7 @@ class Forward:
         if table is None:
             return Batch(start, stop, self._works(*own, self._device))
         size, by_cpu = self.arena.chunk_size, self._cpu is not None
-        return Batch(start, stop, (), divided(*own, table, size, self._works, self._device, by_cpu))
+        return Batch(start, stop, (), divided(*own, table, size, self._works, self._device, by_cpu, self._over_link))
 
     def _works(
         self, row: NDArray[np.int32], start: NDArray[np.int32], stop: NDArray[np.int32], device: torch.device

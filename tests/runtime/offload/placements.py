@@ -15,6 +15,8 @@ from cellar.planner.saved import Limits, SavedPlan, geometry_of
 
 PLACES = ("device", "host", "disk")
 
+BOTH = {"both": ("host", "device")}
+
 
 def random_placement(
     spec: ModelSpec,
@@ -28,7 +30,7 @@ def random_placement(
     order: Literal["zigzag", "diagonal"] = "zigzag",
 ) -> Placement:
     """Every tensor of a layer is cut into one to four runs of rows (`whole`: into none), each in any place, vectors
-    too; the CPU may multiply some of those in host memory. `kv`: where it lies, and who attends to it.
+    too; the CPU may multiply some of those in host memory. `kv`: where it lies, and who attends to it (both: half).
     """
     random = np.random.default_rng(seed)
     weights: list[Placed] = []
@@ -53,7 +55,7 @@ def random_placement(
         kv[0],
         "device",
         "offload",
-        (PlacedUnits(kv[0], chunks, kv[1]),),
+        tuple(PlacedUnits(kv[0], chunks // len(by), who) for by in (BOTH.get(kv[1], kv[1:]),) for who in by),
         (),
         BlockSchedule(batch, 2, order),
     )

@@ -182,8 +182,9 @@ def test_the_diagonal_schedule_spreads_the_starts(models: Callable[[str], Path],
         LLM(models(DEEP), **OPTIONS, schedule="diagonal")
 
 
-@pytest.mark.parametrize("by", ["host", "device"])
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("kind", "by"), [*itertools.product(FAMILIES, ("host", "device")), ("llama", "both"), ("opt", "both")]
+)
 def test_kv_in_host_memory_gives_the_resident_engines_tokens(
     kind: str, by: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
 ) -> None:

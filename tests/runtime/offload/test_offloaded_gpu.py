@@ -89,10 +89,12 @@ def test_float32_gives_the_resident_engines_tokens(kind: str, tmp_path: Path) ->
             assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-3)
 
 
-@pytest.mark.parametrize("by", ["host", "device"])
+@pytest.mark.parametrize("by", ["host", "device", "both"])
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_kv_in_host_memory(kind: str, by: str, tmp_path: Path) -> None:
-    """The CPU attends to decodes, or the device does over the link; prompts in pieces, and beside decodes."""
+    """The CPU attends to decodes, or the device does over the link, or each to some; prompts in pieces, and beside
+    decodes.
+    """
     model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
     wanted = resident(model, "float32")
     with offloaded(model, tmp_path, "float32", 4, batch=2, kv=("host", by)) as llm:
