@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from cellar import LLM, CompletionOutput, SamplingParams
 from cellar.core.config import EngineConfig
-from cellar.core.layouts import Layouts, Mesh
+from cellar.core.layouts import Layout, Layouts, Mesh
 from cellar.planner.partition import distinct_layouts
+from cellar.runtime.ranks import opened
 from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.place import LaidPlace, TensorPlace
 from cellar.runtime.steps.local import open_local
 from tests.runtime.ranks.test_layouts import CHUNK, LONGEST, ROWS, answers, name, placed, scheduler_of, some_requests
+from tests.runtime.ranks.test_ranks_gpu import close_enough
 from tests.tiny_checkpoint import write_checkpoint
 
 pytestmark = [
@@ -63,6 +69,47 @@ def options(path: Path) -> EngineConfig:
 )
 def test_layouts_on_two_gpus_give_the_tokens_of_one(family: str, layouts: Layouts, tmp_path: Path) -> None:
     """Few chunks, so that requests are suspended and begin again with holes; the second time finds prefixes."""
+    check(family, layouts, tmp_path)
+
+
+LOOPED = {
+    "1D": Layouts(Layout(Mesh(1, 1, 2), "", "zyx"), Layout(Mesh(1, 1, 2), "", "zyx"), looped=True),
+    "2D": Layouts(Layout(Mesh(2, 1, 1), "", "zyx"), Layout(Mesh(2, 1, 1), "", "zyx"), looped=True),
+    "XYZ": Layouts(Layout(Mesh(1, 1, 2), "xyz"), Layout(Mesh(1, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("layouts", LOOPED.values(), ids=LOOPED)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_weights_a_layer_ahead_give_the_tokens_of_one(
+    family: str, layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of eight tokens, through NCCL on streams of their own."""
+    monkeypatch.setattr(opened, "LaidPlace", partial(LaidPlace, loop_tokens=8))
+    check(family, layouts, tmp_path)
+
+
+def test_tensor_parallelism_in_chunks_gives_the_tokens_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 600 tokens in chunks of 150, whose sums are too large for boxes; and again, to the same tokens."""
+    wide = {"hidden_size": 2048, "head_dim": 64, "max_position_embeddings": 1024}
+    write_checkpoint(tmp_path, **FAMILIES["llama"] | wide)
+    prompt = np.random.default_rng(3).integers(3, 420, 600).tolist()
+    greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=3)
+
+    def run(size: int) -> list[CompletionOutput]:
+        options: dict[str, Any] = {"max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 640}
+        options |= {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False}
+        with LLM(str(tmp_path), device="cuda", tensor_parallel_size=size, **options) as llm:
+            return [llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0] for _ in range(2)]
+
+    alone, _ = run(1)
+    monkeypatch.setattr(opened, "TensorPlace", partial(TensorPlace, loop_tokens=150))
+    first, again = run(2)
+    assert close_enough(alone, first)
+    assert first.token_ids == again.token_ids
+
+
+def check(family: str, layouts: Layouts, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, **FAMILIES[family])
     config = options(path)
     alone = open_local(config, path).runtime
