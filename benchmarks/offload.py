@@ -26,7 +26,9 @@ from typing import Any
 from cellar import LLM, SamplingParams
 from cellar.bench.forecast import Forecast
 from cellar.core.config import EngineConfig
+from cellar.engine import own_plan
 from cellar.engine.opened import open_front
+from cellar.planner.passes import LINK_READS
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
@@ -75,11 +77,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--kv-cache-memory-bytes", type=int, default=None)
     parser.add_argument("--slow-disk", type=float, default=None, help="As if the disk brought so many GB/s at most.")
+    parser.add_argument(
+        "--link-reads",
+        type=float,
+        default=LINK_READS,
+        help="Of the link's rate, what attention over it reaches; 0: the CPU alone attends in host memory.",
+    )
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
     parser.add_argument("--once", action="store_true", help="One run: no seconds of a decode pass of its own.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
     layers.CPU_TOKENS = options.cpu_tokens
+    own_plan.LINK_READS = options.link_reads  # type: ignore[attr-defined]
     if options.slow_disk is not None:
         os.preadv = SlowDisk(options.slow_disk * 1e9).read  # type: ignore[assignment]
     rest: dict[str, Any] = {

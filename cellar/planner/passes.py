@@ -170,8 +170,10 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     }
 
 
-LINK_READS = 0.8
-"""Of the rate of copies over the link, what kernels reach that attend to KV in host memory: a guess."""
+LINK_READS = 0.0
+"""Of the rate of copies over the link, what kernels reach that attend to KV in host memory. 0, so that plans leave all
+of it to the CPU, until it has been measured in 16 bits on a GPU.
+"""
 
 LEAST_OVER_LINK = 0.05
 """A smaller share of KV is not worth the launches."""
