@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from cellar.core.hardware import Measure
+from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
-from cellar.planner.partition import kv_bytes_per_chip, padded_heads
+from cellar.planner.partition import Choice, kv_bytes_per_chip, padded_heads
 from cellar.planner.plans import Plan
 from cellar.planner.resident import resident_bytes
+from cellar.planner.traffic import StepSizes, step_traffic
 
 GIB = 2.0**30
+ACTIVATION_BYTES = 2
 
 
 def _seconds(value: float) -> str:
@@ -72,9 +75,20 @@ def where(plan: Plan) -> list[tuple[str, str]]:
     if plan.tensor > 1:
         mesh = plan.decode.layout.mesh
         rows.append(("mesh", f"{mesh.x} x {mesh.y} x {mesh.z}"))
-        rows.append(("prefill", _layout_words(plan.prefill.name)))
+        chunks = ", sent in chunks beside the products" if plan.prefill.looped else ""
+        rows.append(("prefill", _layout_words(plan.prefill.name) + chunks))
         rows.append(("decode", _layout_words(plan.decode.name)))
+        rows.append(("sent for the prompts", _sent(plan, padded, plan.prefill, plan.job.prompt)))
+        rows.append(("sent for a token of each", _sent(plan, padded, plan.decode, 1)))
     return rows
+
+
+def _sent(plan: Plan, padded: Dimensions, choice: Choice, new: int) -> str:
+    """Bytes of collectives on each device in a step of the whole batch: the layout's, and the algorithms'."""
+    step = StepSizes(plan.batch, new, ACTIVATION_BYTES, plan.formats.weight_bytes)
+    parts = step_traffic(replace(padded, layers=padded.layers // plan.stages), choice.layout, step)
+    logical, moved = sum(part.logical for part in parts), sum(part.moved for part in parts)
+    return f"{logical / 2**20:,.4g} MiB a device ({moved / 2**20:,.4g} by our sums in order)"
 
 
 def _names(tensor: str, tier: str) -> list[str]:

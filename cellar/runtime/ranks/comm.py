@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import DeviceError
-from cellar.core.sums import at_once
+from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
 from cellar.models.loop import Loop
 from cellar.models.model import Comm
 from cellar.ops.peers import PeerBoxes, sum_of_peers
+from cellar.runtime.mesh.account import Account, Entry
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -53,8 +54,8 @@ class GroupComm:
     its company. Here parts are gathered, or exchanged, and added in the order of ranks, in float32: the same bits on
     all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
     large one, as an all-reduce does. `loop`: see `Comm`. `widths`: own columns of a gather -> those of all ranks, where
-    they are unequal. `boxes`: how small sums go between GPUs that reach each other's memory. Raises DeviceError if
-    another rank has gone.
+    they are unequal. `boxes`: how small sums go between GPUs that reach each other's memory. `account` keeps what was
+    sent, but nothing of what a recorded step sends when it is replayed. Raises DeviceError if another rank has gone.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GroupComm:
         self.rank = rank
         self.size = size
         self.loop = loop
+        self.account = Account()
         self.count = 0
         self._group = group
         self._widths = dict(widths or {})
@@ -76,7 +78,11 @@ class GroupComm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""
-        if self._boxes is not None and self._boxes.take(x):
+        boxed = self._boxes is not None and self._boxes.take(x)
+        moved = (self.size - 1) * x.nbytes if boxed else moved_by_all_reduce(x.nbytes, x.element_size(), self.size)
+        self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(x.nbytes, self.size), moved)
+        if boxed:
+            assert self._boxes is not None
             self.count += 1
             return sum_of_peers(x, self._boxes)
         if at_once(x.nbytes, self.size):
@@ -93,11 +99,13 @@ class GroupComm:
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, w_r] of every rank r side by side."""
         widths = self._widths.get(x.shape[1], (x.shape[1],) * self.size)
-        widest = max(widths)
+        widest, own = max(widths), x.nbytes
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         parts = self._gathered(x)
-        return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        found = torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
+        self.account.add(Entry("all-gather", "z", "logits"), found.nbytes - own, (self.size - 1) * x.nbytes)
+        return found
 
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, contiguous, in the place of everyone's."""

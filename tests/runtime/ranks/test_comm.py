@@ -53,10 +53,16 @@ def test_sums_are_those_of_rank_order(
         wanted = wanted + part.to(exact)
     wanted = wanted.to(dtype)
 
-    def run(made: GroupComm) -> tuple[Tensor, Tensor]:
-        return made.all_reduce(parts[made.rank]), made.all_reduce(parts[made.rank][3:4])
+    def run(made: GroupComm) -> tuple[Tensor, Tensor, dict[str, tuple[int, int]]]:
+        found = made.all_reduce(parts[made.rank]), made.all_reduce(parts[made.rank][3:4])
+        return *found, dict(made.account.totals())
 
-    for whole, row in on_ranks(size, tmp_path, run):
+    large, small, item = 7 * 331, 331, parts[0].element_size()
+    sent = sum(2 * n * item * (size - 1) // size for n in (large, small))
+    # A small one, and any of two, as all parts; a large one in pieces, filled up to be equal, twice.
+    moved = (size - 1) * item * (small + (large if size == 2 else 2 * -(-large // size)))
+    for whole, row, account in on_ranks(size, tmp_path, run):
+        assert account == {"all-reduce": (sent, moved)}
         assert torch.equal(whole, wanted)
         assert torch.equal(row, wanted[3:4]), "a row alone has the bits that it has in company"
 
