@@ -26,6 +26,7 @@ from cellar.ops.attention import AttentionWork, decode_attention
 from cellar.ops.kv_format import as_bytes, format_of
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.held import HOST, HeldMemory
+from cellar.runtime.offload.rooms import Rooms, fetched
 from cellar.runtime.registered import mapped
 from cellar.runtime.steps.arena import Arena
 
@@ -155,7 +156,7 @@ class CpuAttention:
         self._cos_sin = None if cos_sin is None else cos_sin.cpu()
         self._scale = scale
         self._device = device
-        self._pinned: dict[str, Tensor] = {}
+        self._rooms = Rooms(device)
 
     def send(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
         """Begin to bring q, k and v [tokens, heads, head_dim] here; what `attend` wants."""
@@ -163,7 +164,7 @@ class CpuAttention:
         if self._device.type == "cpu":
             return q, k, v
         together = torch.cat((q, k, v), 1)
-        here = self._room("in", together)
+        here = self._rooms.room("in", together.shape, together.dtype).here
         here.copy_(together, non_blocking=True)
         event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -182,18 +183,10 @@ class CpuAttention:
             found = decode_attention(q, k, v, cos_sin, keys, values, self._table, work, self._scale)
         if self._device.type == "cpu":
             return found
-        out = self._room("out", found)
-        out.copy_(found)
-        return out.to(self._device, non_blocking=True)
-
-    def _room(self, name: str, like: Tensor) -> Tensor:
-        """Pinned memory for so many numbers. What is there is read before the stream comes to what is written next:
-        each `attend` waits for a copy that was begun after the last result had been sent.
-        """
-        held = self._pinned.get(name)
-        if held is None or held.numel() < like.numel() or held.dtype != like.dtype:
-            held = self._pinned[name] = torch.empty(like.numel(), dtype=like.dtype, pin_memory=True)
-        return held[: like.numel()].view(like.shape)
+        # The stream has read what was there: q, k and v were begun to be brought behind that, and have come.
+        out = self._rooms.room("out", found.shape, found.dtype)
+        out.here.copy_(found)
+        return fetched(out.there)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.rooms import Room, Rooms, fetched
 
 SPUN_TOKENS = 16
 """Up to so many tokens the CPU's thread spins until x has come: it is on its way for microseconds, and to be woken
@@ -38,34 +39,36 @@ class Exchange:
     def __init__(self, device: torch.device, channel: Channel) -> None:
         self._device = device
         self._channel = channel
-        self._pinned: dict[str, Tensor] = {}
+        self._rooms = Rooms(device)
 
     def send(self, x: Tensor) -> Sent:
         """Begin to bring x [tokens, columns] here, behind what the device has been told so far."""
-        here = self._room("in", x.shape[0], x.shape[1], x.dtype)
+        few = x.shape[0] <= SPUN_TOKENS
+        here = self._few("in", x.shape, x.dtype).here if few else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
         here.copy_(x, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=x.shape[0] > SPUN_TOKENS)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(blocking=not few)  # type: ignore[no-untyped-call]
         event.record()
         return Sent(here, event)
 
     def product(self, weight: LinearWeight, sent: Sent, part: int = 0) -> Tensor:
         """x W^T on the device, on its way. `part` numbers the weights that share this x."""
         sent.event.synchronize()
-        out = self._room(f"out {part}", sent.here.shape[0], weight.out_features, sent.here.dtype)
+        shape, dtype = torch.Size((sent.here.shape[0], weight.out_features)), sent.here.dtype
+        if shape[0] > SPUN_TOKENS:
+            out = torch.empty(shape, dtype=dtype, pin_memory=True)
+            with self._channel.busy():
+                out.copy_(weight.multiply(sent.here))
+            return out.to(self._device, non_blocking=True)
+        room = self._few(f"out {part}", shape, dtype)
         with self._channel.busy():
-            out.copy_(weight.multiply(sent.here))
-        return out.to(self._device, non_blocking=True)
+            room.here.copy_(weight.multiply(sent.here))
+        return fetched(room.there)
 
-    def _room(self, name: str, tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Pinned memory. What is there has been read before it is written again: x by the CPU, and a product by the
-        stream, which comes to the next x behind it.
+    def _few(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Room:
+        """What is there has been read before it is written again: x by the CPU, and a product by the stream, which
+        comes to the next x behind it.
         """
-        if tokens > SPUN_TOKENS:
-            return torch.empty((tokens, columns), dtype=dtype, pin_memory=True)
-        held = self._pinned.get(name)
-        if held is None or held.numel() < tokens * columns or held.dtype != dtype:
-            held = self._pinned[name] = torch.empty(SPUN_TOKENS * columns, dtype=dtype, pin_memory=True)
-        return held[: tokens * columns].view(tokens, columns)
+        return self._rooms.room(name, shape, dtype, SPUN_TOKENS * shape[1])
 
 
 class HostRows(LinearWeight):
