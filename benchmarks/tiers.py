@@ -36,6 +36,7 @@ from cellar.runtime.steps.local import LocalRuntime
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.host import HostTier
+from cellar.server.engine_process import SWITCH_SECONDS
 
 GIB = 2**30
 LINK = 50e9
@@ -328,6 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     report = Report(options.json)
+    sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
     tier, without = opened(options, kv_offloading_size=options.host), opened(options)
     with tier.llm, without.llm:
         report.found["ready"] = report.seconds()

@@ -23,8 +23,10 @@ MARGIN = 0.1
 RETRY_SECONDS = 30.0
 """A tier from which nothing came for so long is asked for one chunk, though it was too slow."""
 
-TURN_SECONDS = 0.0015
-"""From a load's answer to the first layer of the step that needs it: it is taken in, a plan is made and launched."""
+TURN_SECONDS = 0.004
+"""From a load's answer to the first layer of the step that needs it: it is taken in, a plan is made and brought to the
+device (measured on an H200's host: 5 ms for 5,888 tokens).
+"""
 
 Sums = tuple[float, float]
 """Of costs * seconds and of costs * costs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,8 +89,10 @@ def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
     """4 GiB on their way in another queue (80 ms of a link of 50 GB/s), asked for in pieces as a load's chunks are."""
     device = torch.device("cuda", 0)
     upload = uploader(device)
+    planned = partial(plan_attention, heads=32, kv_heads=8, head_dim=128, chunk_size=32, device=device, upload=upload)
     (warm,) = upload([np.arange(3)])
     assert warm.tolist() == [0, 1, 2]
+    planned([0], [8192], [8704])
     here = torch.empty(2**28, dtype=torch.uint8, pin_memory=True)
     there = torch.empty_like(here, device=device)
     side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -100,13 +103,14 @@ def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
                 there[at : at + 2**24].copy_(here[at : at + 2**24], non_blocking=True)
         loaded: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         loaded.record()
-    for turn in range(50):  # blocks of pinned memory come back while kernels of others read theirs
+    for turn in range(20):  # blocks of pinned memory come back while kernels of others read theirs
         numbers, flags = upload([np.arange(turn, turn + 5000), np.array([turn % 2 == 0])])
         assert numbers.tolist() == list(range(turn, turn + 5000))
         assert flags.tolist() == [turn % 2 == 0]
-    # A step's attention work list, of which many are planned and let go of before the load ends.
-    for turn in range(50):
-        work = plan_attention([0], [8192 + turn], [8704], 32, 8, 128, 32, device=device, upload=upload)
+    assert not loaded.query(), "the load had ended before, or was waited for"
+    # And so do a step's attention work lists.
+    found = [planned([0], [8192 + turn], [8704]) for turn in range(5)]
+    for work in found:
         there = work.resident.meta[HEADER:].view(-1, ITEM_FIELDS)
         np.testing.assert_array_equal(there.cpu().numpy(), work.items.table)
     assert not loaded.query(), "the load had ended before, or was waited for"
