@@ -21,7 +21,9 @@ TIE = 0.35
 
 def engine(device: str, **options: object) -> LLM:
     """The model that ships."""
-    return LLM(dtype="bfloat16", device=device, quantization="int4", max_model_len=256, **options)  # type: ignore[arg-type]
+    return LLM(
+        dtype="bfloat16", device=device, quantization="int4", kv_cache_memory_bytes=2**27, max_model_len=256, **options
+    )  # type: ignore[arg-type]
 
 
 def test_tokens_are_the_cpus_but_for_ties() -> None:

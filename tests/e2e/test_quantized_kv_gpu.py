@@ -20,9 +20,10 @@ TEXTS = (
     "Lily wanted to bake a cake. She",
 )
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-TIE = {"float32": 0.02, "bfloat16": 0.35}
-"""By how much less likely than the CPU's best token one may be that a GPU's engine takes: another sum rounds otherwise,
-and a code that a rotation's last bit changes is another number.
+TIE = 0.02
+"""By how much less likely than the CPU's best token one may be that a GPU's engine takes in float32: another sum rounds
+otherwise, and a code that a rotation's last bit changes is another number. In bfloat16 it may lose a quarter more than
+the CPU's own engine does.
 """
 
 Answers = list[list[int]]
@@ -30,6 +31,7 @@ Answers = list[list[int]]
 
 def engine(form: str, dtype: str, device: str = "cuda", **options: object) -> LLM:
     """The model that ships, heads of 64 in groups of three."""
+    options = {"kv_cache_memory_bytes": 2**27} | options
     return LLM(dtype=dtype, device=device, kv_cache_dtype=form, max_model_len=256, **options)  # type: ignore[arg-type]
 
 
@@ -80,9 +82,14 @@ def test_tokens_are_the_cpus_but_for_ties(form: str, dtype: str) -> None:
         scarce = answers(llm, prompts)
         assert llm.stats().preemptions > 0, "some were suspended"
     assert len({tuple(found) for found in together}) > 4
+    if dtype != "float32":
+        with engine(form, dtype, "cpu") as llm:
+            rounded = answers(llm, prompts)
     with engine(form, "float32", "cpu") as judge:
+        most = TIE if dtype == "float32" else 1.25 * lost(judge, prompts, rounded)
+        assert most < 1
         for found in (together, again, alone, pieces, scarce):
-            assert lost(judge, prompts, found) <= TIE[dtype]
+            assert lost(judge, prompts, found) <= most
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -93,4 +100,4 @@ def test_the_judge_tells_formats_apart(form: str) -> None:
         plain = answers(llm, prompts)
         other = [answer[::-1] for answer in plain]
     with engine(form, "float32", "cpu") as judge:
-        assert lost(judge, prompts, other) > 10 * max(TIE.values())
+        assert lost(judge, prompts, other) > 3.5

@@ -34,8 +34,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
 OPTIONS: dict[str, Any] = {"device": "cuda", "skip_tokenizer_init": True}
 GIB = 2**30
-NEAR = {"int4": 0.1, "int8": 0.1, "fp8": 0.5}
-"""How much less likely a token may be that the resident engine did not choose."""
+CHAOS = 0.6
+"""FP8 rounds tokens: what differs in the last bit may become another code, a sixteenth away. Embeddings of this model
+that differ by a millionth move log-probabilities by up to 0.2 in float32; in bfloat16 0.43 was seen.
+"""
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -60,6 +62,19 @@ def equal_but_for_ties(found: CompletionOutput, wanted: CompletionOutput, near: 
             assert likely[other].logprob - likely[token].logprob < near
             return False
     return True
+
+
+def gap_of_first_tokens(found: list[RequestOutput], wanted: list[RequestOutput]) -> float:
+    """By how much the log-probabilities of the first tokens differ at most, of those that both found likely."""
+    gaps: list[float] = []
+    for one, other in zip(found, wanted, strict=True):
+        here, there = one.outputs[0].logprobs, other.outputs[0].logprobs
+        assert here is not None
+        assert there is not None
+        both = here[0].keys() & there[0].keys()
+        assert len(both) >= 2, "of five"
+        gaps.extend(abs(here[0][token].logprob - there[0][token].logprob) for token in both)
+    return max(gaps)
 
 
 def resident(model: Path, dtype: str, quantization: str | None = None) -> list[RequestOutput]:
@@ -120,31 +135,40 @@ def test_bfloat16_gives_the_resident_engines_tokens(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
 @pytest.mark.parametrize("kind", ["llama", "opt"])
 def test_quantized_weights_come_in_their_bits(kind: str, form: str, tmp_path: Path) -> None:
-    """Rows of each tensor anywhere, some multiplied by the CPU; in float32 the resident engine's tokens. fp8 rounds
-    activations: what differs in the last bit may be rounded to another code, a sixteenth away.
-    """
+    """Rows of each tensor anywhere, some multiplied by the CPU; in float32 the resident engine's tokens."""
     model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
     wanted = resident(model, "float32", form)
-    equal = 0
     for seed in range(3):
         with offloaded(model, tmp_path, "float32", seed, form, batch=1 + 2 * (seed % 2)) as llm:
             found = llm.generate(*requests(), use_tqdm=False)
-        for one, other in zip(found, wanted, strict=True):
-            equal += equal_but_for_ties(one.outputs[0], other.outputs[0], NEAR[form])
-    assert equal >= {"fp8": 9}.get(form, 27), "of 27"
+        if form == "fp8":
+            assert gap_of_first_tokens(found, wanted) < CHAOS
+        else:
+            assert tokens_of(found) == tokens_of(wanted)
 
 
 @pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
 def test_quantized_weights_in_bfloat16(form: str, tmp_path: Path) -> None:
-    """By the kernels of resident weights, over slots; whole tensors, so the same products but for the CPU's."""
+    """By the kernels of weights that stay: wherever whole tensors come from, the same loop says exactly what
+    it says with all of them on the device; where the CPU multiplies some, that but for ties.
+    """
     model = write_checkpoint(tmp_path / "model", **SHAPE)
-    wanted = resident(model, "bfloat16", form)
-    equal = 0
-    for seed in range(3):
-        with offloaded(model, tmp_path, "bfloat16", seed, form, batch=3, whole=True) as llm:
-            for one, other in zip(llm.generate(*requests(), use_tqdm=False), wanted, strict=True):
-                equal += equal_but_for_ties(one.outputs[0], other.outputs[0], NEAR[form])
-    assert equal >= {"fp8": 9}.get(form, 18), "of 27"
+
+    def said(seed: int, *places: str) -> list[RequestOutput]:
+        with offloaded(model, tmp_path, "bfloat16", seed, form, batch=3, whole=True, places=places) as llm:
+            return llm.generate(*requests(), use_tqdm=False)
+
+    wanted = said(0, "device")
+    for seed, places in ((0, ("device", "disk")), (1, ("device", "host", "disk")), (3, ("host",))):
+        found = said(seed, *places)
+        assert tokens_of(found) == tokens_of(wanted)
+        assert gap_of_first_tokens(found, wanted) == 0
+    by_cpu = said(2, "device", "host", "disk")
+    if form == "fp8":
+        assert gap_of_first_tokens(by_cpu, wanted) < CHAOS
+    else:
+        equal = [equal_but_for_ties(a.outputs[0], b.outputs[0]) for a, b in zip(by_cpu, wanted, strict=True)]
+        assert sum(equal) >= 6, "of 9"
 
 
 def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
