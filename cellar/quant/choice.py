@@ -15,6 +15,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.linear.choice import KEY, Shape
+from cellar.ops.linear.mixed import Mixed
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import Room
 from cellar.quant.packed import parts_of, span_of
@@ -68,8 +69,10 @@ class Tiles:
         return None
 
 
-# None is the library's product of the expanded matrix. A matrix has the form of tiles, or of nibbles (int4 on Hopper).
-Kernel: TypeAlias = Tiles | Nibbles | None
+# None is the library's product of the expanded matrix. A matrix has the form of tiles, or of nibbles (int4 on Hopper);
+# mixed is for both.
+Sizes: TypeAlias = Tiles | Nibbles | Mixed
+Kernel: TypeAlias = Sizes | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +98,9 @@ class QuantizedChoice:
         kernels = tuple(k.fitting(format, m, room) if isinstance(k, Tiles) else k for m, k in pairs)
         return QuantizedChoice(self.tokens, kernels)
 
-    def all_are(self, kind: type[Tiles | Nibbles]) -> bool:
-        """True if all kernels, but for the library, are of a kind: those of the other want another form."""
-        return all(kernel is None or isinstance(kernel, kind) for kernel in self.kernels)
+    def all_are(self, *kinds: type[Sizes]) -> bool:
+        """True if all kernels, but for the library, are of these kinds: others want another form, or another shape."""
+        return all(kernel is None or isinstance(kernel, kinds) for kernel in self.kernels)
 
 
 def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
@@ -129,7 +132,7 @@ def default_nibbles(n: int, k: int) -> QuantizedChoice:
 TABLE = "linear.quantized"
 COLUMNS = (*KEY, "m", "kernel", "sizes", "seconds", "library_seconds")
 _LIBRARY = "library"
-_KINDS: Mapping[str, type[Tiles | Nibbles]] = {"tiles": Tiles, "nibbles": Nibbles}
+_KINDS: Mapping[str, type[Sizes]] = {"tiles": Tiles, "nibbles": Nibbles, "mixed": Mixed}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from cellar.ops.cuda.hopper import DTYPES
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.mixed import Mixed, mixed_kind, mixed_linear, mixed_source
 from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.room import room_of
 from cellar.quant.activations import rounded
@@ -17,6 +19,7 @@ from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, defa
 from cellar.quant.matrix import Quantized, dequantized, in_order
 from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
 from cellar.quant.packed import Packed, packed, packs, unpacked
+from cellar.quant.spans import multiplies_spans, spans
 from cellar.quant.triton import multiply_packed
 from cellar.quant.weight import QuantizedWeight, StackedWeight
 
@@ -36,7 +39,7 @@ class PackedWeight(LinearWeight):
 
     def __init__(self, matrix: Packed, order: Tensor | None, choice: QuantizedChoice | None) -> None:
         super().__init__(*matrix.shape)
-        if choice is None or not choice.all_are(Tiles):
+        if choice is None or not choice.all_are(Tiles, *([Mixed] if multiplies_spans(matrix) else [])):
             choice = default_choice(matrix.format, *matrix.shape)
         self.matrix = matrix
         self.order = order
@@ -52,7 +55,8 @@ class PackedWeight(LinearWeight):
     def kernel(self, x: Tensor) -> Kernel:
         """The kernel for these tokens; in float32 several are for the library."""
         m = x.shape[0]
-        return None if x.dtype == torch.float32 and m > 1 else self.choice.at(m)
+        kernel = None if x.dtype == torch.float32 and m > 1 else self.choice.at(m)
+        return None if isinstance(kernel, Mixed) and x.dtype not in DTYPES else kernel
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the kernel of the choice."""
@@ -62,7 +66,18 @@ class PackedWeight(LinearWeight):
             x = x[:, self.order]
         if self.matrix.format.activations:
             x = rounded(x, self.matrix.format).to(x.dtype)
-        return multiply_packed(x, self.matrix, bias, self.kernel(x), self.arrivals)
+        kernel = self.kernel(x)
+        if not isinstance(kernel, Mixed):
+            return multiply_packed(x, self.matrix, bias, kernel, self.arrivals)
+        if x.is_meta:
+            return x.new_empty((x.shape[0], self.out_features))
+        return mixed_linear(x, spans(self.matrix), bias, kernel)
+
+    def sources(self, bias: bool, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may run, with the constants that it is compiled with."""
+        for kernel in self.choice.kernels:
+            if isinstance(kernel, Mixed):
+                yield mixed_source(kernel, mixed_kind(spans(self.matrix)), bias, dtype)
 
     def dense(self) -> Tensor:
         """float32 [out, in]."""

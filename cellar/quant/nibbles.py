@@ -10,6 +10,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.cuda.hopper import DTYPES, hopper_serves
 from cellar.ops.linear.bytes import TOKENS, tokens_of
+from cellar.ops.linear.mixed import Mixed, mixed_kind, mixed_linear, mixed_source, mixed_takes
 from cellar.ops.linear.nibbles import Fragments, Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.choice import Kernel, QuantizedChoice, default_nibbles
@@ -26,7 +27,7 @@ class NibbleWeight(LinearWeight):
         super().__init__(*matrix.shape)
         self.format: Format = matrix.format
         self._form = fragments(matrix)
-        if choice is None or not choice.all_are(Nibbles):
+        if choice is None or not choice.all_are(Nibbles, *([Mixed] if mixed_takes(*matrix.shape) else [])):
             choice = default_nibbles(*matrix.shape)
         self.choice = choice
 
@@ -64,6 +65,9 @@ class NibbleWeight(LinearWeight):
             sizes = self.choice.at(m)
             if isinstance(sizes, Nibbles):
                 yield nibbles_source(sizes, *kind, tokens_of(m), has_zeros, bias, dtype, scales)
+        for kernel in self.choice.kernels:
+            if isinstance(kernel, Mixed):
+                yield mixed_source(kernel, mixed_kind(self._form), bias, dtype)
         yield writer_source(*kind, has_zeros, dtype, scales)
 
     def _given(self) -> Quantized:
@@ -74,6 +78,8 @@ def multiply_nibbles(x: Tensor, matrix: Fragments, bias: Tensor | None, kernel: 
     """x W^T + b in 16 bits by one kernel: x: [m, k] -> [m, n]; None: the matrix is written out for the library."""
     if isinstance(kernel, Nibbles):
         return nibbles_linear(x, matrix, bias, kernel)
+    if isinstance(kernel, Mixed):
+        return mixed_linear(x, matrix, bias, kernel)
     return torch.nn.functional.linear(x, written_out(matrix, x.dtype), bias)
 
 

@@ -9,20 +9,25 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.core.formats import Format
-from cellar.ops.cuda.hopper import DTYPES
+from cellar.ops.cuda.hopper import DTYPES, hopper_serves
+from cellar.ops.linear.mixed import Mixed, mixed_linear, mixed_takes
 from cellar.ops.registry import Case, Op, Variant
 from cellar.quant.activations import rounded
 from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.choice import default_choice
 from cellar.quant.cpu import quantized_linear_cpu, takes
+from cellar.quant.fragments import fragments, fragments_take
 from cellar.quant.int8 import Int8Weight, int8_multiplies
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
-from cellar.quant.packed import packed, packs
+from cellar.quant.packed import is_symmetric, packed, packs
+from cellar.quant.spans import is_spans, spans
 from cellar.quant.triton import multiply_packed
 
 # Numbers that are dequantized at a time: they stay in a CPU's cache and bound the extra memory.
 _ELEMENTS = 1 << 18
+# What the kernel for many tokens is tried with.
+_MIXED = Mixed(32, 2, 2, 2)
 
 
 def quantized_linear(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
@@ -75,6 +80,17 @@ def _is_nibbles(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> boo
     return x.dtype in DTYPES and multiplies_nibbles(matrix)
 
 
+def quantized_linear_mixed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
+    """`quantized_linear` of int4 and int8 for many tokens; weights keep the form (`nibbles.py`, `device.py`)."""
+    form = fragments(matrix) if fragments_take(matrix) else spans(packed(matrix))
+    return mixed_linear(x, form, bias, _MIXED)
+
+
+def _is_mixed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
+    takes = x.dtype in DTYPES and x.shape[0] > 0 and mixed_takes(*matrix.shape) and hopper_serves(matrix.codes.device)
+    return takes and (fragments_take(matrix) or (packs(matrix) and is_spans(matrix.format, is_symmetric(matrix))))
+
+
 def _is_packed(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
     return packs(matrix) and x.shape[0] > 0
 
@@ -112,6 +128,7 @@ _OP = Op(
         Variant("hopper", quantized_linear_hopper, _is_fp8),
         Variant("hopper", quantized_linear_nibbles, _is_nibbles),
         Variant("triton", quantized_linear_kernel, _is_packed),
+        Variant("hopper", quantized_linear_mixed, _is_mixed),
         Variant("cpu", quantized_linear_cpu, takes),
         Variant("cpu", quantized_linear_int8, _is_int8),
     ),
@@ -131,6 +148,8 @@ _OP = Op(
         _case(Format("int4", 32, zero_points=True), 8, 40, 192, bias=True),
         _case(Format("int4", 128), 40, 24, 384, bias=True),
         _case(Format("int8", 64), 3, 40, 192),
+        _case(Format("int8"), 35, 72, 328, bias=True),
+        _case(Format("int4", 128, zero_points=True), 33, 136, 512, bias=True),
         _case(Format("int8", activations="int8"), 1, 70, 96, bias=True),
         _case(Format("int8", activations="int8"), 3, 33, 41),
         _case(Format("int8", rows=0, activations="int8"), 19, 40, 320),

@@ -82,11 +82,11 @@ def launch(
 
 
 def tensor_map(
-    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int = 128
 ) -> ctypes.Array[ctypes.c_uint64]:
     """As `cuda_driver.tensor_map`, in the emulator's form."""
     made = (ctypes.c_uint64 * 16)()
-    made[0], made[1] = tensor.data_ptr(), len(sizes)
+    made[0], made[1] = tensor.data_ptr(), len(sizes) + 256 * swizzle
     for i, size in enumerate(sizes):
         made[2 + i], made[11 + i] = size, box[i]
     for i, stride in enumerate(strides):

@@ -27,7 +27,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-struct alignas(64) TensorMap {  // address, rank, five sizes, four strides (bytes), five sizes of the box
+struct alignas(64) TensorMap {  // address, rank + 256 swizzle, five sizes, four strides (bytes), five sizes of the box
     u64 opaque[16];
 };
 
@@ -60,6 +60,7 @@ struct Products {
     int columns;
     std::vector<void*> sums;
     std::vector<const u32*> rows;  // a thread's part of the first operand, if that is in registers
+    bool turned;                   // whether rows of the second one are columns
 };
 
 struct Group {  // of four warps
@@ -219,11 +220,14 @@ inline void launch(u32 blocks_in_all, u32 size, u32 threads, u32 shared, u32 see
 
 inline float number(u16 bits);
 
-inline u32 swizzled(u32 address) { return address ^ (((address >> 7) & 7) << 4); }
+inline u32 swizzled(u32 address, u64 bytes = 128) { return address ^ (bytes ? (address >> 7 & (bytes / 16 - 1)) << 4 : 0); }
 
 inline void copy_box(const TensorMap* map, u32 to, const int* at) {
     const u64* o = map->opaque;
-    const int rank = static_cast<int>(o[1]);
+    const int rank = static_cast<int>(o[1] % 256);
+    const u64 swizzle = o[1] / 256;
+    if (swizzle && o[11] * 2 != swizzle) fail("a box of other rows than the swizzle's");
+    if (to % 128) fail("a box that is not on 128");
     long long box[5] = {1, 1, 1, 1, 1};
     for (int d = 0; d < rank; ++d) box[d] = static_cast<long long>(o[11 + d]);
     u32 offset = 0;
@@ -239,13 +243,13 @@ inline void copy_box(const TensorMap* map, u32 to, const int* at) {
                         for (int i = 1; i < rank; ++i) bytes += place[i] * static_cast<long long>(o[6 + i]);
                         u16 value = 0;
                         if (inside) std::memcpy(&value, reinterpret_cast<const char*>(o[0]) + bytes, 2);
-                        std::memcpy(bytes_at(swizzled(to + offset), 2), &value, 2);
+                        std::memcpy(bytes_at(swizzled(to + offset, swizzle), 2), &value, 2);
                     }
 }
 
 inline u32 box_bytes(const TensorMap* map) {
     u32 bytes = 2;
-    for (u64 d = 0; d < map->opaque[1]; ++d) bytes *= static_cast<u32>(map->opaque[11 + d]);
+    for (u64 d = 0; d < map->opaque[1] % 256; ++d) bytes *= static_cast<u32>(map->opaque[11 + d]);
     return bytes;
 }
 
@@ -260,7 +264,7 @@ inline void arrive(u32 barrier, int arrivals, long long bytes) {
 }
 
 inline void copy_later(const TensorMap* map, u32 to, u32 barrier, int rank, const std::vector<int>& at, u32 mask) {
-    if (static_cast<int>(map->opaque[1]) != rank) fail("an instruction of other dimensions than the tensor's");
+    if (static_cast<int>(map->opaque[1] % 256) != rank) fail("an instruction of other dimensions than the tensor's");
     copies.push_back([=] {
         for (u32 rank = 0; rank < blocks.size(); ++rank) {
             if (!(mask >> rank & 1)) continue;
@@ -385,6 +389,9 @@ inline void load_box(const TensorMap* map, u32 to, u32 barrier, int column, int 
     const u32 rank = emulated::current->block->rank;
     emulated::copy_later(map, to, barrier, 2, {column, row, 0, 0, 0}, SHARERS > 1 ? mask : 1u << rank);
 }
+inline void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, u64) {
+    emulated::copy_later(map, to, barrier, 3, {c0, c1, c2, 0, 0}, 1u << emulated::current->block->rank);
+}
 inline void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
     emulated::copy_later(map, to, barrier, 5, {c0, c1, c2, c3, c4}, 1u << emulated::current->block->rank);
 }
@@ -395,6 +402,8 @@ inline void store_shared(u32 to, u32 a) { std::memcpy(emulated::bytes_at(to, 4),
 inline void clear_shared(u32 to) { std::memset(emulated::bytes_at(to, 16), 0, 16); }
 inline void load_shared(u32 from, u32 (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
+inline void load_word(u32 from, u32& x) { std::memcpy(&x, emulated::bytes_at(from, 4), 4); }
+inline void load_half(u32 from, u32& x) { x = 0, std::memcpy(&x, emulated::bytes_at(from, 2), 2); }
 inline int load_byte(u32 from) { return *emulated::bytes_at(from, 1); }
 inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
 inline void load_once(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
@@ -473,6 +482,13 @@ inline u32 bytes_of(u32 a, u32 b, u32 which) {
 inline u32 add_two(u32 a, u32 b) {
     return two(one(static_cast<u16>(a)) + one(static_cast<u16>(b)), one(a >> 16) + one(b >> 16));
 }
+inline u32 multiply_add_two(u32 a, u32 b, u32 c) {
+    const auto done = [](u32 a, u32 b, u32 c) {
+        return std::fma(one(static_cast<u16>(a)), one(static_cast<u16>(b)), one(static_cast<u16>(c)));
+    };
+    return two(done(a, b, c), done(a >> 16, b >> 16, c >> 16));
+}
+inline u32 multiply_two(u32 a, u32 b) { return multiply_add_two(a, b, 0); }
 inline u16 narrow(float value) { return rounded(value); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float power_of_2(float x) { return std::exp2(x); }
@@ -487,24 +503,34 @@ inline void products_begin() {}
 template <int N>
 inline void multiply_wide(float (&sum)[N], u64 a, u64 b, bool add) {
     auto& group = emulated::current->block->groups[threadIdx.x / 128];
-    emulated::in_four_warps("multiply_wide", sum, [&](std::vector<void*>& sums) { group.open.push_back({a, b, add, 2 * N, sums, {}}); });
+    emulated::in_four_warps("multiply_wide", sum, [&](std::vector<void*>& sums) { group.open.push_back({a, b, add, 2 * N, sums, {}, false}); });
 }
 
 template <int N>
-inline void multiply_turned(float (&sum)[N], const u32 (&a)[4], u64 b, bool add) {
+inline void multiply_from_registers(float (&sum)[N], const u32 (&a)[4], u64 b, bool add, bool turned) {
     struct Mine {
         float* sum;
         const u32* a;
     } mine{sum, a};
     auto& group = emulated::current->block->groups[threadIdx.x / 128];
-    emulated::in_four_warps("multiply_turned", &mine, [&](std::vector<void*>& all) {
-        emulated::Products one{0, b, add, 2 * N, {}, {}};
+    emulated::in_four_warps("multiply_from_registers", &mine, [&](std::vector<void*>& all) {
+        emulated::Products one{0, b, add, 2 * N, {}, {}, turned};
         for (void* thread : all) {
             one.sums.push_back(static_cast<Mine*>(thread)->sum);
             one.rows.push_back(static_cast<Mine*>(thread)->a);
         }
         group.open.push_back(one);
     });
+}
+
+template <int N>
+inline void multiply_turned(float (&sum)[N], const u32 (&a)[4], u64 b, bool add) {
+    multiply_from_registers(sum, a, b, add, true);
+}
+
+template <int N>
+inline void multiply_across(float (&sum)[N], const u32 (&a)[4], u64 b, bool add) {
+    multiply_from_registers(sum, a, b, add, false);
 }
 
 inline u64 descriptor_turned(u32 address, u32 apart) {
@@ -527,12 +553,12 @@ inline void products_done() {
             for (const auto& one : group.asked.front()) {
                 float a[64][16], b[256][16];
                 for (int k = 0; k < 16; ++k) {
-                    const bool turned = !one.rows.empty();
-                    for (int i = 0; i < 64 && !turned; ++i) a[i][k] = emulated::element(one.a, i, k);
+                    const bool registers = !one.rows.empty();
+                    for (int i = 0; i < 64 && !registers; ++i) a[i][k] = emulated::element(one.a, i, k);
                     for (int j = 0; j < one.columns; ++j) {
-                        b[j][k] = turned ? emulated::element(one.b, k, j) : emulated::element(one.b, j, k);
+                        b[j][k] = one.turned ? emulated::element(one.b, k, j) : emulated::element(one.b, j, k);
                     }
-                    for (int thread = 0; thread < 128 && turned; ++thread) {
+                    for (int thread = 0; thread < 128 && registers; ++thread) {
                         if (k / 2 % 4 != thread % 4) continue;
                         for (int half = 0; half < 2; ++half) {
                             const u32 pair = one.rows[thread][k / 8 * 2 + half];

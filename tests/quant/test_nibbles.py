@@ -14,6 +14,7 @@ from cellar.core.formats import Format
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.hopper import hopper_available
 from cellar.ops.linear.fused import norm_feed_forward, norm_linear
+from cellar.ops.linear.mixed import Mixed
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.quant.choice import QuantizedChoice, Tiles, default_nibbles
 from cellar.quant.device import PackedWeight, on_device
@@ -120,6 +121,15 @@ def test_a_choice_for_the_other_form_is_not_taken() -> None:
     assert weight.choice.all_are(Tiles)
 
 
+def test_the_kernel_for_many_tokens_is_taken_where_results_lie_on_16_bytes() -> None:
+    choice = QuantizedChoice((8, 64), (Nibbles(1, 4, 1, 1, 2, 1), Mixed(64, 2, 1, 2)))
+    weight = NibbleWeight(example(FOUR), choice)
+    assert weight.choice == choice
+    found = [constants for _, constants in weight.sources(bias=True, dtype=torch.bfloat16)]
+    assert {c["STAGES"] for c in found if "STAGES" in c} == {2}
+    assert NibbleWeight(example(FOUR, 68), choice).choice == default_nibbles(68, 384)
+
+
 def test_sources_are_of_all_that_may_run() -> None:
     weight = NibbleWeight(example(FOUR))
     found = [constants for _, constants in weight.sources(bias=True, dtype=torch.bfloat16)]
@@ -222,3 +232,21 @@ def test_on_hopper_products_follow_one_another_in_a_graph(m: int) -> None:
     """Each begins before the kernel in front has ended: its weights early, its tokens not."""
     weights = [on_gpu(FOUR, 4096, 4096, seed)[1] for seed in range(4)]
     check_replays(weights, torch.randn((m, 4096), device="cuda").bfloat16())
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("format", [FOUR, Format("int8")], ids=str)
+def test_on_hopper_wide_products_follow_one_another_in_a_graph(format: Format) -> None:
+    """Of parts that meet in a cluster, and of whole sums."""
+    kernels = Mixed(64, 2, 4, 3), Mixed(128, 4, 1, 3)
+    for m, kernel in zip((50, 100), kernels, strict=True):
+        weights = []
+        for seed in range(4):
+            generator = torch.Generator("cuda").manual_seed(seed)
+            matrix = quantized(torch.randn((4096, 4096), device="cuda", generator=generator) / 64, format)
+            weight = on_device(QuantizedWeight(matrix), lambda shape, kernel=kernel: QuantizedChoice((256,), (kernel,)))  # type: ignore[misc]
+            assert isinstance(weight, NibbleWeight | PackedWeight)
+            assert weight.choice.at(m) == kernel
+            weights.append(weight)
+        check_replays(weights, torch.randn((m, 4096), device="cuda").bfloat16())

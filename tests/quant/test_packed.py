@@ -12,9 +12,11 @@ from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.compile_jobs import jobs_of, on_target
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.mixed import Mixed
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import room_on
 from cellar.ops.triton_support import noted_launches
+from cellar.quant import spans as spans_module
 from cellar.quant import triton as kernels
 from cellar.quant.choice import (
     QuantizedChoice,
@@ -165,10 +167,32 @@ def test_a_choice_is_looked_up_by_shape_format_and_group() -> None:
     assert weight.kernel(half.float()) is None, "of float32 the library knows exact ways"
 
 
+def test_int8_on_hopper_has_a_kernel_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = QuantizedChoice((32, 64), (Tiles(32, 8, 2, 1), Mixed(64, 2, 1, 2)))
+    weight = on_device(QuantizedWeight(example("int8")), lambda shape: choice)
+    assert isinstance(weight, PackedWeight)
+    assert weight.choice.all_are(Tiles), "on this machine"
+    monkeypatch.setattr(spans_module, "hopper_serves", lambda device: True)
+    weight = on_device(QuantizedWeight(example("int8")), lambda shape: choice)
+    assert isinstance(weight, PackedWeight)
+    assert weight.choice == choice
+    assert weight.kernel(torch.zeros((40, 384), dtype=torch.float16)) == Mixed(64, 2, 1, 2)
+    assert weight.kernel(torch.zeros((40, 384))) is None
+    assert weight.multiply(torch.empty((40, 384), dtype=torch.float16, device="meta")).shape == (40, 72)
+    ((source, constants),) = weight.sources(bias=False, dtype=torch.float16)
+    assert "mixed_product" in source
+    assert (constants["BITS"], constants["TOKENS"]) == (8, 64)
+    for other in ("int8 zeros", "int8/32", "fp8"):
+        found = on_device(QuantizedWeight(example(other)), lambda shape: choice)
+        assert isinstance(found, PackedWeight)
+        assert found.choice.all_are(Tiles)
+
+
 def test_a_profile_keeps_what_was_measured() -> None:
     shape = Shape(4096, 4096, "int4", 64)
     timings = [QuantizedTiming(1, Tiles(64, 8, 4, 4, 4), 1e-5, 2e-5), QuantizedTiming(512, None, 3e-5, 3e-5)]
     fours = [QuantizedTiming(8, Nibbles(2, 8, 1, 2, 2, 2), 1e-5, 2e-5)]
+    fours += [QuantizedTiming(64, Mixed(64, 2, 4, 3, 2), 1e-5, 2e-5)]
     assert quantized_timings(tables_with({}, {shape: fours})) == {shape: fours}
     tables = tables_with({}, {shape: timings})
     assert quantized_timings(tables) == {shape: timings}
@@ -180,7 +204,7 @@ def test_a_profile_keeps_what_was_measured() -> None:
         quantized_timings({name: Table(table.columns[1:], ())})
     row = list(table.rows[0])
     row[5] = "gemv"
-    with pytest.raises(ConfigError, match="only tiles, nibbles and library"):
+    with pytest.raises(ConfigError, match="only tiles, nibbles, mixed and library"):
         quantized_timings({name: Table(table.columns, (tuple(row),))})
     row[5:7] = "tiles", "64/32/4"
     with pytest.raises(ConfigError, match="5 numbers are wanted"):

@@ -20,7 +20,7 @@ _MAX_DYNAMIC_SHARED = 8
 _CLUSTER_DIMENSION = 4
 _DEPENDENT_LAUNCH = 6
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9}
-_SWIZZLE_128 = 3
+_SWIZZLES = {0: 0, 64: 2, 128: 3}
 _PROMOTE_256 = 3
 
 Argument: TypeAlias = ctypes.c_int | ctypes.c_void_p | ctypes.Structure
@@ -54,12 +54,18 @@ def driver_available() -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
-    address: int, dtype: torch.dtype, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    address: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int = 128,
 ) -> TensorMap:
     """Of 16-bit floats at an address: sizes and box from the innermost dimension on, strides (elements) from the next.
 
-    A box is 64 wide, 128 bytes, which are swizzled. What lies outside of the tensor is read as zeros. The address and
-    the strides' bytes must be multiples of 16. Who uses it keeps the memory; the same arguments give the same map.
+    swizzle: bytes of a box's row, 128 or 64, whose 16-byte pieces change places by the row; 0: they lie as they come.
+    What lies outside of the tensor is read as zeros. The address and the strides' bytes must be multiples of 16. Who
+    uses it keeps the memory; the same arguments give the same map.
     """
     rank = len(sizes)
     raw = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + 64)
@@ -76,7 +82,7 @@ def tensor_map(
             (ctypes.c_uint32 * rank)(*box),
             (ctypes.c_uint32 * rank)(*[1] * rank),
             0,
-            _SWIZZLE_128,
+            _SWIZZLES[swizzle],
             _PROMOTE_256,
             0,
         )

@@ -126,7 +126,16 @@ __device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barri
     }
 }
 
-// A box of five dimensions, the innermost first.
+// A box of three dimensions, the innermost first.
+__device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, u64 keep) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "l"(keep)
+        : "memory");
+}
+
+// The same of five dimensions.
 __device__ __forceinline__ void load_box(const TensorMap* map, u32 to, u32 barrier, int c0, int c1, int c2, int c3, int c4) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
@@ -160,6 +169,16 @@ __device__ __forceinline__ void load_shared(u32 from, u32 (&x)[4]) {
 
 __device__ __forceinline__ void load_shared(u32 from, float (&x)[4]) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "r"(from));
+}
+
+__device__ __forceinline__ void load_word(u32 from, u32& x) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
+}
+
+__device__ __forceinline__ void load_half(u32 from, u32& x) {
+    u16 found;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(from));
+    x = found;
 }
 
 __device__ __forceinline__ int load_byte(u32 from) {
@@ -217,7 +236,7 @@ __device__ __forceinline__ void from_others(const float* at, float (&x)[4]) {
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(at));
 }
 
-// -- products of a warpgroup (`multiply_wide` and `multiply_turned` ask for them: Python writes these) ------------------
+// -- products of a warpgroup (`multiply_wide`, `multiply_turned`, `multiply_across` ask for them: Python writes these) ---
 
 // A tile of rows of 128 bytes, swizzled: groups of eight rows lie 1,024 bytes apart.
 __device__ __forceinline__ u64 descriptor(u32 address) {
@@ -381,6 +400,19 @@ __device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 which) { return __byte
 __device__ __forceinline__ u32 add_two(u32 a, u32 b) {
     u32 sum;
     asm("add.rn." KIND "x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+}
+
+// Two products, each rounded; two products and sums, rounded once.
+__device__ __forceinline__ u32 multiply_two(u32 a, u32 b) {
+    u32 product;
+    asm("mul.rn." KIND "x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
+}
+
+__device__ __forceinline__ u32 multiply_add_two(u32 a, u32 b, u32 c) {
+    u32 sum;
+    asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 

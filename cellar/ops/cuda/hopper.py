@@ -62,15 +62,24 @@ def multiply_wide(columns: int, dtype: torch.dtype) -> str:
 
 def multiply_turned(columns: int, dtype: torch.dtype) -> str:
     """`multiply_turned`: the same with the first operand in registers, and rows of the second one for its columns."""
+    return _from_registers("multiply_turned", columns, dtype, turned=True)
+
+
+def multiply_across(columns: int, dtype: torch.dtype) -> str:
+    """`multiply_across`: as `multiply_wide`, with the first operand in registers."""
+    return _from_registers("multiply_across", columns, dtype, turned=False)
+
+
+def _from_registers(name: str, columns: int, dtype: torch.dtype, *, turned: bool) -> str:
     sums = columns // 2
     return _product(
-        f"multiply_turned(float (&sum)[{sums}], const u32 (&a)[4], u64 b, bool add)",
+        f"{name}(float (&sum)[{sums}], const u32 (&a)[4], u64 b, bool add)",
         columns,
         dtype,
         first="{" + ", ".join(f"%{sums + i}" for i in range(4)) + "}",
         second=f"%{sums + 4}",
         add=f"%{sums + 5}",
-        forms="1, 1, 1",
+        forms=f"1, 1, {int(turned)}",
         given=", ".join(f'"r"(a[{i}])' for i in range(4)) + ', "l"(b)',
     )
 

@@ -28,6 +28,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.quantization import is_linear
 from cellar.ops.linear.bytes import tokens_of
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.mixed import Kind, Mixed, mixed_kind, mixed_linear, mixed_takes
 from cellar.ops.linear.nibbles import Fragments, Nibbles
 from cellar.quant.choice import (
     Kernel,
@@ -41,6 +42,7 @@ from cellar.quant.fragments import fragments
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.nibbles import multiplies_nibbles, multiply_nibbles
 from cellar.quant.packed import Packed, packed, parts_of, span_of
+from cellar.quant.spans import multiplies_spans, spans
 from cellar.quant.triton import multiply_packed
 from cellar.runtime.probes.context import ProbeContext, synchronize
 from cellar.runtime.probes.rotation import Rotation
@@ -73,6 +75,16 @@ NIBBLES: Mapping[int, Sequence[tuple[int, int, int, int, int, int]]] = {
 }
 MOST_NIBBLES = 64
 
+# (tokens, teams, resident) from so many tokens on.
+MIXED: Mapping[int, Sequence[tuple[int, int, int]]] = {
+    16: ((16, 4, 1), (16, 2, 2), (16, 1, 3)),
+    17: ((32, 4, 1), (32, 2, 2), (32, 1, 3)),
+    33: ((64, 4, 1), (64, 2, 2), (64, 2, 1), (64, 1, 3)),
+    65: ((128, 4, 1), (128, 2, 1), (128, 1, 2), (64, 4, 1), (64, 2, 2)),
+    129: ((256, 2, 1), (256, 1, 1), (128, 4, 1), (128, 2, 1), (192, 2, 1)),
+}
+LEAST_MIXED = 16
+
 
 def quantized_chooser_of(profiles: Sequence[Profile]) -> Callable[[Shape], QuantizedChoice | None]:
     """What runs a shape: the first profile that has measured it decides; None where none has."""
@@ -104,6 +116,24 @@ def nibbles_for(m: int) -> list[Kernel]:
     of = NIBBLES[max(t for t in NIBBLES if t <= tokens)]
     found: list[Kernel] = [sizes for sizes in (Nibbles(*given) for given in of) if sizes.fits(tokens_of(tokens))]
     return [*found, None] if m >= MOST_NIBBLES else found
+
+
+def mixed_for(m: int, n: int, k: int, kind: Kind) -> list[Mixed]:
+    """Sizes of the kernel for many tokens on Hopper that are worth a try: as many stages as there is room for."""
+    found: list[Mixed] = []
+    if m < LEAST_MIXED:
+        return found
+    for tokens, teams, resident in MIXED[max(t for t in MIXED if t <= m)]:
+        for parts in (1, 2, 4):
+            tiles = -(-n // (64 * teams)) * -(-m // tokens)
+            # One round of blocks, or two where they are not split; each with some turns.
+            if parts > 1 and (tiles * parts > 140 * resident or k // 128 < 8 * parts):
+                continue
+            of = (Mixed(tokens, teams, parts, stages, resident) for stages in range(6, 1, -1))
+            fitting = next((sizes for sizes in of if sizes.fits(kind)), None)
+            if fitting is not None:
+                found.append(fitting)
+    return found
 
 
 def kernels_for(m: int, n: int, k: int, format: Format) -> list[Kernel]:
@@ -203,9 +233,12 @@ class DeviceTimer:
 
     def kernels(self, m: int) -> list[Kernel]:
         """As `QuantizedTimer` says."""
-        if isinstance(self.rotation.weights[0], Fragments):
-            return nibbles_for(m)
-        return kernels_for(m, *self._shape, self._format)
+        weight = self.rotation.weights[0]
+        if isinstance(weight, Fragments):
+            mixed = mixed_for(m, *self._shape, mixed_kind(weight)) if mixed_takes(*self._shape) else []
+            return [*nibbles_for(m), *mixed]
+        mixed = mixed_for(m, *self._shape, mixed_kind(spans(weight))) if multiplies_spans(weight) else []
+        return [*kernels_for(m, *self._shape, self._format), *mixed]
 
     def tokens(self, m: int) -> Tensor:
         """Random ones."""
@@ -239,6 +272,8 @@ def product(x: Tensor, kernel: Kernel, weight: Form) -> Tensor:
     """x W^T by one kernel."""
     if isinstance(weight, Fragments):
         return multiply_nibbles(x, weight, None, kernel)
+    if isinstance(kernel, Mixed):
+        return mixed_linear(x, spans(weight), None, kernel)
     return multiply_packed(x, weight, None, kernel)
 
 

@@ -35,6 +35,7 @@ from cellar.ops.sampling import choose, forbid, penalize
 from cellar.ops.sampling.triton import score_targets
 from cellar.ops.triton_support import Launch, noted_launches
 from cellar.quant.bytes import ByteWeight
+from cellar.quant.device import PackedWeight
 from cellar.quant.nibbles import NibbleWeight
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward
@@ -266,7 +267,7 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype) -> Iterator[CudaJob]:
                         yield _cuda_job(*wide_source(sizes, name == "gate_up", bias, dtype))
             elif isinstance(weight, ByteWeight) and dtype == torch.bfloat16:
                 yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights))
-            elif isinstance(weight, NibbleWeight):
+            elif isinstance(weight, NibbleWeight | PackedWeight):
                 yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights, dtype))
 
 

@@ -13,6 +13,7 @@ from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.ops.linear.bytes import tokens_of
 from cellar.ops.linear.choice import Shape
+from cellar.ops.linear.mixed import Kind
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.quant.choice import Kernel, QuantizedTiming, Tiles, tables_with
 from cellar.quant.packed import parts_of, span_of
@@ -22,6 +23,7 @@ from cellar.runtime.probes.quantized import (
     TOKENS,
     DeviceTimer,
     kernels_for,
+    mixed_for,
     nibbles_for,
     quantized_chooser_of,
     quantized_shapes_of,
@@ -65,6 +67,16 @@ def test_for_nibbles_there_are_some_that_fit_at_every_number_of_tokens() -> None
         assert len(set(kernels)) == len(kernels) > 0
         assert (None in kernels) == (m >= 64)
         assert all(kernel.fits(tokens_of(min(m, 64))) for kernel in kernels if isinstance(kernel, Nibbles))
+
+
+def test_for_many_tokens_there_are_wide_kernels_that_fit() -> None:
+    for kind in (Kind(4, 64, torch.float16, True), Kind(8, 0, torch.float32, False)):
+        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (72, 256)):
+            assert mixed_for(8, n, k, kind) == []
+            for m in (16, 32, 64, 100, 128, 256, 512):
+                found = mixed_for(m, n, k, kind)
+                assert len(set(found)) == len(found) > 0
+                assert all(sizes.fits(kind) and sizes.parts <= -(-k // 128) for sizes in found)
 
 
 class FakeTimer:
