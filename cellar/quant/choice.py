@@ -15,7 +15,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.linear.choice import KEY, Shape
-from cellar.ops.linear.mixed import Mixed
+from cellar.ops.linear.mixed import Mixed, mixed_takes
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import Room
 from cellar.quant.packed import parts_of, span_of
@@ -114,8 +114,46 @@ def default_choice(format: Format, n: int, k: int) -> QuantizedChoice:
     return QuantizedChoice((32, 64, most), (few, Tiles(64, 64, 4, 4 if narrow else 1), many))
 
 
+def default_spans(n: int, k: int) -> QuantizedChoice:
+    """The same for int8 with a scale for each row on Hopper."""
+    tiles = default_choice(Format("int8"), n, k)
+    if not _is_large(n, k):
+        return tiles
+    few, some, many = tiles.kernels
+    found: tuple[Kernel, ...]
+    if n >= 16_384:
+        found = Mixed(32, 4, 1, 5), Mixed(64, 4, 1, 4), Mixed(128, 4, 1, 3), Mixed(256, 2, 1, 2)
+    elif n > 4096:
+        found = Mixed(32, 2, 2, 4, 2), Mixed(64, 2, 2, 6), Mixed(128, 2, 2, 4), Mixed(256, 1, 1, 3)
+    elif k > 8192:
+        found = few, some, many, Mixed(128, 2, 2, 4)
+    else:
+        found = Mixed(32, 1, 2, 4, 3), Mixed(64, 1, 4, 2, 3), Mixed(128, 1, 2, 2, 2), Mixed(128, 2, 2, 4)
+    return QuantizedChoice((16, 32, 64, 128, 256, 512), (few, *found, many))
+
+
 def default_nibbles(n: int, k: int) -> QuantizedChoice:
     """The same for int4 on Hopper."""
+    few = _few_nibbles(n, k)
+    if not _is_large(n, k):
+        return few
+    found: tuple[Kernel, ...]
+    if n >= 16_384:
+        found = Mixed(32, 4, 1, 6), Mixed(64, 2, 1, 4, 2), Mixed(128, 4, 1, 4), Mixed(256, 2, 1, 3)
+    elif n > 4096:
+        found = Mixed(32, 2, 2, 5, 2), Mixed(64, 2, 2, 3, 2), Mixed(128, 2, 2, 4), Mixed(256, 1, 1, 3)
+    else:
+        found = few.at(32), Mixed(64, 1, 2, 3, 3), Mixed(64, 2, 2, 3, 2), Mixed(128, 2, 2, 4)
+    return QuantizedChoice((8, 16, 32, 64, 128, 256), (few.at(8), few.at(16), *found))
+
+
+def _is_large(n: int, k: int) -> bool:
+    """True where the kernel for many tokens was measured, or about: for small matrices it was not."""
+    return n >= 1024 and k >= 2048 and mixed_takes(n, k)
+
+
+def _few_nibbles(n: int, k: int) -> QuantizedChoice:
+    """Without the kernel for many tokens."""
     if n >= 16_384:
         found = Nibbles(2, 8, 1, 2, 2, 2), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
     elif n > 4096:

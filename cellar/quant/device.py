@@ -15,7 +15,7 @@ from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.room import room_of
 from cellar.quant.activations import rounded
 from cellar.quant.bytes import ByteWeight, multiplies_bytes
-from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, default_choice
+from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, default_choice, default_spans
 from cellar.quant.matrix import Quantized, dequantized, in_order
 from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
 from cellar.quant.packed import Packed, packed, packs, unpacked
@@ -39,8 +39,9 @@ class PackedWeight(LinearWeight):
 
     def __init__(self, matrix: Packed, order: Tensor | None, choice: QuantizedChoice | None) -> None:
         super().__init__(*matrix.shape)
-        if choice is None or not choice.all_are(Tiles, *([Mixed] if multiplies_spans(matrix) else [])):
-            choice = default_choice(matrix.format, *matrix.shape)
+        mixed = multiplies_spans(matrix)
+        if choice is None or not choice.all_are(Tiles, *([Mixed] if mixed else [])):
+            choice = default_spans(*matrix.shape) if mixed else default_choice(matrix.format, *matrix.shape)
         self.matrix = matrix
         self.order = order
         self.choice = choice.fitting(matrix.format, room_of(matrix.words.device))

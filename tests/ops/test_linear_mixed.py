@@ -49,13 +49,13 @@ class Example:
 # both dtypes, rows that fill no tile, half a turn at the end.
 EXAMPLES = (
     Example(Mixed(16, 1, 1, 2), 16, 64, 512),
-    Example(Mixed(24, 2, 2, 2), 21, 136, 1160, bias=True),
-    Example(Mixed(16, 1, 4, 2), 40, 72, 640, dtype=F16),
+    Example(Mixed(24, 2, 2, 2), 21, 136, 648, bias=True),
+    Example(Mixed(16, 1, 4, 2), 20, 64, 640, dtype=F16),
     Example(Mixed(16, 1, 1, 2), 16, 64, 512, 128, scales=BF16),
-    Example(Mixed(24, 2, 4, 2), 21, 136, 1088, 64, True, bias=True),
-    Example(Mixed(16, 1, 2, 3), 40, 72, 704, 32, True),
-    Example(Mixed(32, 1, 1, 2), 30, 200, 384, 32, False, dtype=F16, bias=True),
-    Example(Mixed(16, 4, 8, 2), 9, 264, 1024, 128, True, dtype=F16, scales=BF16),
+    Example(Mixed(24, 1, 2, 2), 21, 72, 832, 64, True, bias=True),
+    Example(Mixed(16, 1, 2, 3), 20, 64, 448, 32, True),
+    Example(Mixed(32, 4, 1, 2), 30, 200, 384, 32, False, dtype=F16, bias=True),
+    Example(Mixed(16, 2, 8, 2), 9, 120, 1024, 128, True, dtype=F16, scales=BF16),
 )
 
 

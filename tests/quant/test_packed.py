@@ -12,7 +12,7 @@ from cellar.core.formats import Format
 from cellar.core.hardware import Table
 from cellar.ops.compile_jobs import jobs_of, on_target
 from cellar.ops.linear.choice import Shape
-from cellar.ops.linear.mixed import Mixed
+from cellar.ops.linear.mixed import Kind, Mixed
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import room_on
 from cellar.ops.triton_support import noted_launches
@@ -23,6 +23,8 @@ from cellar.quant.choice import (
     QuantizedTiming,
     Tiles,
     default_choice,
+    default_nibbles,
+    default_spans,
     quantized_choices,
     quantized_timings,
     tables_with,
@@ -186,6 +188,20 @@ def test_int8_on_hopper_has_a_kernel_for_many_tokens(monkeypatch: pytest.MonkeyP
         found = on_device(QuantizedWeight(example(other)), lambda shape: choice)
         assert isinstance(found, PackedWeight)
         assert found.choice.all_are(Tiles)
+
+
+def test_defaults_for_hopper_are_sizes_that_fit() -> None:
+    """At every number of tokens; small matrices, and those whose results are not on 16 bytes, keep what they had."""
+    four, eight = Kind(4, 32, torch.float16, True), Kind(8, 0, torch.float32, False)
+    for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096), (1024, 2048)):
+        for kind, choice in ((four, default_nibbles(n, k)), (eight, default_spans(n, k))):
+            found = [kernel for kernel in choice.kernels if isinstance(kernel, Mixed)]
+            assert isinstance(choice.at(256), Mixed)
+            assert not isinstance(choice.at(16), Mixed)
+            assert all(kernel.fits(kind) and kernel.parts <= k // 128 for kernel in found)
+    for n, k in ((1020, 2048), (512, 4096), (4096, 1024)):
+        assert default_nibbles(n, k).all_are(Nibbles)
+        assert default_spans(n, k) == default_choice(Format("int8"), n, k)
 
 
 def test_a_profile_keeps_what_was_measured() -> None:
