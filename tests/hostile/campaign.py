@@ -32,7 +32,7 @@ from tests.hostile.checkpoints import try_many
 from tests.hostile.connections import crowd
 from tests.hostile.engine_driver import drive
 from tests.hostile.grown import grow
-from tests.limits import ROOT, SECONDS, join_all
+from tests.limits import ROOT, SECONDS, join_all, until
 from tests.server.served import TEXT, plain
 
 HONEST, HOSTILE = {"x-api-key": "honest-key"}, {"x-api-key": "hostile-key"}
@@ -45,16 +45,23 @@ SERVER: dict[str, Any] = {
 }
 PAUSE = 0.2
 """Seconds between an honest client's requests."""
+RETURN_SECONDS = 10 * SECONDS
+"""A process that was killed is to be there again after so many, on a machine however busy."""
+SAY_SECONDS = 60.0
+"""What was counted so far is said so often, for whoever ends a campaign."""
 
 
 @dataclass
 class Figures:
     """What honest clients saw. Seconds; a request that was told to come again, or whose server was killed under it, is
-    sent again and counted once."""
+    sent again and counted once. It is `lost` if it is not answered within a client's patience while all of the server's
+    processes are there: how long a machine takes to start one again is no promise of the server's.
+    """
 
     waits: list[float] = field(default_factory=list)
     again: Counter[str] = field(default_factory=Counter)
     lost: int = 0
+    late: int = 0  # answered, but after a client's patience by the clock, since processes were missing
     foreign: int = 0
     failed: Counter[int] = field(default_factory=Counter)
 
@@ -70,7 +77,35 @@ class Held:
     """MiB of each process, by its id: tells what has grown from what was started again."""
 
 
-def honest(url: str, seed: int, go_on: Callable[[int], bool], figures: Figures, patience: float = SECONDS) -> None:
+class Whole:
+    """Since when all of a server's processes are there; they are at first."""
+
+    def __init__(self) -> None:
+        self._since: float | None = time.perf_counter()
+        self.away: list[float] = []  # seconds of each time that one was missing
+
+    def broken(self) -> None:
+        """One is killed."""
+        self._since = None
+
+    def mended(self, away: float) -> None:
+        """All are there again, after so many seconds."""
+        self.away.append(away)
+        self._since = time.perf_counter()
+
+    def seconds(self, begun: float) -> float:
+        """How long of the time since `begun`, at the end of it, all were there."""
+        return 0.0 if self._since is None else time.perf_counter() - max(begun, self._since)
+
+
+def honest(
+    url: str,
+    seed: int,
+    go_on: Callable[[int], bool],
+    figures: Figures,
+    whole: Whole,
+    patience: float = SECONDS,
+) -> None:
     """Ask for eight tokens again and again; the answer is known."""
     rng, count = random.Random(seed), 0
     with httpx.Client(base_url=url, timeout=SECONDS, headers=HONEST) as http:
@@ -88,13 +123,14 @@ def honest(url: str, seed: int, go_on: Callable[[int], bool], figures: Figures, 
                 if not reason:
                     break
                 figures.again[reason] += 1
-                if time.perf_counter() - begun > patience:
+                if whole.seconds(begun) > patience:
                     figures.lost += 1
                     break
                 time.sleep(0.1)
                 sent = time.perf_counter()
             if not reason:
                 figures.waits.append(time.perf_counter() - sent)
+                figures.late += time.perf_counter() - begun > patience
                 if answer.status_code != 200:
                     figures.failed[answer.status_code] += 1
                 elif answer.json()["choices"][0]["text"] != TEXT.decode(plain(prompt, 8)):
@@ -156,17 +192,46 @@ def look(pid: int, held: dict[str, Held]) -> None:
         one.threads.append(int(threads))
 
 
-def kill_now_and_then(pid: int, seed: int, every: float, ending: threading.Event) -> Counter[str]:
-    """SIGKILL to a random process of the server but the first; -> how many of which kind."""
-    rng, found = random.Random(seed), Counter[str]()
+def kill_now_and_then(
+    pid: int, url: str, seed: int, every: float, ending: threading.Event, whole: Whole, killed: Counter[str]
+) -> None:
+    """SIGKILL to a random process of the server but the first; `killed` counts how many of which kind.
+
+    The next comes when all are there again: with nobody left to answer, who asks would be refused for as long as the
+    machine takes to start one. Raises AssertionError if that is longer than RETURN_SECONDS.
+    """
+    rng = random.Random(seed)
     while not ending.wait(every * (0.5 + rng.random())):
         victims = [(child, kind) for child, kind in family(pid).items() if kind != "server"]
-        if victims:
-            child, kind = rng.choice(victims)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-                found[kind] += 1
-    return found
+        if not victims:
+            continue
+        child, kind = rng.choice(victims)
+        before, begun = restarts(url), time.perf_counter()
+        if kind != "helper":
+            whole.broken()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+            killed[kind] += 1
+        if kind != "helper":
+            try:
+                until(lambda before=before: is_whole(url, before), RETURN_SECONDS)  # type: ignore[misc]
+            finally:  # who waits for it need not wait for ever
+                whole.mended(time.perf_counter() - begun)
+
+
+def is_whole(url: str, before: int) -> bool:
+    """True if more was started again than `before`, all fronts listen, and each, whoever answers, has an engine."""
+    time.sleep(0.2)
+    port = f":{int(url.rpartition(':')[2]):04X}"
+    sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    if sum(one[1].endswith(port) and one[3] == "0A" for one in sockets) < SERVER["fronts"]:
+        return False
+    try:
+        if restarts(url) <= before:
+            return False
+        return all(httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200 for _ in range(8 * SERVER["fronts"]))
+    except httpx.TransportError:
+        return False
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -176,16 +241,25 @@ def quantile(values: list[float], share: float) -> float:
 def run(
     seconds: float, seed: int, kill_every: float | None = 20.0, offline: bool = True, rest: float = 0.0
 ) -> dict[str, Any]:
-    """Everything at once for so long; -> the figures. Raises AssertionError if the server does not end in order.
+    """Everything at once for so long; -> the figures. A server that does not end in order is one of the errors.
 
     Attackers rest so many seconds between two attacks.
     """
-    figures, held, ending = Figures(), dict[str, Held](), threading.Event()
+    figures, held, ending, whole = Figures(), dict[str, Held](), threading.Event(), Whole()
     statuses, killed, connections = Counter[int | str](), Counter[str](), Counter[str]()
     driven: list[Any] = []
     spoilt: list[tuple[int, list[str]]] = []
     errors: list[BaseException] = []
-    with tempfile.TemporaryDirectory() as folder, attacked(Path(folder) / "log") as (process, url):
+
+    def at_its_end(error: BaseException) -> bool:
+        """Whether it was the server's end that failed, and not what was counted before."""
+        return bool(figures.waits) and isinstance(error, AssertionError | subprocess.TimeoutExpired)
+
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        noted(errors, at_its_end),
+        attacked(Path(folder) / "log") as (process, url),
+    ):
         end = time.monotonic() + seconds
 
         def go_on(count: int) -> bool:
@@ -210,7 +284,7 @@ def run(
 
         def kill_on() -> None:
             assert kill_every is not None
-            killed.update(kill_now_and_then(process.pid, seed, kill_every, ending))
+            kill_now_and_then(process.pid, url, seed, kill_every, ending, whole, killed)
 
         def guarded(call: Callable[[], object]) -> Callable[[], None]:
             def caught() -> None:
@@ -223,26 +297,31 @@ def run(
 
         # Alone first: what is usual here and now.
         quiet = Figures()
-        honest(url, seed, lambda count: count < 25, quiet)
+        honest(url, seed, lambda count: count < 25, quiet, whole)
         works: list[Callable[[], object]] = [
-            *(lambda k=k: honest(url, seed + k, go_on, figures) for k in range(3)),
+            *(lambda k=k: honest(url, seed + k, go_on, figures, whole) for k in range(3)),
             *(lambda k=k: statuses.update(send_spoilt(url, seed + k, attack_on, HOSTILE)) for k in range(2)),
             lambda: statuses.update(grow(url, seed, attack_on, HOSTILE)),
             lambda: connections.update({"made": crowd(url, seed, attack_on, "x-api-key: hostile-key\r\n")}),
         ]
         works += [kill_on] if kill_every is not None else []
         works += [drive_on, try_on] if offline else []
-        threads = [threading.Thread(target=guarded(work)) for work in works]
+        threads = [threading.Thread(target=guarded(work), daemon=True) for work in works]
         for thread in threads:
             thread.start()
+        told = time.monotonic()
         while go_on(0):
-            look(process.pid, held)
+            guarded(lambda: look(process.pid, held))()
             time.sleep(min(max(seconds / 60, 0.2), 10))
+            if time.monotonic() > told + SAY_SECONDS:
+                told += SAY_SECONDS
+                say(end - told, figures, killed, held)
         ending.set()
         guarded(lambda: join_all(threads, 5 * SECONDS))()  # figures of an hour are not lost for who does not end
-        after = Figures()
-        honest(url, seed, lambda count: count < 25, after)
-        restarted = restarts(url)
+        after, restarted = Figures(), list[int]()
+        guarded(lambda: honest(url, seed, lambda count: count < 25, after, whole))()
+        guarded(lambda: restarted.append(restarts(url)))()
+        guarded(lambda: look(process.pid, held))()
         process_alive = process.poll() is None
         said = (Path(folder) / "log").read_text()
     unwelcome = {status: n for status, n in statuses.items() if status != "lost" and status not in FINE}
@@ -252,6 +331,7 @@ def run(
             "answered": len(figures.waits),
             "sent again": dict(figures.again),
             "lost": figures.lost + after.lost,
+            f"answered after more than {SECONDS:g} s, since processes were missing": figures.late + after.late,
             "foreign text": figures.foreign + after.foreign,
             "other than 200": dict(figures.failed + after.failed),
             "p50, p99 s": [round(quantile(figures.waits, share), 3) for share in (0.5, 0.99)],
@@ -262,7 +342,8 @@ def run(
         "hostile connections": connections["made"],
         "5xx but 503 and 504": unwelcome,
         "killed": dict(killed),
-        "started again, though not killed": max(0, restarted - killed["engine"] - killed["front"]),
+        "seconds until killed ones were there again": [round(seconds, 1) for seconds in whole.away],
+        "started again, though not killed": max(0, sum(restarted) - killed["engine"] - killed["front"]),
         "server lives": process_alive,
         "defects in its log": defects(said),
         "engine driver": {
@@ -278,9 +359,9 @@ def run(
             kind: {
                 "MiB": one.mebibytes[:: max(1, len(one.mebibytes) // 10)],
                 "MiB first, last, peak": [one.mebibytes[0], one.mebibytes[-1], max(one.mebibytes)],
-                "each process: looks, MiB first, middle, last, peak": [
-                    [len(m), m[0], m[len(m) // 2], m[-1], max(m)] for m in one.by_process.values() if len(m) > 5
-                ],
+                "each process: looks, MiB first, middle, last, peak": {
+                    str(pid): [len(m), m[0], m[len(m) // 2], m[-1], max(m)] for pid, m in one.by_process.items()
+                },
                 "descriptors first, last, peak": [one.descriptors[0], one.descriptors[-1], max(one.descriptors)],
                 "threads first, last, peak": [one.threads[0], one.threads[-1], max(one.threads)],
             }
@@ -290,9 +371,37 @@ def run(
     }
 
 
+def say(left: float, figures: Figures, killed: Counter[str], held: dict[str, Held]) -> None:
+    """A line of what was counted so far, for whoever does not see the end."""
+    seen = {"answered": len(figures.waits), "lost": figures.lost, "foreign": figures.foreign, "killed": dict(killed)}
+    memory = {kind: one.mebibytes[-1] for kind, one in held.items()}
+    print(json.dumps({"seconds left": round(left), **seen, "MiB": memory}), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def noted(errors: list[BaseException], which: Callable[[BaseException], bool]) -> Iterator[None]:
+    """What fails inside, if it is one of these, is noted, and not raised."""
+    try:
+        yield
+    except BaseException as error:
+        if not which(error):
+            raise
+        errors.append(error)
+
+
 def restarts(url: str) -> int:
-    """How often a front or the engine was started again, as the server's metrics have it."""
-    lines = httpx.get(f"{url}/metrics", timeout=SECONDS).text.splitlines()
+    """How often a front or the engine was started again, as the server's metrics have it. Asks again where nobody
+    answers, for as long as a client has patience; raises httpx.TransportError then.
+    """
+    end = time.monotonic() + SECONDS
+    while True:
+        try:
+            lines = httpx.get(f"{url}/metrics", timeout=SECONDS).text.splitlines()
+            break
+        except httpx.TransportError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
     return sum(
         int(float(line.split()[-1])) for line in lines if re.match(r"cellar:(engine|front)_restarts_total", line)
     )

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+import socket
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from tests.hostile.bodies import BODIES, FINE, send_spoilt
-from tests.hostile.campaign import is_clean, run
+from tests.hostile.campaign import Figures, Whole, honest, is_clean, run
 from tests.hostile.checkpoints import try_many
 from tests.hostile.connections import crowd
 from tests.hostile.engine_driver import drive
 from tests.hostile.grown import grow
 from tests.hostile.mutations import dumped, spoilt
+from tests.limits import join_all, until
 from tests.server.served import Served, serve
 
 SEEDS = (1, 2, 3)
@@ -77,3 +80,19 @@ def test_all_at_once_with_kills() -> None:
     assert is_clean(report), json.dumps(report, indent=1)
     assert sum(report["killed"].values()) >= 1
     assert report["honest"]["answered"] > 20
+
+
+def test_who_waits_for_a_killed_process_is_not_lost() -> None:
+    """A request is given up while all processes are there; while one is missing it is sent again until that is back."""
+    figures, whole = Figures(), Whole()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    whole.broken()
+    thread = threading.Thread(target=honest, args=(url, 0, lambda count: count < 1, figures, whole, 0.3), daemon=True)
+    thread.start()
+    until(lambda: figures.again["ConnectError"] > 6)
+    assert figures.lost == 0
+    whole.mended(1.0)
+    join_all([thread])
+    assert figures.lost == 1
+    assert whole.away == [1.0]

@@ -34,8 +34,8 @@ class Portions:
         if most >= len(ready):
             return ready
         comes = self._holders.queue.first(shares) is not None
-        if len(shares) + comes < 2:
-            return ready
+        if len(shares) + comes < 2 or max(shares.values()) == 1:
+            return ready  # nobody to take turns for, or nobody who can
         each = level(shares.values(), most)
         if not comes and min(shares.values()) > each:
             return ready  # nobody has few

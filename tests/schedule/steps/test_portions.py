@@ -99,6 +99,7 @@ def test_who_has_many_rows_takes_turns_fairly() -> None:
         (["a"] * 256, "b", True),
         (["a"] * 128 + ["b"] * 128, None, False),
         ([f"{k}" for k in range(256)], None, False),
+        ([f"{k}" for k in range(256)], "b", False),
         (["a"] * 255 + ["b"], None, True),
     ],
 )
