@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import select
 from asyncio import TimerHandle
 from functools import partial
 from ssl import SSLContext
@@ -31,6 +32,10 @@ five."""
 
 LEAST_READ = 2**14
 """Bytes of its answer that a client must take within the time that a request may take to come."""
+
+LAST_WORDS_SECONDS = 0.25
+"""How long a connection that is to end for want of requests is still listened to: one may be on its way, or lie in the
+kernel unread, since the loop looks at its clock before it looks at its sockets."""
 
 _STATUS = {
     400: (
@@ -61,6 +66,7 @@ class Connection(HttpToolsProtocol):
         self._timer: TimerHandle | None = None
         self._unread: int | None = None  # bytes that the client had still to take when this was looked at
         self._reading: TimerHandle | None = None
+        self._ending = False  # the server drains: the next request is the last
 
     @property
     def address(self) -> str:
@@ -129,6 +135,8 @@ class Connection(HttpToolsProtocol):
         self._doors.speaks(self)
         self._time_out_in(self._limits.upload_timeout)
         super().on_headers_complete()
+        if self._ending:
+            self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -146,6 +154,22 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle is None or self.cycle.response_complete:
             self._doors.silent(self)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """It has been idle for long enough, unless what the client says now has not been read."""
+        if has_unread(self.transport):
+            self.timeout_keep_alive_task = self.loop.call_later(LAST_WORDS_SECONDS, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def shutdown(self) -> None:
+        """The server drains: what is under way is answered, and so is a request that comes within a moment."""
+        self._ending = True
+        if self.cycle is None or self.cycle.response_complete:
+            self._unset_keepalive_if_required()
+            self.timeout_keep_alive_task = self.loop.call_later(LAST_WORDS_SECONDS, self.timeout_keep_alive_handler)
+        else:
+            super().shutdown()
 
     def pause_writing(self) -> None:
         """More of an answer waits for the client than may wait."""
@@ -197,6 +221,8 @@ class Connection(HttpToolsProtocol):
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._in_head and answering:  # the next request may take as long as the answer to this one
             self._time_out_in(self._limits.upload_timeout)
+        elif self._in_head and self._head_bytes == 0 and has_unread(self.transport):
+            self._time_out_in(LAST_WORDS_SECONDS)
         elif (self._in_head and self._head_bytes == 0) or (answering and self.cycle.response_started):
             self._dismiss()
             self.transport.close()  # it never said anything, or is in the middle of an answer
@@ -210,6 +236,15 @@ class Connection(HttpToolsProtocol):
         headers = b"content-type: text/plain; charset=utf-8\r\nconnection: close\r\ncontent-length: %d" % len(text)
         self.transport.write(b"HTTP/1.1 %b\r\n%b\r\n\r\n%b" % (line, headers, text))
         self.transport.close()
+
+
+def has_unread(transport: asyncio.Transport) -> bool:
+    """Whether the kernel has something of the client's for it."""
+    if transport.is_closing():
+        return False
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def connections(limits: LimitConfig, tls: SSLContext | None = None) -> Any:

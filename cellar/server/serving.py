@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import signal
@@ -25,11 +26,12 @@ KEEP_ALIVE_SECONDS = 75
 them sends a request on a connection that the server is about to close."""
 
 
-class DrainingServer(uvicorn.Server):
-    """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once.
+TURNS = 4
+"""Of the loop, in which it accepts who waits to be accepted, and begins to listen to them."""
 
-    `started_serving` is called when it accepts connections.
-    """
+
+class Server(uvicorn.Server):
+    """uvicorn's server that resets nobody when it ends. `started_serving` is called when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, started_serving: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
@@ -40,6 +42,16 @@ class DrainingServer(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             self._started_serving()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept those who are connected by the kernel alone: a socket that is closed resets them."""
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
+
+
+class DrainingServer(Server):
+    """Ends by SIGTERM or SIGINT when running requests have finished, with exit code 0; a second one ends it at once."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -59,15 +71,8 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-class FrontServer(uvicorn.Server):
-    """One of several fronts: told by its keeper when to end. SIGTERM, any number of times, means the same as a drain.
-
-    `started_serving` is called when it accepts connections.
-    """
-
-    def __init__(self, config: uvicorn.Config, started_serving: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._started_serving = started_serving
+class FrontServer(Server):
+    """One of several fronts: told by its keeper when to end. SIGTERM, however often, means the same as a drain."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -77,11 +82,6 @@ class FrontServer(uvicorn.Server):
             yield
         finally:
             signal.signal(signal.SIGTERM, before)
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say so."""
-        await super().startup(sockets)
-        self._started_serving()
 
     def _drain(self, number: int, frame: FrameType | None) -> None:
         self.should_exit = True

@@ -80,7 +80,11 @@ class Cluster:
         config = {
             "proxy_location": "HeadOnly",
             # In a network of its own everywhere, as HAProxy calls fronts of its host at 127.0.0.1.
-            "http_options": {"host": "0.0.0.0" if self._within else "127.0.0.1", "port": self.port},
+            "http_options": {
+                "host": "0.0.0.0" if self._within else "127.0.0.1",
+                "port": self.port,
+                "keep_alive_timeout_s": 3600,  # as in the manifests
+            },
             "applications": [
                 {
                     "name": "cellar",

@@ -75,6 +75,7 @@ def test_ray_serve_takes_the_application(name: str) -> None:
     config = serve_configs()[name]
     schema = ServeDeploySchema(**config)
     (application,) = schema.applications
+    assert schema.http_options.keep_alive_timeout_s >= 3600  # no front ends an idle connection that HAProxy is using
     assert application.import_path == "cellar.deploy.ray:app"
     assert {one.name for one in application.deployments} == {"Front", "Engine"}
     # Ray passes over keys that it does not know.
