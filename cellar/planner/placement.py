@@ -39,7 +39,12 @@ def placement(plan: Plan, spec: ModelSpec, dtype: str, chunks: int | None = None
 
 
 def _format(plan: Plan, tensor: TensorSpec, dtype: str) -> str:
-    """Matrices of layers are quantized, tables, head and vectors are not."""
+    """Matrices of layers are quantized, and the head to 8 bits, as `models/quantization.py` does.
+
+    Tables and vectors are not. A head is priced as a table is, with more bytes.
+    """
+    if tensor.name == "lm_head" and plan.formats.name in _STORED:
+        return "int8"
     inner = len(tensor.shape) == 2 and not {"vocab", "position"} & set(tensor.axes)
     return _STORED.get(plan.formats.name, dtype) if inner else dtype
 

@@ -13,12 +13,14 @@ from cellar import LLM, SamplingParams
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Measure, Profile
+from cellar.core.pieces import format_name
 from cellar.engine.plan import with_plan
 from cellar.models.registry import open_model, read_config
+from cellar.models.stored import stored
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine, machine, processor
 from cellar.planner.offload import Job
-from cellar.planner.partition import FLOAT32
+from cellar.planner.partition import FLOAT32, Formats
 from cellar.planner.plans import Plan
 from cellar.planner.resident import resident_plans
 from cellar.planner.saved import load_plan
@@ -53,9 +55,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny"), **shape)
 
 
-def planned(tiny: Path, count: int) -> list[Plan]:
+def planned(tiny: Path, count: int, form: Formats = FLOAT32) -> list[Plan]:
     d = dimensions(open_model(read_config(tiny), "float32", 16).spec)
-    found = resident_plans(d, processors(count), Job(96, 32), (FLOAT32,), batches=(4, 8))
+    found = resident_plans(d, processors(count), Job(96, 32), (form,), batches=(4, 8))
     return [plan for plan in found if plan.stages == plan.replicas == 1]
 
 
@@ -85,6 +87,42 @@ def test_processes_run_a_plan(count: int, tiny: Path, tmp_path: Path) -> None:
         assert llm.config.schedule.max_num_seqs == plan.batch
         assert llm.stats().total_chunks == count * promised.placement.num_chunks, "what all have adds up"
     with LLM(str(tiny), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+
+
+def quantized(tiny: Path, name: str) -> Plan:
+    """Of two devices, decodes by batch."""
+    found = planned(tiny, 2, replace(FLOAT32, name=name, weight_bytes=1.0))
+    return next(plan for plan in found if plan.decode is not None and plan.decode.layout.attention == "batch")
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_quantized_plan_names_what_ranks_store(name: str, tmp_path: Path) -> None:
+    """Shares of every tensor, the head in 8 bits."""
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
+    wide = write_checkpoint(tmp_path, num_key_value_heads=1, **shape)
+    raw = read_config(wide)
+    plan = quantized(wide, name)
+    assert plan.decode is not None
+    found = saved_plan(plan, open_model(raw, "float32", 16).spec, str(wide))
+    share = stored(open_model(raw, "float32", 16, quantization=name).spec, plan.decode.layout.mesh, 0)
+    wanted = {tensor: (piece.shape[0], format_name(piece)) for tensor, piece in share.named_tensors()}
+    assert {part.tensor: (part.stop, part.format) for part in found.placement.weights} == wanted
+
+
+@pytest.mark.long
+def test_a_plan_of_quantized_weights_runs(tiny: Path, tmp_path: Path) -> None:
+    """Shares in int8, of what is gathered for prompts, too: tokens of one device in int8. Without it, it is refused."""
+    plan = quantized(tiny, "int8")
+    assert plan.decode is not None
+    file = saved(plan, tiny, tmp_path, prefill_gather="xyz", prefill_heads="")
+    with pytest.raises(ConfigError, match=r"rows 0 to \d+ in int8 of .*, but the model has rows .* in float32"):
+        LLM(plan=str(file), device="cpu", num_threads=1)
+    with LLM(plan=str(file), device="cpu", num_threads=1, quantization="int8") as llm:
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    one: dict[str, Any] = {"block_size": 16, "kv_cache_memory_bytes": 10**6}
+    with LLM(str(tiny), device="cpu", num_threads=1, quantization="int8", **one) as llm:
         plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
 
