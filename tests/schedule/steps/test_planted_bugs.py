@@ -729,7 +729,7 @@ def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, where = BUGS[name]
     plant(monkeypatch)
     with pytest.raises((AssertionError, CellarError, IndexError, KeyError, ValueError)):
-        hunt(300, **where)
+        hunt(400, **where)
 
 
 def test_overtaking_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
