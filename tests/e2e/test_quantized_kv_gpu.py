@@ -22,8 +22,8 @@ TEXTS = (
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 TIE = 0.02
 """By how much less likely than the CPU's best token one may be that a GPU's engine takes in float32: another sum rounds
-otherwise, and a code that a rotation's last bit changes is another number. In bfloat16 it may lose a quarter more than
-the CPU's own engine does.
+otherwise, and a code that a rotation's last bit changes is another number. In bfloat16 it may lose half as much
+again as the CPU's own engine does.
 """
 
 Answers = list[list[int]]
@@ -86,7 +86,7 @@ def test_tokens_are_the_cpus_but_for_ties(form: str, dtype: str) -> None:
         with engine(form, dtype, "cpu") as llm:
             rounded = answers(llm, prompts)
     with engine(form, "float32", "cpu") as judge:
-        most = TIE if dtype == "float32" else 1.25 * lost(judge, prompts, rounded)
+        most = TIE if dtype == "float32" else 1.5 * lost(judge, prompts, rounded)
         assert most < 1
         for found in (together, again, alone, pieces, scarce):
             assert lost(judge, prompts, found) <= most
