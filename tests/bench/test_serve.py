@@ -112,6 +112,7 @@ def test_the_context_of_the_server_bounds_the_dataset() -> None:
 # -- times ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_latencies_are_those_that_the_server_made() -> None:
     begin = time.perf_counter()
     with stub(first=0.15, gap=0.1) as server:
@@ -144,6 +145,7 @@ def undisturbed(attempt: Callable[[], None]) -> None:
     attempt()
 
 
+@pytest.mark.long
 def test_requests_are_sent_when_they_are_due() -> None:
     def attempt() -> None:
         with stub(first=0.5) as server:
@@ -353,6 +355,7 @@ def test_a_sweep_over_concurrency() -> None:
 # -- two servers ----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_two_servers_in_turns(tmp_path: Path) -> None:
     with stub(first=0.02) as quick, stub(first=0.2) as slow:
         found, lines = bench(

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.cell_host import PARTS, main
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--per-task"], ["--alone"]])
 def test_parts_add_up(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--batch", "32", "--hidden", "8", "--seconds", "0.1", *options]) == 0

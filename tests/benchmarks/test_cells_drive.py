@@ -322,6 +322,7 @@ def broken() -> AtOnce:
     raise DeviceError("there is no such device.")
 
 
+@pytest.mark.long
 def test_a_system_in_a_process_of_its_own() -> None:
     subject = Remote("at once", AtOnce)
     subject.ready()

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL: dict[str, Any] = {"hidden": 16, "vocab": 50, "device": "cpu", "pool": 20, "max_batch": 8, "threads": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clock", ["wall", "work"])
 @pytest.mark.parametrize(
     ("model", "data"), [("lstm", "wmt-50"), ("seq2seq", "wmt-50"), ("treelstm", "treebank"), ("treelstm", "fixed-4")]
@@ -143,6 +144,7 @@ def test_time_in_which_anything_runs_counts_once() -> None:
     assert covered([(0, 10), (2, 3), (10, 20)]) == 20
 
 
+@pytest.mark.long
 def test_caps_are_swept_and_the_best_of_each_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--hidden", "8", "--device", "cpu", "--threads", "1", "--pool", "10", "--requests", "12", "--rounds", "1"]
     assert (

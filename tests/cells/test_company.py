@@ -138,6 +138,7 @@ def test_bits_do_not_depend_on_how_many_steps_are_one_call(name: str, steps: int
     assert torch.equal(together[-1], c)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_nor_on_the_processor_that_the_library_sees(isa: str) -> None:
     variables = {"ONEDNN_MAX_CPU_ISA": isa} | ({"ATEN_CPU_CAPABILITY": "avx2"} if isa == "AVX2" else {})

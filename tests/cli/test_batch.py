@@ -387,6 +387,7 @@ def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
     assert set(by_id(output)) == {str(k) for k in range(160)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int) -> None:
     """The first finishes what runs, here nothing but the device's last step; the second drops it."""
@@ -420,6 +421,7 @@ def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int
     assert set(by_id(output)) == {str(k) for k in range(160)}
 
 
+@pytest.mark.long
 def test_results_into_a_pipe(tmp_path: Path) -> None:
     source = write(tmp_path / "in.jsonl", [request(str(k)) for k in range(3)])
     command = [sys.executable, "-c", _OVER_THE_FAKE, "-1", "batch", str(source), "-o", "/dev/stdout"]

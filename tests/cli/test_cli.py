@@ -389,6 +389,7 @@ def test_the_installed_module_exits_with_the_code() -> None:
     assert found.stderr == "cellar: temperature is -1.0, but must be from 0 to 100.\n"
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_a_run_without_a_traceback(tmp_path: Path) -> None:
     long = str(write_checkpoint(tmp_path, max_position_embeddings=16_000))
     command = [sys.executable, "-m", "cellar", "generate", "Once", "--model", long, "--num-threads", "1"]
@@ -401,6 +402,7 @@ def test_ctrl_c_ends_a_run_without_a_traceback(tmp_path: Path) -> None:
     assert (process.returncode, errors) == (130, "")
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_is_no_error(tiny: str) -> None:
     command = f"{sys.executable} -m cellar generate Once --model {tiny} {' '.join(SMALL)} --ignore-eos | head -c 4"
     found = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=SECONDS)

@@ -4,10 +4,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from cellar.core.extras import command
 from tests.limits import SECONDS
 
 
+@pytest.mark.long
 def test_without_the_server_extra_one_sentence_says_what_to_install() -> None:
     """A fresh process in which uvicorn cannot be imported, as after a plain install."""
     code = (

@@ -56,6 +56,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.mark.long
 def test_the_report_is_that_of_a_load_test(tmp_path: Path) -> None:
     result = simulate("llama-3.2-1b", "--machine", "h200", *FEW, "--output", str(tmp_path / "run.json"))
     figures = last(result)
@@ -69,6 +70,7 @@ def test_the_report_is_that_of_a_load_test(tmp_path: Path) -> None:
     assert last(simulate("llama-3.2-1b", "--machine", "h200", *FEW, "--json")) == figures  # its own line alone
 
 
+@pytest.mark.long
 def test_a_sweep_and_its_plots(tmp_path: Path) -> None:
     few = ["--dataset-name", "random", "--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "12"]
     arguments = ["qwen3-8b", "--machine", "2xA100", *few, "--request-rate", "5,50"]
@@ -108,6 +110,7 @@ def test_a_trace_has_a_figure_by_policy(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"trace.png", "trace.json"}
 
 
+@pytest.mark.long
 def test_a_simulation_checked_against_itself_is_met(tmp_path: Path) -> None:
     """The load read back from a saved run gives that run again: arrivals, lengths, pauses, what is shared."""
     saved = str(tmp_path / "run.json")
@@ -148,6 +151,7 @@ def test_an_offline_run_is_drawn_again_from_its_options(tmp_path: Path, profile:
     assert "--input-len" in refused.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_check_is_priced_in_the_dtype_of_the_run(tmp_path: Path, profile: str, dtype: str) -> None:
     """Not in one that this processor would choose: a plain profile has no steps of the model to hide the difference."""
@@ -242,6 +246,7 @@ def test_a_file_of_a_run_in_other_forms(tmp_path: Path) -> None:
     assert measured.figures == {"output_throughput": 5.0, "mean_ttft_ms": 3.0}
 
 
+@pytest.mark.long
 def test_several_replicas_say_where_requests_went(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     options = ["--replicas", "3", "--judged", "4", "--kv-offloading-size", "1", "--output", str(path)]

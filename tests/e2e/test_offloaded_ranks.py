@@ -83,6 +83,7 @@ def test_a_share_that_fits_is_told(tmp_path: Path) -> None:
         LLM(str(path), tensor_parallel_size=2, **SMALL, device_memory=1.0)
 
 
+@pytest.mark.long
 def test_a_disk_that_fails_on_one_rank_ends_all(tmp_path: Path) -> None:
     """One rank's file is cut short: nobody waits for the rank that has stopped in the middle of a layer."""
     path = write_checkpoint(tmp_path / "model", **SHAPE)

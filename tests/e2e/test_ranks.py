@@ -97,6 +97,7 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
         until(lambda pids=pids: not alive(pids))
 
 
+@pytest.mark.long
 def test_what_cannot_be_opened_is_said_in_a_sentence(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **SHAPE)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 5, .* has 4 KV heads.*; set it to at most 4\."):

@@ -30,6 +30,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 def test_a_thousand_prompts_in_64_chunks(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     rng = np.random.default_rng(0)

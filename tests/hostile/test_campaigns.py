@@ -37,6 +37,7 @@ def test_the_same_seed_spoils_in_the_same_way() -> None:
     assert len(set(once)) > 80
 
 
+@pytest.mark.long
 def test_mutated_bodies(served: Served) -> None:
     found = send_spoilt(served.url, SEEDS[0], lambda count: count < 150, {})
     assert not found.keys() - FINE, found
@@ -45,6 +46,7 @@ def test_mutated_bodies(served: Served) -> None:
     served.settle()
 
 
+@pytest.mark.long
 def test_slow_and_greedy_connections(served: Served) -> None:
     assert crowd(served.url, SEEDS[0], lambda count: count < 30, most=20) >= 30
     with served.http() as http:

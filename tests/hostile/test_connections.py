@@ -138,6 +138,7 @@ def silent(served: Served, count: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(connect(served)) for _ in range(count)]
 
 
+@pytest.mark.long
 def test_silent_connections_make_room_and_streams_stay() -> None:
     with serve(limits={"max_connections": 6}, latency=0.01) as served, connect(served) as stream:
         body = b'{"prompt": [5, 6, 7], "max_tokens": 300, "ignore_eos": true, "stream": true, "temperature": 0}'
@@ -216,6 +217,7 @@ def test_a_key_behind_the_body_is_none() -> None:
         assert whole(behind).startswith(b"HTTP/1.1 401")
 
 
+@pytest.mark.long
 def test_who_does_not_read_is_closed() -> None:
     """Its request ends, and so do its waiting answer and its place among the connections."""
     stream = {"prompt": [5, 6, 7], "n": 64, "max_tokens": 4000, "ignore_eos": True, "stream": True}
@@ -233,6 +235,7 @@ def test_who_does_not_read_is_closed() -> None:
         assert answered(served)
 
 
+@pytest.mark.long
 def test_a_slow_reader_gets_all(served: Served) -> None:
     """It takes longer than the time for a request to come, but goes on reading."""
     body = json.dumps({"prompt": "a tree " * 100_000, "return_token_strs": True}).encode()

@@ -91,6 +91,7 @@ def spoilt(body: dict[str, Any], path: tuple[Any, ...]) -> Iterator[dict[str, An
         yield root["body"]
 
 
+@pytest.mark.long
 def test_no_place_of_a_body_makes_it_a_defect() -> None:
     cases = [(url, sent) for url, body in BODIES for path in places(body) for sent in spoilt(body, path)]
     headers = {"content-type": "application/json"}

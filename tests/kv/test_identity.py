@@ -83,6 +83,7 @@ def test_root_knows_the_weights_and_not_how_long_a_sequence_may_get() -> None:
     assert longer != root_identity(spec(**stretched, length=6144), b"w"), "its frequencies follow from the length"
 
 
+@pytest.mark.long
 def test_root_is_the_same_in_every_process() -> None:
     script = (
         "from tests.kv.test_identity import spec; from cellar.kv.identity import root_identity;"

@@ -276,6 +276,7 @@ def hunt(cases: int) -> None:
         drive(*random_case(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)

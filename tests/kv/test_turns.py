@@ -244,6 +244,7 @@ def long_waits(policy: Policy, seed: int) -> int:
     return hits
 
 
+@pytest.mark.long
 def test_chances_learned_keep_those_who_come_back() -> None:
     """Users who wait long but surely are worth more than many who were just here: 1 / T says the opposite."""
     costs = {1: 1.0, 64: 1.0}

@@ -160,6 +160,7 @@ def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -
     assert not buffers.claimed.any(), "and so is what programs have taken"
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize("case", [case for case in _cases(24, each=5) if _takes(case)], ids=lambda case: case.name)
 def test_emulated(case: Case) -> None:
@@ -203,6 +204,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("what", "old", "new", "case"), PLANTED, ids=[planted[0] for planted in PLANTED])
 def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, case: Case) -> None:
@@ -251,6 +253,7 @@ WINDOW_FP8 = attention_cases.decode_case(
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(
     ("case", "dtype", "sizes"),
@@ -279,6 +282,7 @@ PLANTED_IN_FP8 = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_FP8, ids=[planted[0] for planted in PLANTED_IN_FP8])
 def test_the_emulator_finds_planted_defects_in_fp8(what: str, old: str, new: str) -> None:
@@ -394,6 +398,7 @@ def _compare_prompt(out: torch.Tensor, given: dict, work: AttentionWork, dtype: 
     assert not work.resident.counters.any(), "counters are zero between launches"
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize("number", range(len(PROMPTS)), ids=[name for name, *_ in PROMPTS])
 def test_prompts_emulated(number: int) -> None:
@@ -419,6 +424,7 @@ PLANTED_IN_PROMPTS = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("what", "old", "new"), PLANTED_IN_PROMPTS, ids=[planted[0] for planted in PLANTED_IN_PROMPTS])
 def test_the_emulator_finds_planted_defects_in_prompts(what: str, old: str, new: str) -> None:

@@ -195,6 +195,7 @@ print(kernels_cpu.compiled("norm", torch.float32).cache_hits)
 """
 
 
+@pytest.mark.long
 def test_kernels_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     assert run_python(WHERE_KERNELS_LIE).strip() == "0"

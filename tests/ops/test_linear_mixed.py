@@ -128,6 +128,7 @@ def run_emulated(of: Example, edits: Sequence[tuple[str, str]] = ()) -> None:
         compare(out, wanted(x, matrix, bias))
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize("of", EXAMPLES, ids=str)
 def test_emulated(of: Example) -> None:
@@ -149,6 +150,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("what", "old", "new", "at"), PLANTED, ids=[planted[0] for planted in PLANTED])
 def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, at: int) -> None:

@@ -183,6 +183,7 @@ SMALL = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("sizes", "shape"), SMALL, ids=str)
 def test_emulated(sizes: Wide, shape: tuple[int, int, int]) -> None:
@@ -217,6 +218,7 @@ PLANTED = (
 )
 
 
+@pytest.mark.long
 @compiled
 @pytest.mark.parametrize(("what", "old", "new", "at"), PLANTED, ids=[planted[0] for planted in PLANTED])
 def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, at: int) -> None:

@@ -17,6 +17,7 @@ LIMITS = Limits(64, 64, 256)
 LIBRARIES = 800 * 2**20
 
 
+@pytest.mark.long
 def test_kv_goes_where_more_tokens_a_second_come_from() -> None:
     """A fast CPU has it, a slow one leaves it on the device; what is asked for beyond the device lies in the host."""
     room = Room(LIBRARIES + 2**26, 2**30, 0, None, "gpu")

@@ -70,6 +70,7 @@ def test_the_most_sequences_within_a_bound(host: int, prompt: int, generate: int
     assert count == LIMITS.max_num_seqs or block_seconds(cost, job, count + 1, LIMITS) > bound
 
 
+@pytest.mark.long
 def test_a_plan_keeps_the_latency_with_fewer_sequences() -> None:
     """Each bound gives a plan that keeps it; a tighter one runs fewer at once, and keeps more rows on the device."""
     free = capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES)
@@ -92,6 +93,7 @@ def test_a_plan_keeps_the_latency_with_fewer_sequences() -> None:
     assert rows > sum(p.stop - p.start for p in free.placement.weights if p.device == "device")
 
 
+@pytest.mark.long
 def test_an_impossible_latency_says_what_is_possible() -> None:
     with pytest.raises(ConfigError, match=r"1 \+ 63 tokens takes .* at best; ask for (\S+) or more") as error:
         capped_plan(SPEC, ROOM, LIMITS, model="m", machine="any", rates=RATES, latency=1e-4)

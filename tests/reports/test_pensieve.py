@@ -67,6 +67,7 @@ def test_the_load_is_what_is_offered_from_the_first_minute_on() -> None:
     assert np.mean([t.think_time for c in long for t in c.turns[1:]]) == pytest.approx(30.0, rel=0.2)
 
 
+@pytest.mark.long
 def test_a_small_version_of_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pensieve_figures, "EQUAL_P90", 0.026)  # reached soon, so that curves are short
     cells = tuple(Cell("OPT-13B", line) for line in ("apart", "device", "tiers"))
@@ -86,6 +87,7 @@ def test_a_small_version_of_the_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert json.loads(said[-1])[claims[0].what]["percent"] == claims[0].values["percent"]
 
 
+@pytest.mark.long
 def test_other_lines_run_too() -> None:
     """Policies and phases apart, on four devices as on one, and costs that only the policy believes."""
     for cell in (Cell("Llama 2-70B", "tiers apart", 30.0, 5), Cell("OPT-13B", "lru"), Cell("OPT-13B", "chance")):

@@ -32,6 +32,7 @@ def basis(root: bytes | None = b"") -> Basis:
     return Basis(root, 16, {1: 100.0, 1024: 300.0}, SHAPE)
 
 
+@pytest.mark.long
 def test_another_front_finds_what_a_conversation_left() -> None:
     """No conversation is named: by what engines say the second front knows where chunks lie, and by nothing else."""
     engines = Engines(3)

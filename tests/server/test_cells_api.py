@@ -136,6 +136,7 @@ def test_what_is_here(cells: Cells) -> None:
         assert "version" in http.get("/version").json()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "body", "parameter"),
     [

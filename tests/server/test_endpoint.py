@@ -112,6 +112,7 @@ def test_an_engine_without_the_key_is_not_believed() -> None:
         assert KEY not in reached[0]
 
 
+@pytest.mark.long
 def test_who_says_nothing_holds_up_nobody_and_is_shown_out(engine: EngineProcess) -> None:
     silent = [raw(address_of(engine)) for _ in range(8)]
     link = Link(address_of(engine), attach)

@@ -103,6 +103,7 @@ class Streams:
         assert wanted.startswith(said)
 
 
+@pytest.mark.long
 def test_one_set_of_metrics_and_a_drain() -> None:
     with fronts(2, latency=0.005, limits={"shutdown_timeout": SECONDS}, **ROOMY) as (process, url):
         engine, *both = children_of(process.pid)
@@ -158,6 +159,7 @@ def test_the_limit_is_that_of_all_fronts() -> None:
         assert Counter(statuses) == {200: 3, 503: 9}
 
 
+@pytest.mark.long
 def test_a_killed_front_is_started_again_and_its_requests_are_dropped() -> None:
     with fronts(2, latency=0.02, **ROOMY) as (process, url):
         _, one, _ = children_of(process.pid)

@@ -13,6 +13,7 @@ OURS = ("localhost", "LocalHost:8000", "app.localhost:1", "127.0.0.1:80", "[::1]
 FOREIGN = ("evil.example", "127.0.0.1.evil.example:8000", "localhost.evil.example", "[::2]:80", "", "evil:80@localhost")
 
 
+@pytest.mark.long
 def test_a_page_cannot_reach_an_open_server_by_a_name_of_its_own() -> None:
     with serve() as served, served.http() as http:
         for path in ("/health", "/", "/v1/models", "/engine/status"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.fake_front import ROOMY
 from tests.server.served import TEXT, Served, serve
 
@@ -16,6 +18,7 @@ def _count(served: Served, stem: str) -> float:
     return float(found)
 
 
+@pytest.mark.long
 def test_a_long_chat_is_tokenized_turn_by_turn() -> None:
     messages: list[dict[str, str]] = []
     with serve(**ROOMY, template=CHATML) as served, served.http() as http:

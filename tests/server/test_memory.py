@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.limits import SECONDS
 from tests.server.served import serve
@@ -67,6 +68,7 @@ def test_a_tier_is_flushed_and_a_tier_that_is_not_there_is_refused() -> None:
         served.settle()
 
 
+@pytest.mark.long
 def test_a_pinned_conversation_stays_while_others_come_and_go() -> None:
     """Memory for three or four such prompts: who is pinned is there after twenty others, until the pin ends."""
     with serve(max_model_len=512, num_slots=40) as served, served.http() as http:

@@ -95,6 +95,7 @@ def fuzz(examples: int, paths: Collection[str]) -> None:
         served.settle()
 
 
+@pytest.mark.long
 def test_no_500_for_some_requests() -> None:
     fuzz(15, PATHS)
 

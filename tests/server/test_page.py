@@ -20,6 +20,7 @@ TYPES = {**{ending: f"{kind}; charset=utf-8" for ending, kind in TEXTS.items()},
 OWN = sorted(path for path in DIRECTORY.iterdir() if path.is_file())
 
 
+@pytest.mark.long
 def test_every_file_is_served_with_its_type_and_can_be_kept() -> None:
     with serve() as served, served.http() as http:
         for path in ["/", *(f"/page/{name}" for name in page_files() if name != "index.html")]:

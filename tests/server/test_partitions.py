@@ -106,6 +106,7 @@ def test_streams_of_a_host_that_is_cut_off_go_on_elsewhere_and_it_is_called_agai
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_nobody_waits_for_the_socket_of_a_host_that_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts do not leave for one engine; the other answers meanwhile."""
     watch_over = endpoint._watch_over
@@ -134,6 +135,7 @@ def test_nobody_waits_for_the_socket_of_a_host_that_is_cut_off(monkeypatch: pyte
         asyncio.run(run(Far(stack)))
 
 
+@pytest.mark.long
 def test_streams_over_a_slow_way_are_late_and_whole(far: Far) -> None:
     """20 kB/s and 50 ms each way: frames that wait go together."""
 

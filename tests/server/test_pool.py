@@ -250,6 +250,7 @@ def test_what_is_aborted_is_heard_of_no_more(three: Engines) -> None:
     assert not three.host._pool.has_work()
 
 
+@pytest.mark.long
 def test_a_conversation_stays_and_questions_reach_all(three: Engines) -> None:
     async def run() -> None:
         llm = three.llm

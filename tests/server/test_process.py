@@ -66,6 +66,7 @@ def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_streams_outlive_an_engine_that_is_killed_and_started_again(host: Supervisor) -> None:
     app = build_app(host, ServedModel.of(host.opened, ("fake",)))
     restarted, may_start, start = threading.Event(), threading.Event(), host._keeper._start
@@ -106,6 +107,7 @@ def test_streams_outlive_an_engine_that_is_killed_and_started_again(host: Superv
         assert text == TEXT.decode(plain([1, 2, 3], 5))
 
 
+@pytest.mark.long
 def test_a_request_under_which_the_only_engine_is_killed_twice_is_given_up(host: Supervisor) -> None:
     async def run() -> None:
         llm = host.llm
@@ -132,6 +134,7 @@ def test_a_request_under_which_the_only_engine_is_killed_twice_is_given_up(host:
     asyncio.run(run())
 
 
+@pytest.mark.long
 def test_an_engine_that_does_not_start_says_why() -> None:
     with pytest.raises(CellarError, match=r"no room; free some\."):
         Supervisor(open_nothing)
@@ -175,6 +178,7 @@ def test_sigterm_lets_every_accepted_request_finish() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.long
 def test_a_drain_has_an_end_and_leaves_no_process() -> None:
     process, url = started(latency=0.5, limits={"shutdown_timeout": 1}, **ROOMY)
     engines = children_of(process.pid)
@@ -208,6 +212,7 @@ def test_a_drain_has_an_end_and_leaves_no_process() -> None:
     assert not any(engine.exists() for engine in engines)
 
 
+@pytest.mark.long
 def test_an_engine_ends_when_its_server_is_killed() -> None:
     process, _ = started(latency=0.01)
     engines = children_of(process.pid)

@@ -73,6 +73,7 @@ def restarts(url: str) -> float:
     return metrics(url)['cellar:engine_restarts_total{model_name="fake"}']
 
 
+@pytest.mark.long
 def test_a_conversation_stays_where_its_memory_is_and_figures_tell_engines_apart() -> None:
     with fronts(1, replicas=2, latency=0.001, **ROOMY) as (_, url):
         prompt = list(range(3, 80))
@@ -96,6 +97,7 @@ def test_a_conversation_stays_where_its_memory_is_and_figures_tell_engines_apart
         assert httpx.get(f"{url}/engine/status", timeout=SECONDS).json()["engine"]["generation_tokens"] == 96
 
 
+@pytest.mark.long
 def test_all_start_or_none(tmp_path: Path) -> None:
     with pytest.raises(CellarError, match="no room"):
         EngineKeepers([open_engine, open_nothing], [str(tmp_path / name) for name in "ab"])

@@ -62,6 +62,7 @@ def test_the_optimum_is_one(sequence: list[int], size: int) -> None:
     assert optimum(prompts, size, COSTS).hits == most(sequence, size)
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(6, 40), st.sampled_from(POLICIES))
 def test_no_policy_beats_the_optimum(seed: int, size: int, name: PolicyName) -> None:

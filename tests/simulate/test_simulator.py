@@ -454,6 +454,7 @@ def test_a_run_can_end_before_its_load() -> None:
     assert any(len(r.token_times) < r.num_output for r in run.requests) or len(run.requests) < 160
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     num_slots=st.integers(60, 300),

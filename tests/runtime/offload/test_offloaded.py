@@ -148,6 +148,7 @@ def test_sequences_that_begin_one_after_another_have_the_same_tokens(
     assert tokens_of(answers_of(models(kind), placement, tmp_path)) == tokens_of(wanted)
 
 
+@pytest.mark.long
 def test_the_diagonal_schedule_spreads_the_starts(models: Callable[[str], Path], tmp_path: Path) -> None:
     """`--schedule diagonal`: of three rows one begins every four passes, for twelve tokens each."""
     begun: list[int] = []
@@ -404,6 +405,7 @@ def test_planted_bugs_change_tokens(
 # -- plans made of bytes ----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_plans_fill_the_faster_place_first() -> None:
     """More of the device: less elsewhere. Nothing is placed twice, and what is counted is what the runtime carves."""
     from cellar.runtime.offload.layout import placed_rows, planned_nbytes
@@ -466,6 +468,7 @@ def test_generate_says_what_goes_where(models: Callable[[str], Path], tmp_path: 
     assert re.search(r"device busy +\d+\.\d+ +\d+\.\d+ +\d", output), output
 
 
+@pytest.mark.long
 def test_a_latency_bounds_what_runs_at_once(models: Callable[[str], Path], tmp_path: Path) -> None:
     """The engine of a bound that one request needs runs one at a time; of none, three. Too tight a bound says so."""
     sizes = {"device_memory": 440_000 / 2**30, "host_memory": 1e-4, "disk": 1.0, "disk_path": tmp_path}
@@ -605,6 +608,7 @@ def _broken(file: int, parts: list[memoryview], offset: int) -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [(_broken, r"\(\[Errno 5\] Input/output error\)"), (_truncated, r"\(it is cut short: 0 of \d+ bytes\)")],

@@ -132,6 +132,7 @@ def test_k_and_v_in_fewer_bits_on_the_device_and_in_host_memory(
     same(offloaded(models("opt"), tmp_path, 4, kv=kv, **options), resident(models("opt"), **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("form", "kept", "device"), [("int4", "int4", 380_000), ("int8", "fp8", 480_000)])
 def test_a_quantized_model_larger_than_its_device_plans_by_itself(
     form: str, kept: str, device: int, tmp_path: Path
@@ -240,6 +241,7 @@ def test_random_plans_are_placed_to_the_byte(tmp_path: Path, count: int) -> None
         assert spec.nbytes() <= sum(planned.values()) < spec.nbytes() + 64 * 4 * len(placement.weights)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["cpu", "gpu"])
 @pytest.mark.parametrize("name", ["int4", "w8a8", "gptq act-order", "fp8, blocks"])
 def test_plans_take_no_more_than_there_is(name: str, kind: str) -> None:

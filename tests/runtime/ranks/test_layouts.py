@@ -224,6 +224,7 @@ def homes(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> Itera
         yield alone(checkpoints[family]), ranks
 
 
+@pytest.mark.long
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_any_requests_over_homes_are_as_on_one_device(
@@ -261,6 +262,7 @@ SHORT = [case for case in ALL if case[1].mesh.size == 2][3::31]
 LONG = [case for case in ALL if case[1].mesh.size == 4][5::37]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layouts"), SHORT, ids=name)
 def test_an_engine_over_layouts_is_one_over_one_device(
     family: str, layouts: Layouts, checkpoints: dict[str, Path]
@@ -274,6 +276,7 @@ LOOPED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layouts", LOOPED.values(), ids=LOOPED)
 def test_an_engine_that_overlaps_is_one_that_does_not(
     layouts: Layouts, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch

@@ -83,6 +83,7 @@ def check_same(a: CompletionOutput, b: CompletionOutput) -> None:
     assert len(a.token_ids) == len(b.token_ids)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_requests_that_join_leave_and_are_suspended(family: str, tmp_path: Path) -> None:
     """Shared prefixes, a host tier that loses nothing, prompts in several steps, and twice the same."""

@@ -308,6 +308,7 @@ def test_a_wake_ends_the_wait(opened: list[RankGroup]) -> None:
 # -- processes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
     group = RankGroup([partial(open_rank, star) for star in stars(2)], ProcessRank)
     engine = engine_over(group)
@@ -326,6 +327,7 @@ def test_ranks_in_processes_and_what_is_left_when_one_is_killed() -> None:
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.long
 def test_a_rank_whose_process_is_stopped_is_found_though_its_plan_is_large() -> None:
     """The other one waits for it, so nobody answers; but it goes on saying that it lives. The plan is more than the
     stopped one's socket takes.
@@ -350,6 +352,7 @@ def test_a_rank_whose_process_is_stopped_is_found_though_its_plan_is_large() -> 
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.long
 def test_a_rank_that_takes_no_orders_is_given_no_more_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cellar.runtime.ranks.rank.MOST_UNSENT", 3)
     group = RankGroup([partial(open_rank, star) for star in stars(1)], ProcessRank)
@@ -364,6 +367,7 @@ def test_a_rank_that_takes_no_orders_is_given_no_more_of_them(monkeypatch: pytes
     assert rank.process.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.long
 def test_a_long_step_is_no_silence() -> None:
     group = RankGroup([partial(open_rank, star, fail=_takes_long) for star in stars(2)], ProcessRank, silence=SLOW / 2)
     engine = engine_over(group)
@@ -391,6 +395,7 @@ def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch: pytest.Monk
         watch.look(ranks, 3.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("how", "error", "said"),
     [

@@ -724,6 +724,7 @@ def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed:
         drive(dataclasses.replace(setting, **{"recovery": "load"} | fixed), ops)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, where = BUGS[name]

@@ -49,6 +49,7 @@ with open(sys.argv[1], "r+b") as file:
 """
 
 
+@pytest.mark.long
 def test_a_damaged_store(tmp_path: Path) -> None:
     with serve({"data_dir": str(tmp_path)}) as served, served.http() as http:
         said = {"type": "message", "role": "user", "content": "x" * 100_000}
