@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
     """What this thread launches inside goes into `graph`, whose memory comes from `pool`.
+
+    `stream`: where it is recorded; graphs that share a pool share it, too. With one, torch's allocator keeps what it
+    has: otherwise it waits for the device and gives all that is free back first, which costs more than the recording.
 
     Other threads may go on with the device, but not wait for all of it. Python's cycle collector rests: if it found
     another graph to destroy, the driver would refuse that and break this one.
@@ -20,11 +23,25 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     collects = gc.isenabled()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with _on_stream(graph, pool, stream) if stream is not None else _on_any(graph, pool):
             yield
     finally:
         if collects:
             gc.enable()
+
+
+def _on_any(graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")  # type: ignore[return-value]
+
+
+@contextmanager
+def _on_stream(graph: torch.cuda.CUDAGraph, pool: Any, stream: Any) -> Iterator[None]:
+    with torch.cuda.stream(stream):
+        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 def captured(work: Callable[[], None], device: torch.device) -> Callable[[], None]:

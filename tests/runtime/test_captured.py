@@ -35,6 +35,36 @@ def test_the_collector_rests_and_goes_on_as_before(before: bool, monkeypatch: py
         gc.enable()
 
 
+def test_a_stream_of_its_own_records_without_emptying_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda.graph` would wait for the device and give free memory back, once for each size."""
+
+    class Graph:
+        def capture_begin(self, *pool: Any, capture_error_mode: str) -> None:
+            done.append(f"begin {pool} {capture_error_mode}")
+
+        def capture_end(self) -> None:
+            done.append("end")
+
+    @contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        done.append(f"on {stream}")
+        yield
+        done.append("off")
+
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.delattr(torch.cuda, "graph")
+    graph: Any = Graph()
+    with recording(graph, "pool", "stream"):
+        done.append("work")
+    assert done == ["on stream", "begin ('pool',) thread_local", "work", "end", "off"]
+    done.clear()
+    with pytest.raises(ValueError, match="of the work"), recording(graph, None, "stream"):
+        raise ValueError("of the work")
+    assert done == ["on stream", "begin () thread_local", "end"], "a graph is ended whatever happens"
+    assert gc.isenabled()
+
+
 def test_on_a_cpu_the_work_itself_is_repeated() -> None:
     done: list[int] = []
     work = captured(lambda: done.append(1), torch.device("cpu"))

@@ -7,6 +7,7 @@ and what the allocator has taken by then is not given to the cache.
 from __future__ import annotations
 
 import gc
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -50,10 +51,11 @@ def plan_slots(
     seat: Seat | None = None,
     offloaded: Offloaded | None = None,
     held: int | None = None,
+    wide_layers: Collection[int] = (),
 ) -> int:
     """Slots of the KV cache on `device`, on which the weights lie already; `planned` ones, if that is given.
     `seat`: this rank among others, which do the same now. `offloaded`: where layers come from that do not lie there.
-    `held`: bytes that an accelerator may hold in all.
+    `held`: bytes that an accelerator may hold in all. `wide_layers`: as the steps to come have them.
 
     Raises CapacityError if one request of the longest context does not fit.
     """
@@ -78,7 +80,16 @@ def plan_slots(
         # What nobody can reach any more, perhaps a model of before, would be counted as taken.
         gc.collect()
         torch.cuda.empty_cache()
-        graphs = rehearse(model, weights, schedule, device, capture=not enforce_eager, seat=seat, offloaded=offloaded)
+        graphs = rehearse(
+            model,
+            weights,
+            schedule,
+            device,
+            capture=not enforce_eager,
+            seat=seat,
+            offloaded=offloaded,
+            wide_layers=wide_layers,
+        )
         used = device_used(device) + graphs
         free = device_total(device) - used
         if held is not None:
@@ -114,6 +125,7 @@ def rehearse(
     capture: bool,
     seat: Seat | None = None,
     offloaded: Offloaded | None = None,
+    wide_layers: Collection[int] = (),
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
@@ -136,6 +148,7 @@ def rehearse(
         seat=seat,
         host_kv=host_kv,
     )
+    executor.forward.keep_maximum(wide_layers)
     try:
         with torch.inference_mode(), torch.cuda.device(device):
             graphs = 0

@@ -246,14 +246,14 @@ class StepExecutor:
             outcomes = self._chosen(step, logits, [group], [tensors[len(delta) :]], masks)
         return _Finish(step, outcomes, {}, {}, clock())
 
-    def capture(self, most_rows: int, most_tokens: int) -> None:
+    def capture(self, most_rows: int, most_tokens: int, *, ran: bool = False) -> None:
         """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
-        a GPU.
+        a GPU. `ran`: see `StepGraphs`.
         """
         whole = self._whole
         if whole is not None and self._device.type == "cuda":
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device)
+                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, ran=ran)
 
     def release(self) -> None:
         """Let go of the captured steps."""

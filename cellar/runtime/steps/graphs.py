@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,10 +101,19 @@ class _Captured:
 class StepGraphs:
     """Graphs for steps in which up to `most_rows` rows compute one token each, their last one, and all are sampled; and
     for other steps of up to `most_tokens` tokens.
+
+    `ran`: graphs of the same sizes were captured before in this process, so all kernels are loaded.
     """
 
     def __init__(
-        self, forward: Forward, rows: DeviceRows, most_rows: int, most_tokens: int, device: torch.device
+        self,
+        forward: Forward,
+        rows: DeviceRows,
+        most_rows: int,
+        most_tokens: int,
+        device: torch.device,
+        *,
+        ran: bool = False,
     ) -> None:
         self._forward = forward
         self._rows = rows
@@ -117,10 +127,12 @@ class StepGraphs:
             AttentionBuffers.for_limits(shape, most, 2 * most_rows, self._programs, device) for shape in forward.shapes
         ]
         self._stage = _Stage(self._meta_at(most, len(forward.shapes)), device)
-        pool = torch.cuda.graph_pool_handle()
+        self._ran = ran
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # The largest first, so that the smaller ones find their memory in its pool.
-        self._prompts = [self._capture_prompts(size, pool) for size in reversed(prompts)][::-1]
-        self._decodes = [self._capture_decodes(size, pool) for size in reversed(decodes)][::-1]
+        self._prompts = [self._capture_prompts(size) for size in reversed(prompts)][::-1]
+        self._decodes = [self._capture_decodes(size) for size in reversed(decodes)][::-1]
 
     def serves(self, inputs: StepInputs) -> bool:
         """True for a step of decodes alone."""
@@ -215,18 +227,22 @@ class StepGraphs:
         slots.fill_(self._spare_place)
         given.fill_(-1)
 
-    def _capture_prompts(self, size: int, pool: Any) -> _Captured:
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        return recording(graph, self._pool, self._stream)
+
+    def _capture_prompts(self, size: int) -> _Captured:
         self._clear(size)
         shapes, programs = self._forward.shapes, self._programs
         limits = [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
-        self._layers(size, limits, given_too=True)
-        torch.cuda.synchronize(self._device)
+        if not self._ran:
+            self._layers(size, limits, given_too=True)
+            torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
-        with recording(graph, pool):
+        with self._recording(graph):
             hidden = self._layers(size, limits, given_too=True)
         return _Captured(size, limits, graph, hidden)
 
-    def _capture_decodes(self, size: int, pool: Any) -> _Captured:
+    def _capture_decodes(self, size: int) -> _Captured:
         self._clear(size)
         shapes, programs = self._forward.shapes, self._programs
         limits = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
@@ -241,12 +257,13 @@ class StepGraphs:
             self._rows.sampled(feed, chosen.tokens, how)
             return chosen
 
-        best(layers())
-        torch.cuda.synchronize(self._device)
+        if not self._ran:
+            best(layers())
+            torch.cuda.synchronize(self._device)
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recording(first, pool):
+        with self._recording(first):
             logits = layers()
-        with recording(second, pool):
+        with self._recording(second):
             chosen = best(logits)
         return _Captured(size, limits, first, logits=logits, best=second, chosen=chosen)
 

@@ -64,7 +64,8 @@ class LocalRuntime:
     `weights` lie on `device` in the form that its operations want (`open_local` packs them for the CPU).
     `num_threads` is the worker's number of CPU threads; None: chosen while it runs, at most torch's (`threads.py`).
     `enforce_eager`: capture no graphs.
-    `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `wide_layers`: those whose
+    `most_tokens`: the largest step with prompts that comes, for capturing the short ones. `rehearsed`: these steps were
+    captured once in this process, to count their memory. `wide_layers`: those whose
     softmax needs a running maximum on an accelerator; `softmax`: how the others compute theirs there. `tiers`: what
     keeps chunks below the device; they are its own. `warmup`: compilers at work for it, which stop with it.
     `offloaded`: where layers come from that do not lie on the device; its own, too. `seat`: this rank among the
@@ -83,6 +84,7 @@ class LocalRuntime:
         num_threads: int | None = None,
         enforce_eager: bool = False,
         most_tokens: int = 0,
+        rehearsed: bool = False,
         wide_layers: Collection[int] = (),
         softmax: Softmax = "auto",
         tiers: Mapping[Tier, Storage] = MappingProxyType({}),
@@ -120,7 +122,7 @@ class LocalRuntime:
         self.executor.forward.use_softmax(softmax)
         # A captured step has its weights at fixed addresses.
         if not enforce_eager and offloaded is None:
-            self.executor.capture(num_rows, most_tokens)
+            self.executor.capture(num_rows, most_tokens, ran=rehearsed)
         if device.type != "cpu":
             # Weights and arena were filled by this thread; the worker's first step must find them.
             torch.cuda.synchronize(device)
@@ -217,7 +219,8 @@ class OpenedModel:
     """A runtime, what it runs, where that was found, and the options with nothing left to decide.
 
     `fingerprint` is that of the weights: see `models/fingerprint.py`. `start_seconds`: by phase: list (kernels), load
-    (weights, while kernels are compiled), compile (what was left of it), capture.
+    (weights, while kernels are compiled), compile (what was left of it), rehearse (the largest steps, which say what
+    memory is left), capture.
     """
 
     runtime: LocalRuntime
@@ -372,7 +375,9 @@ def _open(
             seat=seat,
             offloaded=offloaded,
             held=config.offload.nbytes["device"] if device.type != "cpu" else None,
+            wide_layers=wide,
         )
+        rehearsed = time.perf_counter()
         below = (config.cache.kv_offloading_size, config.cache.kv_disk_size, config.cache.kv_remote_size)
         if offloaded is not None and offloaded.kv[0] == "host" and any(below):
             raise ConfigError(
@@ -391,6 +396,7 @@ def _open(
             num_threads=_threads(config.device.num_threads, offloaded),
             enforce_eager=config.device.enforce_eager,
             most_tokens=config.schedule.max_num_batched_tokens or 0,
+            rehearsed=device.type != "cpu" and not offloads,
             wide_layers=wide,
             tiers=tiers,
             warmup=warmup,
@@ -417,7 +423,13 @@ def _open(
     runtime.memory = memory
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     ready = time.perf_counter()
-    times = {"list": listed - start, "load": loaded - listed, "compile": compiled - loaded, "capture": ready - compiled}
+    times = {
+        "list": listed - start,
+        "load": loaded - listed,
+        "compile": compiled - loaded,
+        "rehearse": rehearsed - compiled,
+        "capture": ready - rehearsed,
+    }
     return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, memory, placed, report, times)
 
 

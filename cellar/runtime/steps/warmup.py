@@ -304,7 +304,9 @@ class Warmup:
 
         def compile_launch(launch: Launch) -> None:
             with torch.cuda.device(device):
-                launch.kernel.compiled.warmup(*launch.args, grid=(1,), **on_target(launch.kwargs, target))
+                made = launch.kernel.compiled.warmup(*launch.args, grid=(1,), **on_target(launch.kwargs, target))
+                # What passes arguments to it is compiled, too, by the C compiler, and the kernel loaded.
+                _ = made.run
 
         return cls(kernels, target, compile_launch, min(MOST_THREADS, os.cpu_count() or 1))
 
