@@ -389,6 +389,23 @@ class Outlook:
     rates: EngineRates = EngineRates()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Resting:
+    """Chunks that an engine alone has and that a tier shared with others could keep: [n] each.
+
+    `ends` are the tokens of context at a chunk's end. Equal `users` are the same conversations, in any number, and
+    `weights` say how soon they are likely to go on, in any unit. A chunk takes `write` seconds to be written (0: not
+    known yet).
+    """
+
+    chunks: IntArray
+    ends: IntArray
+    users: IntArray
+    weights: NDArray[np.float64]
+    write: float
+    rates: EngineRates
+
+
 @dataclass(frozen=True, slots=True)
 class TierStats:
     """Slots of a tier: free + cached + referenced == total, those that only copies use being cached; and what moved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from cellar.kv.recovery import Recovery, RecoveryRule
 from cellar.planner.saved import SavedPlan
 from cellar.routing.basis import Basis
 from cellar.routing.digest import DigestShape
+from cellar.routing.drain import written
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.steps.memory_use import MemoryUse
@@ -110,6 +112,12 @@ def open_front(
     masker = None
     if tokenizer is not None:
         masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
+    basis = Basis(
+        root if config.cache.enable_prefix_caching else None,
+        capacity.chunk_size,
+        costs,
+        DigestShape.of({Tier.DEVICE: capacity.num_slots * capacity.homes, **capacity.tiers}),
+    )
     engine = step_engine(
         scheduler,
         wrap(opened.runtime),
@@ -118,6 +126,7 @@ def open_front(
         masker=masker,
         mask_timeout=config.schedule.mask_timeout,
         lookup=opened.runtime.lookup,
+        leaving=partial(written, basis),
     )
     scheduler.restore(capacity.kept, engine.clock())
     return Opened(
@@ -130,12 +139,7 @@ def open_front(
         opened.memory,
         None if isinstance(opened, OpenedRanks) else opened.offload,
         scheduler.outlook,
-        Basis(
-            root if config.cache.enable_prefix_caching else None,
-            capacity.chunk_size,
-            costs,
-            DigestShape.of({Tier.DEVICE: capacity.num_slots * capacity.homes, **capacity.tiers}),
-        ),
+        basis,
     )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from cellar.core.messages import (
+    IntArray,
     MemoryAnswer,
     MemoryQuestion,
     Request,
+    Resting,
     SchedulerStats,
     StepOutput,
     StepPlan,
@@ -18,9 +21,12 @@ from cellar.core.messages import (
 from cellar.engine.engine import Engine
 from cellar.engine.lookups import Asks, Lookups
 from cellar.engine.structured import Masking, StructuredOutput
+from cellar.kv.departure import Departure
 from cellar.kv.foreign import Foreign
 from cellar.runtime.protocol import Runtime
 from cellar.schedule.protocol import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, SchedulerStats], Protocol):
@@ -34,6 +40,10 @@ class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, Schedu
         """What other engines have written to a tier that it shares with them."""
 
     @property
+    def departure(self) -> Departure:
+        """What is written when the engine ends."""
+
+    @property
     def num_erasing(self) -> int:
         """Chunks of which something is left, though they were forgotten: tiers that outlive the process erase them."""
 
@@ -41,13 +51,18 @@ class StepsScheduler(Scheduler[Request, StepPlan, StepResult, StepOutput, Schedu
         """A request whose mask was late (`Flag.LATE`) may be planned again."""
 
 
+Leaving = Callable[[Resting, float], IntArray]
+"""Which chunks are to be written within so many seconds, in which order."""
+
+
 class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStats]):
     """Implements `StepClient` over a scheduler in this process; made by `step_engine`."""
 
     scheduler: StepsScheduler
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, leaving: Leaving | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._leaving = leaving
         self._forgetting: list[Callable[[], None]] = []
 
     def memory(self, question: MemoryQuestion, then: Callable[[MemoryAnswer], None]) -> None:
@@ -68,6 +83,17 @@ class StepEngine(Engine[Request, StepPlan, StepResult, StepOutput, SchedulerStat
                 tell()
         return outputs
 
+    def persist(self, timeout: float) -> None:
+        """Copy to tiers that outlive this process what would be lost with it, of what other engines may load that alone
+        which pays; see `Engine`.
+        """
+        resting = None if self._leaving is None else self.scheduler.departure.resting(self.clock())
+        if self._leaving is not None and resting is not None:
+            chosen = self._leaving(resting, timeout)
+            self.scheduler.departure.choose(chosen)
+            logger.info("of %d chunks that rest %d are written for others", len(resting.chunks), len(chosen))
+        super().persist(timeout)
+
     def resume(self, request_id: str) -> None:
         """A request whose mask was late may be planned again."""
         self.mark_dirty()
@@ -85,11 +111,13 @@ def step_engine(
     masker: Masking | None = None,
     mask_timeout: float = 5.0,
     lookup: Asks | None = None,
+    leaving: Leaving | None = None,
 ) -> StepEngine:
     """An engine with structured output beside it, which without a `masker` refuses requests for it.
 
     A sequence whose masks were late for `mask_timeout` seconds in all ends with an error.
-    With `lookup` a tier that other engines write to is asked for what a request lacks.
+    With `lookup` a tier that other engines write to is asked for what a request lacks. `leaving` chooses what is
+    written to one at the end, all by default.
     """
     structured = StructuredOutput(masker, runtime.supply)
     engine = StepEngine(
@@ -101,6 +129,7 @@ def step_engine(
         check_seconds=check_seconds,
         persist_seconds=persist_seconds,
         companion=structured if lookup is None else Lookups(lookup, scheduler.foreign, clock, structured),
+        leaving=leaving,
     )
     structured.attach(engine, mask_timeout)
     return engine

@@ -60,11 +60,18 @@ class WriteBehind:
             self._queue.append((now + LINGER_SECONDS, np.concatenate(later)))
         return np.unique(np.concatenate(found)) if found else NO_SLOTS
 
+    def alone(self) -> Chunks:
+        """All chunks that only this process has, whether they can be copied now or not."""
+        return self._missing(np.flatnonzero((self._shelves.directory.slot >= 0).any(0)).astype(np.int32))
+
     def all(self) -> Chunks:
         """All chunks that only this process has and that can be copied now."""
-        there = np.flatnonzero((self._shelves.directory.slot >= 0).any(0)).astype(np.int32)
-        there = self._missing(there)
-        found: Chunks = there[sources(self._shelves, there) >= 0]
+        return self.ready(self.alone())
+
+    def ready(self, chunks: Chunks) -> Chunks:
+        """Those that only this process has and that can be copied now, in the same order."""
+        chunks = self._missing(chunks)
+        found: Chunks = chunks[sources(self._shelves, chunks) >= 0]
         return found
 
     def _missing(self, chunks: Chunks) -> Chunks:

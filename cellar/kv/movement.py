@@ -75,7 +75,7 @@ class Movement:
         self._pause = [0.0 for _ in shelves.tiers]
         self.moved = [Moved() for _ in shelves.tiers]
         self.links = [Link() for _ in shelves.tiers]  # of loads from each tier
-        self._outwards = [Link() for _ in shelves.tiers]  # of copies to each tier
+        self.outwards = [Link() for _ in shelves.tiers]  # of copies to each tier
 
     @property
     def num_moving(self) -> int:
@@ -152,9 +152,7 @@ class Movement:
                 leaving = only.lowest(min(wanted, len(only), self._room(tier, tier + 1)), now)
                 only.add(np.array([chunk for _, chunk in leaving], np.int32))
                 self._save(tier, tier + 1, leaving, now)
-        if not self._behind & self._moving.keys():
-            self._behind.clear()
-            self._write(lambda room: self.behind.take(room, now), now)
+        self.persist(now, lambda room: self.behind.take(room, now))
 
     def _write(self, take: Callable[[int], Chunks], now: float) -> None:
         """Copy chunks to the first tier that outlives the process, the most valuable if there is not room for all."""
@@ -173,17 +171,14 @@ class Movement:
             if number >= 0:
                 self._behind.add(number)
 
-    def persist(self, now: float) -> None:
-        """Copy what only this process has to a tier that outlives it, the most valuable first, a batch at a time."""
+    def persist(self, now: float, take: Callable[[int], Chunks]) -> None:
+        """Copy what `take` says, of at most so many chunks, to the first tier that outlives the process, unless such
+        copies are under way.
+        """
         self._now = now
         if not self._behind & self._moving.keys():
             self._behind.clear()
-
-            def most_valuable(room: int) -> Chunks:
-                chunks = self.behind.all()
-                return chunks[np.argsort(-self._shelves.values(chunks, now), kind="stable")[:room]]
-
-            self._write(most_valuable, now)
+            self._write(take, now)
 
     def next_moment(self) -> float | None:
         """When something is to be decided, though nothing else happens; None: never."""
@@ -219,7 +214,7 @@ class Movement:
         shelves = self._shelves
         if len(shelves.tiers) < 2 or shelves.tiers[1].persistent or now < self._closed_until[1]:
             return math.inf
-        before, link = self.links[1], self._outwards[1]
+        before, link = self.links[1], self.outwards[1]
         if not link.known or (before.is_busy and not before.known and not loads):
             return math.inf
         more = max(0, missing - self._num_leaving(0))
@@ -283,7 +278,7 @@ class Movement:
         shelves.directory.slot[below, saved] = targets
         shelves.pools[tier].move(slots, SAVING)
         number = self._order(tier, slots, below, targets, saved)
-        self._outwards[below].ordered(number, len(saved), now)
+        self.outwards[below].ordered(number, len(saved), now)
         shelves.classify(saved)
         return number
 
@@ -303,7 +298,7 @@ class Movement:
         shelves, batch = self._shelves, moving.batch
         source, target = shelves.pools[moving.source], shelves.pools[moving.target]
         self._count(moving, result)
-        link = self.links[moving.source] if moving.target == 0 else self._outwards[moving.target]
+        link = self.links[moving.source] if moving.target == 0 else self.outwards[moving.target]
         copied = result.seconds or math.inf  # 0: not told
         link.came(result.number, bool(result.ok.any()), self._now if now is None else now, copied)
         source.pins[batch.source_slots] -= 1

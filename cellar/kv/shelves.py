@@ -169,11 +169,15 @@ class Shelves:
 
     def values(self, chunks: Chunks, now: float) -> Floats:
         """What it is worth to keep each chunk, by the policy."""
+        found: Floats = self._policy.cost(self.directory.end[chunks]) * self.weights(chunks, now)
+        return found
+
+    def weights(self, chunks: Chunks, now: float) -> Floats:
+        """How soon whoever each chunk belongs to is likely to go on, by the policy."""
         audiences = self.directory.audience[chunks].astype(np.intp)
         talks = self.conversations
-        weights = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences)) * talks.scale(audiences, now)
-        found: Floats = self._policy.cost(self.directory.end[chunks]) * weights
-        return found
+        found: Floats = self._policy.weight(talks.idle(audiences, now), talks.turns(audiences))
+        return found * talks.scale(audiences, now)
 
     def labels(self, chunks: Chunks) -> tuple[ChunkLabel, ...]:
         """What chunks are, for those who come after this process."""

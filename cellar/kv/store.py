@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import CopyResult, EngineRates, KeptChunk, Tier, TierOrder, TierStats
+from cellar.kv.departure import Departure
 from cellar.kv.foreign import Foreign
 from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_identity
 from cellar.kv.movement import Movement
@@ -96,6 +97,7 @@ class KVStore:
         self._shelves = Shelves({Tier.DEVICE: num_slots, **(tiers or {})}, policy or LeastRecentlyUsed())
         self._movement = Movement(self._shelves)
         self.foreign = Foreign(self._shelves, chunk_size, self.chain)
+        self.departure = Departure(self._shelves, self._movement, self.rates)
         self._has_tiers = len(self._shelves.tiers) > 1
         self.put_off = False  # the last reservation: there was memory, but what it holds is copied out first
 
@@ -380,7 +382,7 @@ class KVStore:
         """Copies of what this process alone has to a tier that outlives it; none when all is safe, or moving."""
         if not self._has_tiers:
             return ()
-        self._movement.persist(now)
+        self.departure.persist(now)
         return self._movement.orders()
 
     def next_moment(self) -> float | None:

@@ -115,6 +115,10 @@ class RoutePrices:
         """Seconds of computing each of the first `count` chunks of a sequence: [count]. Not to be written to."""
         return self._table.seconds(count)
 
+    def at(self, ends: NDArray[np.integer]) -> Floats:
+        """Seconds of computing the chunks that end at these contexts: [n] -> [n]."""
+        return self._curve(ends)
+
     def pays(self, tier: Tier, count: int) -> NDArray[np.float32] | None:
         """Of the first `count` chunks, [2, count]: the seconds of computing those that are loaded from `tier` rather
         than computed, 0 of the others; and 1 and 0. On the device all lie ready. None: nothing is loaded from there.

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cellar.core.config import ScheduleConfig
-from cellar.core.messages import MemoryAnswer, MemoryQuestion, Request, Tier
+from cellar.core.messages import IntArray, MemoryAnswer, MemoryQuestion, Request, Resting, Tier
 from cellar.core.sampling import SamplingParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity
@@ -77,3 +77,34 @@ def test_what_is_forgotten_is_gone_from_the_disk_before_the_answer() -> None:
     assert len(answers) == 2
     engine.close()
     assert serve(opened(runtime)[0]) == 0
+
+
+def test_what_others_read_is_written_as_chosen_and_no_more() -> None:
+    """Of a remote tier the engine asks what pays; without an answer that says so nothing is written."""
+    asked: list[tuple[Resting, float]] = []
+
+    def last_two(resting: Resting, seconds: float) -> IntArray:
+        asked.append((resting, seconds))
+        return resting.chunks[np.argsort(-resting.ends)][:2]
+
+    tiers = {Tier.REMOTE: 60}
+    runtime = FakeRuntime(CAPACITY, vocab_size=29, tiers=tiers, copy_delay=3)
+    scheduler = StepScheduler(24, 4, 4, 64, ScheduleConfig(), tiers=tiers)
+    engine = step_engine(scheduler, runtime, clock=lambda: 0.0, persist_seconds=9.0, leaving=last_two)
+    serve(engine)
+    engine.close()
+    ((resting, seconds),) = asked
+    assert seconds == 9.0
+    assert sorted(resting.ends.tolist()) == [4, 8, 12, 13]
+    assert len(set(resting.users.tolist())) == 1
+    assert sorted(kept.label.end for kept in runtime.kept()[Tier.REMOTE]) == [12, 13]
+
+
+def test_a_disk_keeps_all_whatever_it_costs() -> None:
+    def none(resting: Resting, seconds: float) -> IntArray:
+        raise AssertionError("a disk is asked of nobody")
+
+    engine, runtime = opened(leaving=none)
+    serve(engine)
+    engine.close()
+    assert num_kept(runtime) == 4

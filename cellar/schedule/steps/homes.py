@@ -41,6 +41,7 @@ from cellar.core.messages import (
     TierOrder,
     TierStats,
 )
+from cellar.kv.departure import Departure
 from cellar.kv.foreign import Foreign
 from cellar.schedule.steps.scheduler import StepScheduler
 
@@ -62,6 +63,7 @@ class HomesScheduler:
         self._in_flight: deque[tuple[int, list[tuple[int, int, int]]]] = deque()  # step: (home, its step, results)
         self._steps = 0
         self.foreign: Foreign = homes[0].foreign
+        self.departure: Departure = homes[0].departure
 
     # -- the protocol -----------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ class StepScheduler:
         self._caching = enable_prefix_caching
         self._store = KVStore(num_slots, chunk_size, root, tiers, policy, recovery)
         self.foreign = self._store.foreign  # what other engines have written
+        self.departure = self._store.departure  # what is written at the end
         self._rows = Rows(min(num_rows, config.max_num_seqs), max_model_len, chunk_size)
         self._queue = WaitingQueue()
         self._requests: dict[str, RequestState] = {}
