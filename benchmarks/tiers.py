@@ -6,6 +6,7 @@ goes from the device to the host, and while nothing does. Then prompts that noth
 tier, while every chunk has to leave the device. What is compared takes turns in one process.
 
     python -m benchmarks.tiers --model mistral-7b --context 8192 --json out.json
+    python -m benchmarks.tiers --model mistral-7b --kv 6 --turns-only     what is compared on one engine
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -326,20 +328,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, default=32, help="that decode while the device's chunks are copied out")
     parser.add_argument("--prompts", type=int, default=64, help="that nothing is known of")
     parser.add_argument("--answer", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--turns-only", action="store_true", help="Neither copies outwards nor prompts without hits.")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     report = Report(options.json)
     sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
-    tier, without = opened(options, kv_offloading_size=options.host), opened(options)
-    with tier.llm, without.llm:
+    tier = opened(options, kv_offloading_size=options.host)
+    with ExitStack() as stack:
+        stack.enter_context(tier.llm)
         report.found["ready"] = report.seconds()
-        say(f"{options.model} ready twice after {report.seconds():.1f} s, once with {options.host:g} GiB below it")
+        say(f"{options.model} ready after {report.seconds():.1f} s with {options.host:g} GiB below it")
+        without = None
+        if not options.turns_only:
+            without = opened(options)
+            stack.enter_context(without.llm)
+            say(f"and without them after {report.seconds():.1f} s")
         for new in options.new:
             run = partial(next_turn, tier, options.context, new, options.rounds)
             report.part(f"turn of {new}", run, said_turn)
-        run = partial(copying, without, options.rows, options.answer, options.rounds)
-        report.part("copying", run, said_copying)
-        report.part("nothing known", partial(nothing_known, tier, without, options), said_nothing_known)
+        if without is not None:
+            run = partial(copying, without, options.rows, options.answer, options.rounds)
+            report.part("copying", run, said_copying)
+            report.part("nothing known", partial(nothing_known, tier, without, options), said_nothing_known)
     say(json.dumps(report.found))
     return len(report.found.get("failed", {}))
 

@@ -27,15 +27,16 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def piece_of(
-    weight: LinearWeight, rows: range, format: Format, kind: str, device: torch.device
+    weight: LinearWeight, rows: range, format: Format, kind: str, device: torch.device | None
 ) -> tuple[Tensor, torch.dtype]:
     """Rows of a quantized weight, all of `format`, as a piece for a `kind` of what multiplies (cpu, gpu), put together
-    on `device`; and the type of its scales.
+    on `device` (None: where the weight lies); and the type of its scales.
 
     Raises ConfigError for what has no such form.
     """
     columns = weight.in_features
     matrix, order = _matrix(weight.slice(0, rows), format, device)
+    device = matrix.codes.device
     there = arrays(format, (len(rows), columns), kind)
     found: dict[str, Tensor | None] = {"codes": matrix.codes, "scales": matrix.scales, "zeros": matrix.zeros}
     if there[0].name == "words":
@@ -94,7 +95,7 @@ def _apart(scales: Tensor, array: Array) -> Tensor:
     return torch.nn.functional.pad(scales, (0, array.shape[0] - scales.shape[1]))
 
 
-def _matrix(weight: LinearWeight, format: Format, device: torch.device) -> tuple[Quantized, Tensor | None]:
+def _matrix(weight: LinearWeight, format: Format, device: torch.device | None) -> tuple[Quantized, Tensor | None]:
     """One matrix of these rows with scales of the types that pieces have, and its order of columns."""
     parts: Sequence[LinearWeight] = weight.parts if isinstance(weight, StackedWeight) else (weight,)
     found = [_canonical(part, format, device) for part in parts]
@@ -114,7 +115,9 @@ def _matrix(weight: LinearWeight, format: Format, device: torch.device) -> tuple
     ), None
 
 
-def _canonical(weight: LinearWeight, format: Format, device: torch.device) -> tuple[Quantized, Tensor | None]:
+def _canonical(
+    weight: LinearWeight, format: Format, device: torch.device | None
+) -> tuple[Quantized, Tensor | None]:
     if not isinstance(weight, QuantizedWeight) or weight.matrix.groups is not None:
         raise ConfigError(
             f"a matrix in {format.name} has columns in groups of unequal sizes, which are not offloaded; raise "
@@ -126,6 +129,7 @@ def _canonical(weight: LinearWeight, format: Format, device: torch.device) -> tu
             "is not offloaded; set desc_act, or raise device_memory so that the model fits."
         )
     matrix = weight.matrix
+    device = matrix.codes.device if device is None else device
     rows, zeros = matrix.shape[0], matrix.zeros
     scales = matrix.scales if matrix.format.rows else matrix.scales.expand(rows, -1)
     if zeros is not None:

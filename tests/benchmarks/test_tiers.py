@@ -32,6 +32,15 @@ def test_a_turn_is_timed_by_where_its_past_lies(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.long
+def test_turns_alone_need_one_engine(tmp_path: Path) -> None:
+    found = tmp_path / "out.json"
+    assert tiers.main([*OPTIONS, "--turns-only", "--json", str(found)]) == 0
+    report = json.loads(found.read_text(encoding="utf-8"))
+    assert report["turn of 8"]["device"] > 0
+    assert not {"copying", "nothing known", "failed"} & set(report)
+
+
+@pytest.mark.long
 def test_a_part_that_fails_keeps_no_other_from_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +33,8 @@ from cellar.runtime.offload.layout import (
     planned_nbytes,
 )
 from cellar.runtime.offload.mover import Fence
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,8 @@ class Homes:
         if not part.run.format.is_quantized:
             plain = made.slice(0, span).dense().to(getattr(torch, self._tensors[name].dtype))
             return plain.contiguous().view(-1).view(torch.uint8)
-        # A GPU puts codes in its order faster than the host does, a piece at a time.
-        where = HOST if part.kind == "cpu" else self.device
+        # A GPU puts codes in its order faster than the host does, a piece at a time; what a CPU multiplies has none.
+        where = None if part.kind == "cpu" else self.device
         rows, self._scales[name, part.start] = piece_of(made, span, part.run.format, part.kind, where)
         return rows
 
@@ -223,10 +227,17 @@ def opened_homes(
     device: torch.device = HOST,
 ) -> tuple[Homes, ReadBack]:
     """Homes with the weights in them, read back."""
+    ends = [time.perf_counter()]
     homes = Homes(spec, rows, memory, directory, device)
     try:
+        ends.append(time.perf_counter())
         homes.place(make)
-        return homes, homes.read_back()
+        ends.append(time.perf_counter())
+        read = homes.read_back()
+        ends.append(time.perf_counter())
+        taken = [after - before for before, after in pairwise(ends)]
+        _LOG.info("room for weights was taken in %.1f s, they were placed in %.1f and read back in %.1f.", *taken)
+        return homes, read
     except BaseException:
         homes.close()
         raise
