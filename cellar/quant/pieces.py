@@ -115,9 +115,7 @@ def _matrix(weight: LinearWeight, format: Format, device: torch.device | None) -
     ), None
 
 
-def _canonical(
-    weight: LinearWeight, format: Format, device: torch.device | None
-) -> tuple[Quantized, Tensor | None]:
+def _canonical(weight: LinearWeight, format: Format, device: torch.device | None) -> tuple[Quantized, Tensor | None]:
     if not isinstance(weight, QuantizedWeight) or weight.matrix.groups is not None:
         raise ConfigError(
             f"a matrix in {format.name} has columns in groups of unequal sizes, which are not offloaded; raise "
