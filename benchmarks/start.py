@@ -3,8 +3,8 @@
     python -m benchmarks.start --model llama-3-8b --json start.json
 
 Each start is a process of its own, with random weights, and a home and a Triton cache of its own: nothing that this
-machine has compiled before helps. Phases: import; list (which kernels the model needs); load (weights, while kernels
-are compiled); compile (what was left of it); rehearse (the largest steps); capture; rest. The last line is JSON.
+machine has compiled before helps. Phases: import; load (weights, while kernels are listed
+and compiled); compile (what was left of it); rehearse (the largest steps); capture; rest. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PHASES = ("import", "list", "load", "compile", "rehearse", "capture", "rest")
+PHASES = ("import", "load", "compile", "rehearse", "capture", "rest")
 TARGETS = {"cold": 12.0, "warm": 4.0}
 
 

@@ -14,6 +14,7 @@ operands where `interpreted(x)` is true; mask with a large negative number, not 
 from __future__ import annotations
 
 import importlib.util
+import threading
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -80,6 +81,9 @@ class Kernel:
         self.fn = fn
         self.__name__ = fn.__name__
         self.__doc__ = fn.__doc__
+        # Threads that compile and one that launches must find the same one, or each compiles for itself.
+        self._lock = threading.RLock()
+        self._compiled: Any = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
@@ -100,12 +104,16 @@ class Kernel:
         """Only kernels call a kernel as a function, and Triton reads that from their source."""
         raise TypeError(f"kernel {self.__name__} is launched as {self.__name__}[grid](...), not called.")
 
-    @cached_property
+    @property
     def compiled(self) -> Any:
-        """The kernel as a `triton.JITFunction`."""
-        import triton
+        """The kernel as a `triton.JITFunction`, of which there is one."""
+        if self._compiled is None:
+            import triton
 
-        return triton.jit(self._bound())
+            with self._lock:
+                if self._compiled is None:
+                    self._compiled = triton.jit(self._bound())
+        return self._compiled
 
     @cached_property
     def _interpreted(self) -> Any:

@@ -31,13 +31,13 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None)
 
 
 def _on_any(graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")  # type: ignore[return-value]
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
 
 
 @contextmanager
 def _on_stream(graph: torch.cuda.CUDAGraph, pool: Any, stream: Any) -> Iterator[None]:
     with torch.cuda.stream(stream):
-        graph.capture_begin(*(() if pool is None else (pool,)), capture_error_mode="thread_local")
+        graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             yield
         finally:

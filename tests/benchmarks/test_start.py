@@ -15,8 +15,7 @@ from cellar.runtime.steps import local
 
 SECONDS = {
     "import": 1.0,
-    "list": 0.25,
-    "load": 2.0,
+    "load": 2.25,
     "compile": 0.5,
     "rehearse": 0.5,
     "capture": 0.5,
@@ -28,7 +27,7 @@ SECONDS = {
 def test_phases_add_up_to_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     runtime = SimpleNamespace(close=lambda: closed.append(True))
-    times = {"list": 0.0, "load": 0.0, "compile": 0.0, "rehearse": 0.0, "capture": 0.0}
+    times = {"load": 0.0, "compile": 0.0, "rehearse": 0.0, "capture": 0.0}
     opened = SimpleNamespace(start_seconds=times, runtime=runtime)
     monkeypatch.setattr(local, "open_local", lambda config: opened)
     found = start.start("llama-3.2-1b", "cpu", 64)

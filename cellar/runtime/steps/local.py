@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
@@ -45,7 +46,7 @@ from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.memory_use import MemoryUse, counted, memory_use
 from cellar.runtime.steps.placed import PlacedBytes, check_resident, read_back
-from cellar.runtime.steps.warmup import Machine, Warmup, kernels_of
+from cellar.runtime.steps.warmup import Listing, Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrivals
@@ -88,7 +89,7 @@ class LocalRuntime:
         wide_layers: Collection[int] = (),
         softmax: Softmax = "auto",
         tiers: Mapping[Tier, Storage] = MappingProxyType({}),
-        warmup: Warmup | None = None,
+        warmup: Listing | None = None,
         offloaded: Offloaded | None = None,
         seat: Seat | None = None,
         sparse_v: float | None = None,
@@ -218,8 +219,8 @@ class LocalRuntime:
 class OpenedModel:
     """A runtime, what it runs, where that was found, and the options with nothing left to decide.
 
-    `fingerprint` is that of the weights: see `models/fingerprint.py`. `start_seconds`: by phase: list (kernels), load
-    (weights, while kernels are compiled), compile (what was left of it), rehearse (the largest steps, which say what
+    `fingerprint` is that of the weights: see `models/fingerprint.py`. `start_seconds`: by phase: load (weights, while
+    kernels are listed and compiled), compile (what was left of it), rehearse (the largest steps, which say what
     memory is left), capture.
     """
 
@@ -323,7 +324,7 @@ def _open(
     gathers = laid is not None and laid.layouts.gathers
     change: loader.Transform | None = None if gathers else _pack_linear
     wide: Collection[int] = ()
-    warmup: Warmup | None = None
+    warmup: Listing | None = None
     if device.type == "cpu":
         prepare_kernels(getattr(torch, dtype), sparse=sparse_v is not None)
     else:
@@ -333,8 +334,8 @@ def _open(
         if model_config.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
         if not config.device.enforce_eager and laid is None:
-            warmup = _warmup(model, prepared, device, config, wide, 1 if place is None else place.size)
-    listed = time.perf_counter()
+            ranks = 1 if place is None else place.size
+            warmup = Listing(partial(_warmup, model, prepared, device, config, tuple(wide), ranks))
     if model_config.load_format == "dummy":
         make = loader.dummy_reader(device, model_config.seed)
         content = fingerprint.of_dummy(spec, model_config.seed, device.type)
@@ -424,8 +425,7 @@ def _open(
     resolved = config.resolve(dtype=dtype, max_model_len=spec.max_position, device=str(device))
     ready = time.perf_counter()
     times = {
-        "list": listed - start,
-        "load": loaded - listed,
+        "load": loaded - start,
         "compile": compiled - loaded,
         "rehearse": rehearsed - compiled,
         "capture": ready - rehearsed,
@@ -438,25 +438,12 @@ def _warmup(
     change: loader.Transform,
     device: torch.device,
     config: EngineConfig,
-    wide: Collection[int],
+    wide: Sequence[int],
     ranks: int,
-) -> Warmup | None:
-    """Compilers at work on the model's kernels. They only save time: without them each launch compiles its own."""
-    schedule = config.schedule
-    try:
-        kernels = kernels_of(
-            model,
-            change,
-            Machine.of(device),
-            schedule.max_num_seqs,
-            schedule.max_num_batched_tokens or 0,
-            tuple(wide),
-            ranks,
-        )
-        return Warmup.on(device, kernels)
-    except Exception:
-        _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
-        return None
+) -> Warmup:
+    """Compilers at work on the model's kernels."""
+    rows, tokens = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens or 0
+    return Warmup.on(device, kernels_of(model, change, Machine.of(device), rows, tokens, wide, ranks))
 
 
 def _check_sparse(device: torch.device, placement: Placement | None) -> None:

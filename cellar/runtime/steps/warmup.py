@@ -1,12 +1,13 @@
 """What a model's kernels need from the compilers before its first step, listed as data and compiled side by side.
 
 The list comes from the code that launches: the captured steps of the model are run once on meta tensors, which compute
-nothing (`ops/compile_jobs.py`), before any weight is read. Compilers then work in threads while weights are read, and
-the capture finds every kernel made. Kernels that only some requests want follow behind it.
+nothing (`ops/compile_jobs.py`), beside the first weights. Compilers then work in threads while weights are read, and
+the capture finds every kernel made and loaded. Kernels that only some requests want follow behind it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -44,6 +45,7 @@ from cellar.runtime.steps.graphs import batch_sizes, prompt_sizes
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
+_LOG = logging.getLogger(__name__)
 META = torch.device("meta")
 MOST_THREADS = 16
 
@@ -318,6 +320,33 @@ class Warmup:
         """Begin nothing more."""
         for waiting in (*self._first, *self._later):
             waiting.cancel()
+
+
+class Listing:
+    """A warmup whose list is made in a thread of its own: `make` lists, and begins to compile.
+
+    Compilers only save time: where the list cannot be made, each launch compiles its own kernel.
+    """
+
+    def __init__(self, make: Callable[[], Warmup]) -> None:
+        thread = ThreadPoolExecutor(1, "cellar-list")
+        self._made = thread.submit(make)
+        thread.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Until all that the first step needs is there."""
+        try:
+            warmup = self._made.result()
+        except Exception:
+            _LOG.warning("kernels are compiled one by one as they are needed: they could not be listed", exc_info=True)
+        else:
+            warmup.wait()
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        if not self._made.cancel():
+            with suppress(Exception):
+                self._made.result().close()
 
 
 def distinct(launches: Sequence[Launch], target: GPUTarget) -> list[Launch]:

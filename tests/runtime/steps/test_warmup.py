@@ -13,12 +13,12 @@ from cellar.models.model import Model
 from cellar.models.registry import open_model, shipped_config
 from cellar.ops.compile_jobs import jobs_of, key_of
 from cellar.ops.linear.choice import Shape
-from cellar.ops.triton_support import Launch
+from cellar.ops.triton_support import Kernel, Launch
 from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import shipped
 from cellar.runtime.steps.local import _preparing
-from cellar.runtime.steps.warmup import CudaJob, Kernels, Machine, Warmup, distinct, kernels_of
-from tests.limits import SECONDS
+from cellar.runtime.steps.warmup import CudaJob, Kernels, Listing, Machine, Warmup, distinct, kernels_of
+from tests.limits import SECONDS, join_all
 
 H200, PORTABLE = Machine(264, hopper=True), Machine(264)
 
@@ -159,6 +159,51 @@ def test_a_start_waits_for_what_the_first_step_needs_and_not_for_the_rest() -> N
     compiler.go_on.set()
 
 
+def test_a_list_is_made_beside_other_work(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights are read meanwhile; what cannot be listed is no reason not to start."""
+    kernels = listed("llama-3-8b", PORTABLE)
+    go_on = threading.Event()
+    compiler = Compiler({"_forbid_kernel"})
+
+    def make() -> Warmup:
+        go_on.wait(SECONDS)
+        return Warmup(kernels, target(), compiler, num_threads=3)
+
+    listing = Listing(make)
+    assert not compiler.done, "the maker waits, and whoever asked does not"
+    go_on.set()
+    listing.wait()
+    assert not names(kernels.first) - Counter(compiler.done)
+    listing.close()
+    compiler.go_on.set()
+
+    def breaks() -> Warmup:
+        raise ValueError("a kernel that nobody can list")
+
+    broken = Listing(breaks)
+    broken.wait()
+    assert "one by one" in caplog.text
+    broken.close()
+
+
+def test_a_kernel_is_made_once_however_many_ask_at_once() -> None:
+    """Else the one that launches would not find what another thread has compiled."""
+    kernels = listed("llama-3-8b", PORTABLE)
+    fresh = Kernel(kernels.first[0].kernel.fn)
+    barrier = threading.Barrier(8)
+    found: list[Any] = []
+
+    def ask() -> None:
+        barrier.wait(SECONDS)
+        found.append(fresh.compiled)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    join_all(threads)
+    assert len({id(one) for one in found}) == 1
+
+
 def test_cuda_sources_are_compiled_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[dict[str, int]] = []
     monkeypatch.setattr(
@@ -208,7 +253,7 @@ def _compiled() -> dict[str, int]:
     from cellar.ops.triton_support import Kernel
 
     found: dict[str, int] = {}
-    for kernel in (k for k in gc.get_objects() if isinstance(k, Kernel) and "compiled" in k.__dict__):
+    for kernel in (k for k in gc.get_objects() if isinstance(k, Kernel) and k._compiled is not None):
         caches = kernel.compiled.device_caches
         found[kernel.__name__] = sum(len(cache[0]) for cache in caches.values())
     return found
