@@ -26,13 +26,21 @@ def profile(
             "name, or a shipped config's name."
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Also measure collectives among so many ranks: a GPU for each, or a process of the CPU (gloo); plans "
+            "for this profile are priced by them.",
+        ),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print the file's path only.")] = False,
 ) -> None:
     """Measure memory, matrix products, links, disk and launches of this machine, and write them to a file."""
     from cellar.reports.profile import measure_machine, print_profile
 
     found, path = measure_machine(
-        device, num_threads, output, lambda name: None if quiet else typer.echo(f"measuring {name}"), model
+        device, num_threads, output, lambda name: None if quiet else typer.echo(f"measuring {name}"), model, ranks
     )
     if not quiet:
         print_profile(found)

@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cellar.core.collectives import SEND, TABLE
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Link, Measure, Origin, Profile
+from cellar.planner.collectives import Collectives, ours
+from cellar.planner.sharding import Kind
 
 GIB = 2.0**30
 GB = 1e9
@@ -44,6 +47,7 @@ class Network:
 
     A collective over k devices takes (k - 1) hops of `hop` seconds on a ring or torus axis, one on a switch. A box of
     fewer than `closes` devices is a torus that was cut open: its rings are lines, which go one way at a time.
+    `measured`: what collectives took on this very machine; then these are prices, and rate and hop only say it shortly.
     """
 
     name: str
@@ -52,10 +56,23 @@ class Network:
     hop: Measure
     topology: Literal["torus", "switch"] = "switch"
     closes: int = 1
+    measured: Collectives | None = None
 
     def rate(self, devices: int) -> float:
         """Bytes/s of each device in a box of so many."""
         return self.bandwidth.value * (1.0 if devices >= self.closes else 0.5)
+
+    def sending(self, nbytes: float, share: float) -> float:
+        """Seconds in which a device hands so many bytes to another, at a `share` of the rate."""
+        if self.measured is not None:
+            return self.measured.of(SEND, 2).seconds(nbytes)
+        return nbytes / (self.bandwidth.value * share) + self.hop.value
+
+    def summing(self, nbytes: float, share: float, devices: int) -> float:
+        """Seconds of an all-reduce over so many devices of which each sends so many bytes."""
+        if self.measured is not None:
+            return self.measured.of(Kind.ALL_REDUCE.value, devices).seconds(nbytes)
+        return nbytes / (self.bandwidth.value * share) + 2 * self.hop.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +404,18 @@ def machine(name: str) -> Machine:
 
 
 def from_profile(profile: Profile) -> Machine:
-    """The machine that `cellar profile` measured. Raises ConfigError if it has no accelerator or no links to it."""
+    """The machine that `cellar profile` measured: of as many devices as it names, or as its collectives joined.
+
+    Raises ConfigError if it has no accelerator or no links to it.
+    """
     device, host, disk = profile.device("gpu"), profile.device("cpu"), profile.device("disk")
     if device is None or host is None or not device.flops:
         raise ConfigError(
             f"the profile of {profile.machine} names no accelerator with its speed; plan with --machine "
             f"{', '.join(LIBRARY)}, or profile a machine that has one."
         )
-    count = sum(d.kind == "gpu" for d in profile.devices)
+    measured = ours(profile.tables[TABLE]) if TABLE in profile.tables else None
+    count = max(sum(d.kind == "gpu" for d in profile.devices), measured.ranks if measured else 1)
     down = _wire(profile, host.name, device.name)
     up = _wire(profile, device.name, host.name)
     return Machine(
@@ -407,15 +428,23 @@ def from_profile(profile: Profile) -> Machine:
         to_host=up,
         disk=disk,
         disk_write=_wire(profile, host.name, disk.name).bandwidth if disk else None,
-        networks=_joined(profile, device, count, down) if count > 1 else (),
-        constants=_of_measured(host),
+        networks=(_of_ranks(measured, count),) if measured else _joined(profile, device, count, down),
+        constants=replace(_of_measured(host), network=_share(1.0, "measured")) if measured else _of_measured(host),
     )
+
+
+def _of_ranks(measured: Collectives, count: int) -> Network:
+    """The network that collectives were measured over, said shortly by its largest all-gathers."""
+    line = measured.of(Kind.ALL_GATHER.value, count).lines[-1]
+    return Network("ranks", count, _rate(line.rate, "measured"), _seconds(line.start, "measured"), measured=measured)
 
 
 def _joined(profile: Profile, device: Device, count: int, to_device: Link) -> tuple[Network, ...]:
     """What joins the devices of a profile: as measured from one to another, else as the library knows this device, else
     the way through the host.
     """
+    if count == 1:
+        return ()
     others = {d.name for d in profile.devices if d.kind == "gpu" and d.name != device.name}
     for link in profile.links:
         if link.source == device.name and link.target in others:

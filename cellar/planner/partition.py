@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from cellar.core.layouts import GATHERS, Layout, Mesh
 from cellar.core.loops import loop_chunks
+from cellar.planner.collectives import Collectives
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.layouts import Local, Move, Product, block_program, relay_moves
 from cellar.planner.machines import Constants, Machine
@@ -113,13 +114,34 @@ def fits_shape(layout: Layout, d: Dimensions, batch: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """One collective over the inner network: elements per chip, and how often it begins (0: with another one)."""
+
+    kind: Kind
+    chips: int
+    elements: float
+    begins: float
+
+
+class Span(NamedTuple):
+    """Of steps of more than `above` tokens: `fixed` seconds, and `each` a token."""
+
+    above: float
+    fixed: float
+    each: float
+
+
+@dataclass(frozen=True, slots=True)
 class Sent:
-    """What collectives send: elements per chip over the inner and the outer network, and hops along each."""
+    """What collectives send: elements per chip over the inner and the outer network, and hops along each. `terms`: one
+    by one what goes over the inner.
+    """
 
     inner: float = 0.0
     outer: float = 0.0
     inner_hops: float = 0.0
     outer_hops: float = 0.0
+    terms: tuple[Term, ...] = ()
 
     def __add__(self, other: Sent) -> Sent:
         return Sent(
@@ -127,6 +149,7 @@ class Sent:
             self.outer + other.outer,
             self.inner_hops + other.inner_hops,
             self.outer_hops + other.outer_hops,
+            self.terms + other.terms,
         )
 
     def elements(self, tokens: float = 1.0) -> float:
@@ -135,12 +158,37 @@ class Sent:
 
     def seconds(self, machine: Machine, item: float, tokens: float, chips: int) -> float:
         """Time of all the collectives, `item` bytes an element, one after another, in a box of so many chips."""
+        small, *larger = self.spans(machine, item, chips)
+        _, fixed, each = next((span for span in reversed(larger) if tokens > span.above), small)
+        return fixed + each * tokens
+
+    def spans(self, machine: Machine, item: float, chips: int) -> tuple[Span, ...]:
+        """`seconds` over the tokens, by ascending `above` from 0 on: one, or more where collectives were measured."""
         if not machine.networks:
-            return 0.0
+            return (Span(0.0, 0.0, 0.0),)
         near, far = machine.networks[0], machine.networks[-1]
         share = machine.constants.network.value
-        sending = self.inner / near.rate(chips) + self.outer / far.bandwidth.value
-        return sending * tokens * item / share + self.inner_hops * near.hop.value + self.outer_hops * far.hop.value
+        fixed, each = self.outer_hops * far.hop.value, self.outer / far.bandwidth.value / share * item
+        if near.measured is None:
+            each += self.inner / near.rate(chips) / share * item
+            return (Span(0.0, fixed + self.inner_hops * near.hop.value, each),)
+        inner = _measured_spans(self.terms, near.measured, item)
+        return tuple(Span(span.above, fixed + span.fixed, each + span.each) for span in inner)
+
+
+@lru_cache(maxsize=16384)
+def _measured_spans(terms: tuple[Term, ...], measured: Collectives, item: float) -> tuple[Span, ...]:
+    """A span for each set of lines that these collectives have at some number of tokens."""
+    known = [(term, measured.of(term.kind.value, term.chips).lines, term.elements * item) for term in terms]
+    edges = {0.0, *(line.most / nbytes for _, lines, nbytes in known for line in lines[:-1])}
+    found = []
+    for edge in sorted(edges):
+        now = [
+            (term, next(line for line in lines if edge < line.most / nbytes), nbytes) for term, lines, nbytes in known
+        ]
+        fixed = sum(term.begins * line.start for term, line, _ in now)
+        found.append(Span(edge, fixed, sum(line.each * nbytes for _, line, nbytes in now)))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +234,7 @@ def loop_price(loops: Sequence[LoopWork], machine: Machine, flop: float, chips: 
     """Of these loops of a block, at `flop` seconds a FLOP, in so many blocks."""
     hidden = chunk = elements = 0.0
     for loop in loops:
-        begun = loop.sent.seconds(machine, 2.0, 0.0, chips)
-        sending = loop.sent.seconds(machine, 2.0, 1.0, chips) - begun
+        _, begun, sending = loop.sent.spans(machine, 2.0, chips)[-1]  # chunks are long
         hidden += min(loop.flops * flop, sending)
         chunk += begun
         elements += loop.weight_elements
@@ -216,7 +263,8 @@ def _sent(move: Move, sizes: dict[str, float], mesh: Mesh, outer: str, topology:
     if move.kind is not Kind.ALL_TO_ALL:
         crossing /= kf
     inside = whole * (kf - 1) / kf
-    return Sent(inside, crossing, _hops(move, mesh, fast, topology), _hops(move, mesh, slow, topology))
+    terms = (Term(move.kind, kf, inside, 0.0 if move.fused else 1.0),) if inside else ()
+    return Sent(inside, crossing, _hops(move, mesh, fast, topology), _hops(move, mesh, slow, topology), terms)
 
 
 def _hops(move: Move, mesh: Mesh, axes: str, topology: str) -> float:

@@ -222,13 +222,12 @@ def _resident(
         net = machine.networks[0].bandwidth.value * share
         # Stages pass activations on, over the outer network if they lie in several hosts.
         wire = machine.networks[-1 if t * p > machine.per_host else 0]
-        pace, hop = wire.bandwidth.value * share, wire.hop.value
         if t > 1:
             padded = padded_heads(d, t)
             assert padded is not None, "its layouts have a price"
             handover = relay_bytes(padded, prefill.layout, decode.layout, batch, job.prompt, form) / p / net
-        passed = 2.0 * d.embed * job.prompt * batch / pieces / t / pace + hop if p > 1 else 0.0
-        token = 2.0 * d.embed * batch / micro / t / pace + hop if p > 1 else 0.0
+        passed = wire.sending(2.0 * d.embed * job.prompt * batch / pieces / t, share) if p > 1 else 0.0
+        token = wire.sending(2.0 * d.embed * batch / micro / t, share) if p > 1 else 0.0
     else:
         passed = token = 0.0
     turn = prefill.timeline.seconds + passed

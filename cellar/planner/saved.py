@@ -105,12 +105,17 @@ def read_plan(text: str) -> SavedPlan:
                 **data,
                 "placement": _placement(data["placement"]),
                 "limits": Limits(**data["limits"]) if data["limits"] else None,
-                "cost": StepCost(**{**cost, "windows": tuple(cost["windows"])}) if cost else None,
+                "cost": _cost(cost) if cost else None,
                 "steps": tuple(StepShape(**shape) for shape in data["steps"]),
             }
         )
     except (KeyError, TypeError) as error:
         raise ConfigError(f"the plan is damaged at {error}; make it again with `cellar plan`.") from error
+
+
+def _cost(data: Mapping[str, Any]) -> StepCost:
+    spans = tuple(tuple(span) for span in data.get("talk_spans", ()))
+    return StepCost(**{**data, "windows": tuple(data["windows"]), "talk_spans": spans})
 
 
 def _placement(data: Mapping[str, Any]) -> Placement:

@@ -66,8 +66,7 @@ class StepPrices:
         # The first layer's weights are waited for, the others' come while a layer is computed.
         self._first_gather = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
         self._gathers = self._first_gather * (layers - 1)
-        self._talk = unit.activations.seconds(machine, 2.0, 0.0, mesh.size) * layers
-        self._token_talk = unit.activations.seconds(machine, 2.0, 1.0, mesh.size) * layers - self._talk
+        small, *larger = unit.activations.spans(machine, 2.0, mesh.size)
         loops = loop_price(unit.loops, machine, self._flop, mesh.size, layers)
         # Per position attended to or read, all layers.
         self._attended_flops = 4 * unit.query_elements * layers
@@ -89,8 +88,9 @@ class StepPrices:
             eager=self._eager,
             gathers=self._gathers,
             unhidden=1 - c.product_overlap.value,
-            talk=self._talk + self._first_gather,
-            token_talk=self._token_talk,
+            talk=small.fixed * layers + self._first_gather,
+            token_talk=small.each * layers,
+            talk_spans=tuple((s.above, s.fixed * layers + self._first_gather, s.each * layers) for s in larger),
             loop_cut=mesh.count(self.layout.gather) if looped else 0,
             loop_hidden=loops.hidden,
             loop_chunk=loops.chunk,
@@ -133,8 +133,8 @@ class StepPrices:
         if hidden:
             beside.append(Channel("collectives", hidden))
         groups[0] = Group("products", (*products, *beside))
-        if self._talk or self._token_talk:
-            exposed = self._talk + self._token_talk * work.tokens + more - hidden
+        if talk := self.cost.talked(work.tokens) - self._first_gather:
+            exposed = talk + more - hidden
             groups.append(Group("collectives", (Channel("collectives", exposed),)))
         if work.sampled:
             head = self._on_device(self._sampled_flops * work.sampled, self._head_bytes, *reached)

@@ -74,12 +74,11 @@ def _talking(d: Dimensions, machine: Machine, job: Job, gbs: int, part: Slice) -
     """The slice with its collectives: a cut layer all-reduces its activations twice (once if blocks are parallel)."""
     if part.cut == 1:
         return part
-    net = machine.networks[0]
+    net, share = machine.networks[0], machine.constants.network.value
     times = 1 if d.parallel else 2
-    rate = net.bandwidth.value * machine.constants.network.value
-    token = times * 2 * 2.0 * d.embed * gbs * (part.cut - 1) / part.cut / rate
-    hop = times * 2 * net.hop.value
-    return replace(part, prefill_talk=token * job.prompt + hop, decode_talk=token + hop)
+    token = 2 * 2.0 * d.embed * gbs * (part.cut - 1) / part.cut
+    prefill, decode = (times * net.summing(token * new, share, part.cut) for new in (job.prompt, 1))
+    return replace(part, prefill_talk=prefill, decode_talk=decode)
 
 
 def _offload_plan(solved: OffloadPlan, machine: Machine, t: int, p: int, copies: int) -> Plan:

@@ -57,11 +57,12 @@ class StepCost:
     Products take the longest of `token_flops` and `token_bytes` a token and `weights` once (or `gathers`, of weights
     from other devices), and `unhidden` of the shorter; logits likewise of `sampled` a row and `head` once. Attention
     takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
-    collectives; a step with prompts lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie
-    elsewhere come in `streamed` seconds, while all else goes on: no step is shorter, but one of up to `few` tokens,
-    whose weights a CPU multiplies in part, lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut
-    into chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and
-    each more takes `loop_chunk` in collectives and reads `loop_weights` again.
+    collectives, or others in larger steps (`talk_spans`: of more than how many tokens, and both); a step with prompts
+    lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie elsewhere come in `streamed` seconds,
+    while all else goes on: no step is shorter, but one of up to `few` tokens, whose weights a CPU multiplies in part,
+    lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut into chunks of its tokens / `loop_cut`
+    (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each more takes `loop_chunk` in
+    collectives and reads `loop_weights` again.
     """
 
     token_flops: float
@@ -77,6 +78,7 @@ class StepCost:
     unhidden: float = 0.0
     talk: float = 0.0
     token_talk: float = 0.0
+    talk_spans: tuple[tuple[float, float, float], ...] = ()
     windows: tuple[int | None, ...] = ()
     streamed: float = 0.0
     few: int = 0
@@ -95,9 +97,17 @@ class StepCost:
         count = self.chunks(work)
         return self.loop_hidden * work.tokens * (1 - 1 / count), self.loop_chunk * (count - 1)
 
+    def talked(self, tokens: int) -> float:
+        """Seconds of collectives of a step of so many tokens that is not cut."""
+        fixed, each = self.talk, self.token_talk
+        for above, start, more in self.talk_spans:
+            if tokens > above:
+                fixed, each = start, more
+        return fixed + each * tokens
+
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step."""
-        weights, talk = self.weights, self.talk + self.token_talk * work.tokens
+        weights, talk = self.weights, self.talked(work.tokens)
         if self.loop_cut:
             hidden, more = self.looped(work)
             weights += (self.chunks(work) - 1) * self.loop_weights

@@ -142,7 +142,14 @@ def origins(machine: Machine) -> list[tuple[str, str, str]]:
         found += [("disk", machine.disk.capacity), ("disk read", machine.disk.bandwidth)]
         found.append(("disk write", machine.disk_write))
     for net in machine.networks:
-        found += [(net.name, net.bandwidth), (f"{net.name} hop", net.hop)]
+        if net.measured is None:
+            found += [(net.name, net.bandwidth), (f"{net.name} hop", net.hop)]
+            continue
+        for fit in net.measured.fits:
+            for k, line in enumerate(fit.lines):
+                name = f"{fit.kind} of {fit.ranks}" + (", large" if k else "")
+                found.append((f"{name}, latency", Measure(line.start, "s", "measured")))
+                found.append((f"{name}, rate", Measure(line.rate, "bytes/s", "measured")))
     found += [(f.name.replace("_", " "), getattr(machine.constants, f.name)) for f in fields(machine.constants)]
     if machine.price:
         found.append(("price of a device", machine.price))

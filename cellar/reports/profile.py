@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from cellar.core import collectives
 from cellar.core.hardware import Measure, Profile
 from cellar.models.hub import resolve
 from cellar.models.registry import shipped_config
 from cellar.ops.linear.choice import inflections, timings_of
+from cellar.planner.collectives import read
 from cellar.reports.models import model_spec
 from cellar.runtime.device import resolve_device
 from cellar.runtime.probes import scores
@@ -24,17 +27,23 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, 
 
 
 def measure_machine(
-    device: str, threads: int | None, output: Path | None, report: Callable[[str], None], model: str | None = None
+    device: str,
+    threads: int | None,
+    output: Path | None,
+    report: Callable[[str], None],
+    model: str | None = None,
+    ranks: int | None = None,
 ) -> tuple[Profile, Path]:
     """Measure and save. The disk measured is the one that the profile is written to.
 
-    `model` is what `cellar inspect` takes; None measures the machine alone. Raises DeviceError for a device that is
-    not there, CheckpointError for a model that is not.
+    `model` is what `cellar inspect` takes; None measures the machine alone. `ranks`: collectives among so many, too.
+    Raises DeviceError for a device that is not there, CheckpointError for a model that is not, ConfigError for more
+    ranks than GPUs.
     """
     resolved = resolve_device(device)
     accelerator = None if resolved.type == "cpu" else resolved
     path = output or default_path(machine_name(accelerator))
-    context = ProbeContext(accelerator, path.parent)
+    context = replace(ProbeContext(accelerator, path.parent), ranks=ranks)
     if model is not None:
         checkpoint = resolve(model) if shipped_config(model) is None else None
         context = replace(context, model=model, spec=model_spec(model, resolved.type), checkpoint=checkpoint)
@@ -98,6 +107,26 @@ def score_rows(profile: Profile) -> list[tuple[str, str, str, str, str]]:
     ]
 
 
+def collective_rows(profile: Profile) -> list[tuple[str, ...]]:
+    """Way, kind, ranks, up to which size, latency, rate, and the worst error on sizes that were not fitted: a row for
+    each line that prices follow.
+    """
+    found = profile.tables.get(collectives.TABLE)
+    return [
+        (
+            fit.way,
+            fit.kind,
+            str(fit.ranks),
+            "any" if line.most == math.inf else human(Measure(line.most, "bytes", "measured")),
+            human(Measure(line.start, "s", "measured")),
+            human(Measure(line.rate, "bytes/s", "measured")) if line.each else "any",
+            "" if fit.missed is None else f"{100 * fit.missed:.0f} %",
+        )
+        for fit in (() if found is None else read(found))
+        for line in fit.lines
+    ]
+
+
 def print_profile(profile: Profile, console: Console | None = None) -> None:
     """A table of the profile, one of its linear layers and one of its attention scores if they were measured."""
     table = Table(title=profile.machine, title_justify="left")
@@ -114,6 +143,14 @@ def print_profile(profile: Profile, console: Console | None = None) -> None:
             table.add_column(name, justify="right")
         for line in linear:
             table.add_row(*line)
+        console.print(table)
+    if exchanges := collective_rows(profile):
+        title = "collectives by bytes sent (ranks: as engines run them), and how far off sizes are that were not fitted"
+        table = Table(title=title, title_justify="left")
+        for name in ("way", "kind", "ranks", "up to", "latency", "rate", "off by"):
+            table.add_column(name, justify="left" if name in ("way", "kind") else "right")
+        for figures in exchanges:
+            table.add_row(*figures)
         console.print(table)
     if attention := score_rows(profile):
         table = Table(title="attention scores: how wide, and what softmax follows", title_justify="left")

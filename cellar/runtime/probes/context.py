@@ -24,7 +24,8 @@ class ProbeContext:
     `accelerator` None measures the host alone. `directory` is on the disk to be measured. Each rate is taken
     over buffers of `nbytes` (at most), matrices of `matmul_size`, and for about `seconds`. `model` is the model that
     the profile is for, as its user names it, and `spec` what it is; None: the machine alone. `checkpoint` is where its
-    weights lie; None: there are none, only the sizes are known.
+    weights lie; None: there are none, only the sizes are known. `ranks`: among how many collectives are measured; None:
+    they are not.
     """
 
     accelerator: torch.device | None
@@ -35,6 +36,7 @@ class ProbeContext:
     model: str | None = None
     spec: ModelSpec | None = None
     checkpoint: Path | None = None
+    ranks: int | None = None
 
     def devices(self) -> dict[str, torch.device]:
         """Name in the profile -> processor."""

@@ -13,7 +13,7 @@ import torch
 
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Profile
-from cellar.runtime.probes import cells, launch, linear, links, matmul, memory, quantized, scores
+from cellar.runtime.probes import cells, collectives, launch, linear, links, matmul, memory, quantized, scores
 from cellar.runtime.probes.context import Probe, ProbeContext
 
 # `memory` makes the devices that the others complete.
@@ -26,6 +26,9 @@ PROBES: Sequence[tuple[str, Probe]] = (
 )
 
 # These measure a model on the machine; they run if the context has one.
+RANK_PROBES: Sequence[tuple[str, Probe]] = (("collectives", collectives.probe),)
+"""These measure several ranks; they run if the context asks for some."""
+
 MODEL_PROBES: Sequence[tuple[str, Probe]] = (
     ("linear", linear.probe),
     ("quantized", quantized.probe),
@@ -42,7 +45,7 @@ def measure(
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     profile = Profile(machine=machine_name(context.accelerator), devices=(), model=context.model, created=now)
     if probes is None:
-        probes = PROBES if context.spec is None else (*PROBES, *MODEL_PROBES)
+        probes = (*PROBES, *(RANK_PROBES if context.ranks else ()), *(MODEL_PROBES if context.spec else ()))
     for name, probe in probes:
         report(name)
         profile = probe(context, profile)

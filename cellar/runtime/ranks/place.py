@@ -108,7 +108,7 @@ class TensorPlace:
         if device.type == "cpu":
             return gloo_comm(store, self.rank, self.size, widths, loop=loop)
         torch.cuda.set_device(device)
-        _prepare_nccl(self.size)
+        prepare_nccl(self.size)
         boxes = meet(store, self.rank, self.size, device)
         return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=loop)
 
@@ -144,7 +144,7 @@ class LaidPlace:
         meeting = FileStore(self.meeting, self.size)
         if device.type != "cpu":
             torch.cuda.set_device(device)
-            _prepare_nccl(self.size)
+            prepare_nccl(self.size)
         join = gloo_group if device.type == "cpu" else nccl_group
         found = {}
         for axes, members in groups_of(self.layouts.mesh, self.rank):
@@ -153,7 +153,7 @@ class LaidPlace:
         return found
 
 
-def _prepare_nccl(size: int) -> None:
+def prepare_nccl(size: int) -> None:
     """What NCCL reads of the environment, unless its user has said otherwise."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # ranks are of one machine: no other shall reach them
     try:
