@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from hashlib import blake2b
 
 import numpy as np
@@ -25,6 +26,7 @@ PRICES = RoutePrices(
 )
 
 
+@cache
 def identity(chunk: int) -> bytes:
     return blake2b(b"%d" % chunk, digest_size=16).digest()
 

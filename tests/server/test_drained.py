@@ -16,7 +16,7 @@ import pytest
 from cellar import LLM, SamplingParams
 from cellar.core.config import EngineConfig
 from cellar.core.messages import RequestOutput, Tier
-from cellar.server.endpoint import Endpoint
+from cellar.server.endpoint import Address, Endpoint
 from cellar.server.engine_process import EngineProcess
 from cellar.server.pool.host import PoolHost
 from cellar.server.supervisor import open_config
@@ -60,6 +60,13 @@ class Replicas:
         """Requests that the front has there."""
         return next((len(one.streams) for one in self.host._pool.places if one.address == engine.address), 0)
 
+    def where(self, talk: str) -> Address | None:
+        """The engine that has a request of that conversation."""
+        for place in self.host._pool.places:
+            if any(stream.request.conversation == talk for stream in list(place.streams.values())):
+                return place.address
+        return None
+
     def asked(self, engine: EngineProcess) -> int:
         """Tokens of prompts that were looked up there so far."""
         stats = self.host._pool.stats_at(engine.address)
@@ -81,7 +88,8 @@ class Replicas:
 
 
 @contextmanager
-def two(**options: Any) -> Iterator[Replicas]:
+def two(at_first: int = 2, **options: Any) -> Iterator[Replicas]:
+    """`at_first` of them are the front's."""
     config = EngineConfig.of(**CHOSEN, **options).serving()
     with ExitStack() as ending:
         engines = []
@@ -93,9 +101,9 @@ def two(**options: Any) -> Iterator[Replicas]:
             engines.append(process)
         host = PoolHost()
         ending.callback(host.leave)
-        for engine in engines:
+        for engine in engines[:at_first]:
             host.add(engine.address)
-        until(lambda: len(host.addresses()) == 2)
+        until(lambda: len(host.addresses()) == at_first)
         yield Replicas(engines, host)
 
 
