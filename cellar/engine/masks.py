@@ -1,13 +1,15 @@
 """MaskDesk: computes the masks of structured output in threads beside the engine's loop; no step waits long for one.
 
 llguidance lets go of the interpreter while it computes a mask, so a mask that takes seconds costs others a core, not
-their turn. The step that needs it hears that it is late; it is computed all the same, for when its request comes back.
+their turn; where a step wants that core, the threads here step back. The step that needs the mask hears that it is
+late; it is computed all the same, for when its request comes back.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -18,6 +20,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.core.priority import yield_to_steps
 from cellar.text.masker import MaskRow, Wanted
 
 logger = logging.getLogger(__name__)
@@ -26,13 +29,14 @@ Supply = Callable[[int, Mapping[int, NDArray[np.int32] | None]], None]
 Told = Callable[[MaskRow, str | None], None]
 
 STEP_SECONDS = 0.05
-"""How long a step waits for a mask, from when it can be computed."""
+"""How long a step waits for a mask at most, from when it can be computed."""
 
 QUICK_AGAIN = 16
 """After so many masks in a fifth of that time a grammar that was slow is no longer."""
 
 MAX_THREADS = 4
-"""For masks that are not known to be slow; there is one for those that are."""
+"""For masks that are not known to be slow; there is one for those that are. More than there are cores beside that of
+the steps are started only when all of them are held up by a mask that is late."""
 
 MAX_SLOW = 1024
 """Grammars that are remembered as slow."""
@@ -40,10 +44,10 @@ MAX_SLOW = 1024
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A mask to be computed for a step: until `deadline`, then for nobody (`handed`)."""
+    """A mask to be computed for a step, or for nobody any more (`handed`); its grammar is known to be `slow`."""
 
     wanted: Wanted
-    deadline: float
+    slow: bool = False
     handed: bool = False
     begun: float = 0.0
 
@@ -63,17 +67,19 @@ class MaskDesk:
         self._quick: deque[_Job] = deque()
         self._slow: list[tuple[float, int, _Job]] = []  # who has used least first
         self._numbers = count()
-        self._open: deque[_Job] = deque()  # not handed yet, by deadline
+        self._open: list[tuple[float, int, _Job]] = []  # a heap of those not handed yet, by deadline
         self._running: set[_Job] = set()
         self._slowness: dict[tuple[object, ...], int] = {}
         self._num_threads = 0  # for quick ones
         self._closed = False
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
-        """Hand in these masks, each as soon as it is there or it is late. The engine's thread; never waits long."""
+    def ask(self, wanted: Sequence[Wanted], patience: float = STEP_SECONDS) -> None:
+        """Hand in these masks, each as soon as it is there, or late after `patience` seconds. The engine's thread;
+        never waits long.
+        """
         known: dict[int, dict[int, NDArray[np.int32] | None]] = {}
         with self._changed:
-            deadline = self._clock() + STEP_SECONDS
+            deadline = self._clock() + patience
             for one in wanted:
                 state = one.state
                 if one.late or state.computing:
@@ -82,17 +88,17 @@ class MaskDesk:
                     known.setdefault(one.step, {})[one.row] = state.mask
                 else:
                     state.computing = True
-                    job = _Job(one, deadline)
-                    if state.grammar in self._slowness:
+                    job = _Job(one, state.grammar in self._slowness)
+                    if job.slow:
                         job.handed = True
                         known.setdefault(one.step, {})[one.row] = None
                         heapq.heappush(self._slow, (state.seconds, next(self._numbers), job))
                         self._for_slow.notify()
                     else:
-                        if not self._open:
+                        if not self._open or deadline < self._open[0][0]:
                             self._for_keeper.notify()
                         self._quick.append(job)
-                        self._open.append(job)
+                        heapq.heappush(self._open, (deadline, next(self._numbers), job))
                         self._for_quick.notify()
             if self._quick and not self._num_threads:
                 self._start(self._keep)
@@ -122,11 +128,17 @@ class MaskDesk:
 
     def _work(self) -> None:
         """Compute what is not known to be slow, first come first served."""
+        yield_to_steps()
         while (job := self._next(self._for_quick, self._quick, self._quick.popleft)) is not None:
             self._computed(job, job.wanted.state.compute())
+            with self._changed:
+                if self._num_threads > self._most_threads(self._clock()):
+                    self._num_threads -= 1
+                    return
 
     def _work_slowly(self) -> None:
         """Compute what is known to be slow: who has used least goes first."""
+        yield_to_steps()
         while (job := self._next(self._for_slow, self._slow, lambda: heapq.heappop(self._slow)[2])) is not None:
             self._computed(job, job.wanted.state.compute())
 
@@ -170,25 +182,25 @@ class MaskDesk:
                 if self._closed:
                     return
                 now = self._clock()
-                while self._open and (self._open[0].handed or self._open[0].deadline <= now):
-                    job = self._open.popleft()
+                while self._open and (self._open[0][2].handed or self._open[0][0] <= now):
+                    job = heapq.heappop(self._open)[2]
                     if not job.handed:
                         job.handed = True
                         late.append(job)
                 for job in self._running:
                     if job.handed and job.wanted.state.seconds + now - job.begun > self._budget:
                         over.append(job)
-                if late and self._quick and self._num_threads < MAX_THREADS:
+                if late and self._quick and self._num_threads < self._most_threads(now):
                     self._add_thread()
                 if not late and not over:
-                    ends = [self._open[0].deadline - now] if self._open else []
+                    ends = [self._open[0][0] - now] if self._open else []
                     ends += [self._budget / 10] if any(job.handed for job in self._running) else []
                     self._for_keeper.wait(min(ends, default=None))
                     continue
                 for job in over:
                     self._running.discard(job)
                 for job in late:
-                    if job.begun and now - job.begun > STEP_SECONDS / 2:
+                    if _is_long(job, now):
                         self._remember(job.wanted.state.grammar)
             try:
                 for job in late:
@@ -198,6 +210,11 @@ class MaskDesk:
             except Exception:
                 if not self._closed:
                     logger.exception("a late mask could not be told")
+
+    def _most_threads(self, now: float) -> int:
+        """As many as there are cores beside that of the steps, and those that one mask keeps for long."""
+        held = sum(not job.slow and _is_long(job, now) for job in self._running)
+        return min(MAX_THREADS, max(1, (os.cpu_count() or 1) - 1) + held)
 
     def _learn(self, grammar: tuple[object, ...], seconds: float) -> None:
         """Which grammars are slow; those that are quick again get another chance."""
@@ -219,3 +236,8 @@ class MaskDesk:
         return (
             f"its grammar is too slow to follow: masks have taken more than {self._budget:g} s; make it less ambiguous."
         )
+
+
+def _is_long(job: _Job, now: float) -> bool:
+    """Whether a mask has been computed for so long that its grammar is slow."""
+    return job.begun > 0 and now - job.begun > STEP_SECONDS / 2

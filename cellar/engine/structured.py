@@ -13,11 +13,14 @@ from cellar.core.errors import RequestError
 from cellar.core.messages import Request, StepPlan, StepResult
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.engine.client import Message
-from cellar.engine.masks import MaskDesk
-from cellar.text.masker import MaskRow, Wanted
+from cellar.engine.masks import STEP_SECONDS, MaskDesk
+from cellar.text.masker import MaskRow, Wanted, sampled_rows
 
 Resume = Callable[[Exception | None], None]
 Supply = Callable[[int, Mapping[int, NDArray[np.int32] | None]], None]
+
+LEAST_PATIENCE = STEP_SECONDS / 4
+"""How long a step waits for masks, however short it is: threads take a moment to wake up."""
 
 
 class Masking(Protocol):
@@ -65,7 +68,8 @@ class StructuredOutput:
         self.masker = masker
         self._supply = supply
         self._held: dict[str, Request] = {}
-        self._masked: set[int] = set()  # steps on their way that have masks
+        self._masked: dict[int, bool] = {}  # steps on their way that have masks: whether others wait with them
+        self._step_seconds = 0.0  # what the last one took by itself
         self._owner: Owner | None = None
         self._desk: MaskDesk | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
@@ -106,13 +110,14 @@ class StructuredOutput:
         """Have the masks handed in that can be known by now."""
         if self.masker is not None and (plan.opens or plan.masked_rows):
             if plan.masked_rows:
-                self._masked.add(plan.step)
+                self._masked[plan.step] = len(sampled_rows(plan)) > len(plan.masked_rows)
             self._ask(self.masker.submitted(plan))
 
     def committed(self, result: StepResult) -> None:
         """Have the masks handed in that can be known now."""
         if self.masker is not None and result.step in self._masked:
-            self._masked.remove(result.step)
+            del self._masked[result.step]
+            self._step_seconds = result.seconds
             self._ask(self.masker.committed(result))
             for state in self.masker.newly_parked():
                 self._go_on(state)
@@ -129,9 +134,15 @@ class StructuredOutput:
         self._desk = MaskDesk(self._supply, self._told, budget)
 
     def _ask(self, wanted: Sequence[Wanted]) -> None:
-        if wanted:
-            assert self._desk is not None
-            self._desk.ask(wanted)
+        """Rows without masks wait for those of others no longer than their step takes by itself."""
+        assert self._desk is not None
+        by_step = dict[int, list[Wanted]]()
+        for one in wanted:
+            by_step.setdefault(one.step, []).append(one)
+        for step, there in by_step.items():
+            seconds = self._step_seconds if self._masked.get(step, False) else 0.0
+            patience = max(LEAST_PATIENCE, 2 * seconds) if seconds > 0 else STEP_SECONDS
+            self._desk.ask(there, min(STEP_SECONDS, patience))
 
     def _told(self, state: MaskRow, refusal: str | None) -> None:
         """In any thread: a late mask is there, or will not be waited for."""

@@ -20,13 +20,13 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 
 from cellar.core.errors import CellarError
+from cellar.core.priority import yield_to_engine
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import ServedModel
 from cellar.server.metrics import FRONT_RESTARTS
 from cellar.server.pool.host import PoolHost
-from cellar.server.priority import yield_to_engine
 from cellar.server.serving import FrontServer, keep_what_is_here, listen_beside, server_config
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, Link

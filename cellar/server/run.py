@@ -8,6 +8,7 @@ from functools import partial
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
+from cellar.core.priority import yield_to_engine
 from cellar.engine.opened import open_front
 from cellar.engine.shares import shares_of
 from cellar.engine.stream import AsyncLLM
@@ -21,7 +22,6 @@ from cellar.server.host import EngineHost, SameProcess, ServedModel
 from cellar.server.keepers import EngineKeepers
 from cellar.server.keys import check_quota, owners_of, with_keys
 from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
-from cellar.server.priority import yield_to_engine
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, Supervisor, open_config

@@ -14,6 +14,7 @@ from typing import cast
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError
 from cellar.core.messages import SchedulerStats
+from cellar.core.priority import yield_to_engine
 from cellar.engine.client import StepClient
 from cellar.engine.front import Front
 from cellar.engine.opened import Opened, open_reader, open_text
@@ -23,7 +24,6 @@ from cellar.server.endpoint import Address
 from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess, Opener
 from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Pool
-from cellar.server.priority import yield_to_engine
 from cellar.server.remote import RemoteEngine
 from cellar.server.routing_figures import RoutingFigures
 from cellar.server.shared import Shared

@@ -18,6 +18,7 @@ import numpy as np
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError
 from cellar.core.messages import StepPlan, StepResult
+from cellar.core.priority import yield_to_engine
 from cellar.engine.client import StepClient
 from cellar.engine.front import Front
 from cellar.engine.opened import Opened
@@ -28,7 +29,6 @@ from cellar.schedule.steps.scheduler import StepScheduler
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.host import ServedModel
-from cellar.server.priority import yield_to_engine
 from cellar.server.run import serve_by_several
 from cellar.server.serving import listen, run
 from cellar.server.supervisor import Supervisor

@@ -82,10 +82,10 @@ def quantile(values: list[float], share: float) -> float:
 
 def metered(path: str, fronts: int, pipe: Any) -> None:
     """In a process: a server over a fake device that steps every 20 ms."""
+    from cellar.core.priority import yield_to_engine
     from cellar.server.app import build_app
     from cellar.server.config import LimitConfig, ServerConfig
     from cellar.server.host import ServedModel
-    from cellar.server.priority import yield_to_engine
     from cellar.server.run import serve_by_several
     from cellar.server.serving import listen, run
     from tests.server.fake_process import attach, open_metered, supervise

@@ -1,0 +1,184 @@
+"""MaskDesk: how long a step waits, and what its threads take from those of the steps."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cellar.core.messages import Emit, Flag, Source, Spans, StepPlan, StepResult, TableUpdate
+from cellar.core.priority import NICER
+from cellar.engine import structured as structured_module
+from cellar.engine.masks import STEP_SECONDS, MaskDesk
+from cellar.engine.structured import LEAST_PATIENCE, StructuredOutput
+from cellar.text.masker import MaskRow, Wanted
+from tests.limits import SECONDS
+
+MASK = np.zeros(1, np.int32)
+NONE = np.empty(0, np.int32)
+
+
+class Held:
+    """A matcher whose mask comes when it may go."""
+
+    def __init__(self, go: threading.Event) -> None:
+        self.go = go
+        self.nice: int | None = None
+
+    def consume(self, token: int) -> None: ...
+
+    def mask(self) -> Any:
+        assert self.go.wait(SECONDS)
+        self.nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) if sys.platform == "linux" else None
+        return MASK
+
+
+def row(name: str, matcher: Held) -> MaskRow:
+    return MaskRow(name, (name,), lambda: matcher, MASK)  # type: ignore[arg-type, return-value]
+
+
+class Told:
+    """What a desk has said, in order."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[int, bool]] = []  # step, and whether there was a mask
+        self.changed = threading.Condition()
+
+    def supply(self, step: int, masks: Mapping[int, Any]) -> None:
+        with self.changed:
+            self.given += [(step, mask is not None) for mask in masks.values()]
+            self.changed.notify_all()
+
+    def told(self, state: MaskRow, refusal: str | None) -> None:
+        assert refusal is None
+        with self.changed:
+            self.changed.notify_all()
+
+    def until(self, count: int) -> list[tuple[int, bool]]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.given) >= count, SECONDS)
+            return list(self.given)
+
+
+def desk_of(told: Told) -> MaskDesk:
+    return MaskDesk(told.supply, told.told, budget=SECONDS)
+
+
+def mask_threads() -> int:
+    return sum(thread.name == "cellar-masks" for thread in threading.enumerate())
+
+
+def settled(before: int) -> None:
+    for thread in threading.enumerate():
+        if thread.name == "cellar-masks":
+            thread.join(SECONDS)
+    assert mask_threads() <= before
+
+
+def test_a_step_that_waits_less_hears_first() -> None:
+    """Whoever asked before it, for a step that may wait longer."""
+    go, told = threading.Event(), Told()
+    desk = desk_of(told)
+    desk.ask([Wanted(1, 0, row("patient", Held(go)))], SECONDS)
+    desk.ask([Wanted(2, 0, row("hurried", Held(go)))], 0.01)
+    assert told.until(1) == [(2, False)]
+    go.set()
+    assert told.until(2)[1] == (1, True)
+    desk.close()
+    settled(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads of one process have one priority elsewhere")
+def test_threads_that_compute_masks_step_back() -> None:
+    go, told = threading.Event(), Told()
+    go.set()
+    matcher, desk = Held(go), desk_of(told)
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    desk.ask([Wanted(1, 0, row("a", matcher))])
+    assert told.until(1) == [(1, True)]
+    assert matcher.nice == min(own + NICER, 19)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own, "and nobody else does"
+    desk.close()
+    settled(0)
+
+
+def test_a_mask_that_is_held_up_has_a_thread_of_its_own_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two cores one thread computes masks; who is late because of their number gets no second one."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    go, quick, told = threading.Event(), threading.Event(), Told()
+    quick.set()
+    desk = desk_of(told)
+    desk.ask([Wanted(1, 0, row("held", Held(go)))])
+    desk.ask([Wanted(1, k, row(f"quick-{k}", Held(quick))) for k in range(1, 4)])
+    assert told.until(4)[0] == (1, False), "all are late"
+    assert mask_threads() == 4, "the keeper, that for slow ones, the one that is held, and one more"
+    desk.ask([Wanted(2, 0, row("late", Held(quick)))])
+    assert told.until(5)[4] == (2, True)
+    go.set()
+    for _ in range(1000):
+        if mask_threads() == 3:
+            break
+        threading.Event().wait(SECONDS / 1000)
+    assert mask_threads() == 3
+    desk.ask([Wanted(3, 0, row("last", Held(quick)))])
+    assert told.until(6)[5] == (3, True)
+    desk.close()
+    settled(0)
+
+
+class Asked:
+    """A desk that writes down how long it may take."""
+
+    def __init__(self, *_: Any) -> None:
+        self.patience: list[float] = []
+
+    def ask(self, wanted: list[Wanted], patience: float) -> None:
+        self.patience.append(patience)
+
+    def close(self) -> None: ...
+
+
+class Masking:
+    """Each plan wants the mask of its row 0 at once, each result that of the next step."""
+
+    def submitted(self, plan: StepPlan) -> list[Wanted]:
+        return [Wanted(plan.step, 0, row("a", Held(threading.Event())))]
+
+    def committed(self, result: StepResult) -> list[Wanted]:
+        return [Wanted(result.step + 1, 0, row("a", Held(threading.Event())))]
+
+    def newly_parked(self) -> list[MaskRow]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("others", "seconds", "patience"),
+    [
+        (1, 0.01, 0.02),
+        (1, 0.001, LEAST_PATIENCE),
+        (1, 0.2, STEP_SECONDS),
+        (1, 0.0, STEP_SECONDS),
+        (0, 0.001, STEP_SECONDS),
+    ],
+)
+def test_others_wait_no_longer_than_their_step_takes(
+    monkeypatch: pytest.MonkeyPatch, others: int, seconds: float, patience: float
+) -> None:
+    """As long again as the step itself, from when it begins; nobody is hurried who waits for its own masks."""
+    monkeypatch.setattr(structured_module, "MaskDesk", Asked)
+    output = StructuredOutput(Masking(), lambda step, masks: None)  # type: ignore[arg-type]
+    output.attach(None, 5.0)  # type: ignore[arg-type]
+    rows = np.arange(1 + others, dtype=np.int32)
+    ones = np.ones(len(rows), np.int32)
+    spans = Spans(rows, ones, 2 * ones, Source.DEVICE * ones, Emit.LAST * ones)
+    for step in (0, 1):
+        output.submitted(StepPlan(step, spans, NONE, TableUpdate(NONE, NONE, NONE), masked_rows=(0,)))
+    result = StepResult(0, ones.reshape(-1, 1), ones, Flag.OK * ones, seconds=seconds)
+    output.committed(result)
+    assert output._desk.patience == [STEP_SECONDS, STEP_SECONDS, pytest.approx(patience)]  # type: ignore[union-attr]
+    output.close()
