@@ -11,6 +11,10 @@ from cellar.core.messages import Emit, IntArray, RowOpen, Source, Spans, StepPla
 from cellar.schedule.steps.request import RequestState
 from cellar.schedule.steps.rows import Index, Rows
 
+CONTEXT_OF_A_TOKEN = 64
+"""Known positions before a piece of a prompt that cost about as much as one token of it: they are read for each piece,
+however short it is."""
+
 SCORED_COST = 2
 """Tokens of a step's budget that a position takes whose log-probability is asked for: it passes the head, too."""
 
@@ -46,7 +50,7 @@ def _each(state: RequestState) -> int:
 class StepBatch:
     """Collects spans up to `budget` tokens: decodes in one go, then prompt chunks one by one.
 
-    An owner's prompts are long where they take more than `short` of it.
+    Where long prompts have a budget of their own, an owner's first prompt is short if it takes at most `short`.
     """
 
     def __init__(self, rows: Rows, budget: int, short: int) -> None:
@@ -57,6 +61,7 @@ class StepBatch:
         self._alone: str | None = None
         self._whole = budget
         self._taken: Counter[str] = Counter()  # of the budget by owners' prompts
+        self._fresh: set[int] = set()  # rows opened in it
         self._rows = rows
         self._decodes: Index = _NO_ROWS
         self._opens: list[RowOpen] = []
@@ -73,13 +78,22 @@ class StepBatch:
 
     def room(self, state: RequestState) -> int:
         """What a request's prompt may take of the budget now."""
-        return self.budget if self.is_short(state) else min(self.budget, self._long_budget or 0)
+        return self.budget if self.is_short(state) else max(0, min(self.budget, self._long_budget or 0))
 
     def is_short(self, state: RequestState) -> bool:
-        """True if long prompts' budget does not concern it."""
+        """True if long prompts' budget does not concern it: it is as short as that, and its owner's first in this step.
+        Whoever sends many at once has what many short ones take in common with one long prompt. The rest of a long one
+        is no short one.
+        """
         if self._long_budget is None or state.owner == self._alone:
             return True
-        return self.cost(state) <= self._short - self._taken[state.owner]
+        if state.row >= 0 and state.row not in self._fresh:
+            return False
+        return self.cost(state) <= self._short and not self._taken[state.owner]
+
+    def limit(self, budget: int) -> None:
+        """It has so many tokens at most."""
+        self._whole = self.budget = min(self.budget, budget)
 
     def limit_long(self, budget: int, alone: str | None) -> None:
         """All long prompts together get so much of it, but those of the owner who is `alone`, if one is."""
@@ -116,6 +130,7 @@ class StepBatch:
                 name=request.id,
             )
         )
+        self._fresh.add(row)
         slots = self._rows.slots(row).copy()
         self.place(np.full(len(slots), row), np.arange(len(slots)), slots)
 
@@ -131,6 +146,8 @@ class StepBatch:
             if stop - start > most:
                 todo.appendleft((start + most, stop))
                 stop = start + most
+            if self._long_budget is not None and not is_short:
+                self._long_budget -= start // CONTEXT_OF_A_TOKEN
             room -= self._take(state, min(room, cost * (stop - start)), is_short)
             if state.pools:
                 self._pool(state, start, stop)

@@ -20,6 +20,9 @@ as long, and those of few decodes come last just when a crowd arrives: none foll
 STRETCH = 3.0
 """Long prompts beside decodes may take so many times what these take alone: 3/4 of the machine, while others decode."""
 
+WHOLE = 32
+"""Prompts by themselves may take as many times what few decodes take: reading the weights is 1/32 of it at most."""
+
 PRICE = 1 / 8
 """Rows that take turns, so that steps are short for others, may take longer by this share for as many tokens."""
 
@@ -66,6 +69,19 @@ class Pace:
             return self.short
         limit = min(self._limit, STRETCH * self._at(num_decodes)) if self._fastest else self._limit
         return max(self._least, int(limit / self._each) - num_decodes)
+
+    def whole(self) -> int | None:
+        """Tokens of prompts in a step of nothing else, while somebody who decoded may come back; None: as many as it
+        has. Of a first one, which will be measured, as many as are short.
+        """
+        if self._limit is None or not self.is_limited:
+            return None
+        if self._each is None:
+            return self.short
+        if not self._fastest:
+            return None
+        seconds = max(self._limit, WHOLE * self._fastest[min(self._fastest)][0])
+        return max(self._least, int(seconds / self._each))
 
     def enough(self, num_decodes: int) -> int:
         """How many of so many rows a step needs, if others wait for it: with that many a round of turns takes

@@ -5,6 +5,7 @@ Who waits comes in the order of turns. Memory for a whole prompt is reserved whe
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,9 @@ LEAST_JOINING = 32
 
 JOINING_SHARE = 4
 """Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
+
+PAUSE_SECONDS = 1.0
+"""Who decoded may be back so soon: with the next question, say."""
 
 PUT_OFF_SECONDS = 1.0
 """Nobody waits longer so that what their memory holds can be copied out, whatever is expected of that."""
@@ -58,9 +62,12 @@ class Prompts:
         self._put_off = False  # somebody waits until memory has been copied out; whoever needs little passes
         self._joining = 0  # in the batch being made: rows opened for owners who have some
         self._favoured: RequestState | None = None  # whom a suspension makes room for
+        self._decoded = -math.inf  # the last moment in which somebody did
 
     def plan(self, batch: StepBatch) -> None:
         """Spend what is left of the batch's budget."""
+        if batch.num_decodes:
+            self._decoded = self._holders.now
         if not (self._holders.prompts or self._holders.loading or len(self._queue) or self._favoured):
             return  # decodes alone, as most steps are
         self._share(batch)
@@ -99,6 +106,7 @@ class Prompts:
             if following is not None and not batch.room(following):
                 return  # the next step has room again
             if following is not None and not self._may_join(batch, following):
+                self._admit_new(batch, following.key[0])
                 return
             if following is not None and following is not favoured and not self._may_begin(following):
                 return
@@ -107,7 +115,9 @@ class Prompts:
                 return
 
     def _share(self, batch: StepBatch) -> None:
-        """Rows that decode wait for the prompts beside them, and so do short prompts that come now."""
+        """Rows that decode wait for the prompts beside them, and so do short prompts that come now. Who has decoded
+        lately may come while a step runs.
+        """
         self._joining = 0
         room = self.pace.room(batch.num_decodes)
         if room is None:
@@ -116,6 +126,8 @@ class Prompts:
         if short or self._holders.rows.any_decoding():
             owners = {*self._holders.shares, *(state.owner for state in short)}
             batch.limit_long(room, next(iter(owners)) if len(owners) == 1 else None)
+        elif self._holders.now < self._decoded + PAUSE_SECONDS and (whole := self.pace.whole()) is not None:
+            batch.limit(whole)
 
     def _admit_short(self, batch: StepBatch) -> None:
         """Requests with short prompts do not wait for longer ones that run or stand before them, of the same priority.
@@ -131,9 +143,18 @@ class Prompts:
         for state in self._queue.in_line(lambda one: one.key[0] == priority and batch.cost(one) <= self.pace.short):
             if batch.cost(state) > min(batch.budget - kept, batch.room(state)) or not self._may_begin(state):
                 return
-            if not self._may_join(batch, state):
+            if self._may_join(batch, state) and not self._admit(batch, state):
                 return
-            if not self._admit(batch, state):
+
+    def _admit_new(self, batch: StepBatch, priority: int) -> None:
+        """Owners without a row, of this priority, while budget, rows and memory last: those who wait before them have
+        some already, and as many more as this step opens.
+        """
+        shares = self._holders.shares
+        for state in self._queue.in_line(lambda one: one.key[0] == priority and one.owner not in shares):
+            if state.owner in shares:
+                continue
+            if not batch.room(state) or not self._may_begin(state) or not self._admit(batch, state):
                 return
 
     def _may_admit(self) -> bool:

@@ -49,10 +49,11 @@ class Bench:
         self.tokens: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.run_ahead = config.run_ahead
+        self.now = 0.0
 
     def add(self, *requests: Request) -> None:
         for r in requests:
-            self.scheduler.add(r, 0.0)
+            self.scheduler.add(r, self.now)
 
     def plan(self) -> StepPlan:
         plan = self.try_plan()
@@ -60,7 +61,7 @@ class Bench:
         return plan
 
     def try_plan(self) -> StepPlan | None:
-        plan = self.scheduler.plan(0, 0.0)
+        plan = self.scheduler.plan(0, self.now)
         assert not self.scheduler.failed()
         if plan is not None:
             self.runtime.submit(plan)
@@ -74,7 +75,7 @@ class Bench:
         output = StepOutput()
         for result in results:
             assert isinstance(result, StepResult)
-            output = self.scheduler.commit(result, 0.0)
+            output = self.scheduler.commit(result, self.now)
             self.scheduler.check_integrity()
             for name, token in zip(output.ids, output.tokens, strict=True):
                 self.tokens.setdefault(name, []).append(token)
@@ -216,8 +217,111 @@ def test_long_prompts_beside_decodes_have_a_budget_of_their_own() -> None:
     assert spans(plan) == [(0, 4, 5, Source.DEVICE, Emit.LAST), (1, 16, 19, Source.HOST, Emit.NONE)]
     bench.scheduler.abort("a")
     plan, _ = bench.step()
-    assert spans(plan) == [(1, 19, 30, Source.HOST, Emit.LAST)], "nobody decodes any more"
+    assert spans(plan) == [(1, 19, 22, Source.HOST, Emit.NONE)], "nothing was measured, and who decoded may be back"
+    bench.now = 1.0
+    plan, _ = bench.step()
+    assert spans(plan) == [(1, 22, 30, Source.HOST, Emit.LAST)], "nobody decodes any more"
     bench.run()
+
+
+def test_prompts_by_themselves_leave_room_for_who_has_just_decoded() -> None:
+    """As many tokens as fit into the time, while somebody may be back; all of the step otherwise."""
+    bench = Bench(max_num_batched_tokens=20, run_ahead=1, short=3)
+    pace = bench.scheduler._prompts.pace
+    bench.add(request("a", range(2), 3))
+    for _ in range(3):
+        bench.step()
+    pace.measured(10, 0.2)
+    bench.add(request("b", range(60), 1))
+    assert len(bench.step()[0].tokens) == 20, "what decodes take is not known"
+    pace.decoded(1, 0.001)
+    assert len(bench.step()[0].tokens) == 5, "0.1 s"
+    bench.now = 0.9
+    pace.decoded(1, 0.005)
+    assert len(bench.step()[0].tokens) == 5
+    for _ in range(LATEST):
+        pace.decoded(1, 0.01)
+    assert len(bench.step()[0].tokens) == 16, "32 times as long as a decode"
+    bench.now = 1.0
+    assert len(bench.step()[0].tokens) == 14, "all that are left"
+
+
+def test_whole_steps_are_limited_by_what_is_known() -> None:
+    pace = Pace(0.1, short=256, least=64)
+    assert pace.whole() == 256, "a first step is there to be measured"
+    pace.measured(1000, 0.2)
+    assert pace.whole() is None, "what decodes take is not known"
+    pace.decoded(5, 0.001)
+    assert pace.whole() == 500
+    pace.decoded(2, 0.01)
+    assert pace.whole() == 1600, "those of fewest rows"
+    pace.measured(1000, 100.0)
+    assert pace.whole() == 64, "but some go on"
+    assert Pace(None).whole() is None
+    assert Pace(float("inf")).whole() is None
+
+
+def test_of_one_owner_a_first_short_prompt_is_short() -> None:
+    """Many short ones of one owner are one long one to whoever decodes beside them."""
+    bench = Bench(max_num_batched_tokens=40, run_ahead=1, short=6, rows=16, slots=100)
+    bench.scheduler._prompts.pace.measured(10, 0.2)  # 5 tokens in 0.1 s
+    bench.add(request("mine", range(4), 9))
+    bench.step()
+    bench.add(*(request(f"theirs-{k}", [k, k, k], 1, owner="they") for k in range(5)))
+    bench.add(request("one", [3, 4, 5], 1, owner="one"))
+    plan, _ = bench.step()
+    assert [opened.name for opened in plan.opens] == ["theirs-0", "one", "theirs-1", "theirs-2"]
+    assert len(plan.tokens) == 3 + 3 + 4
+    bench.run()
+    assert len(bench.reasons) == 7
+
+
+def test_what_a_piece_reads_counts_against_long_prompts() -> None:
+    """The rest of a prompt that is known up to position 400 is short, but it attends to all of that."""
+    bench = Bench(slots=500, rows=8, longest=600, max_num_batched_tokens=500, run_ahead=1, max_mixed_seconds=0.1)
+    prompt = list(range(200)) * 2
+    bench.add(request("before", prompt, 1))
+    bench.step()
+    pace = bench.scheduler._prompts.pace = Pace(0.1, 256, least=1)
+    pace.measured(10, 0.2)  # 5 tokens in 0.1 s
+    bench.add(request("mine", range(4), 9))
+    bench.step()
+    bench.add(*(request(f"theirs-{k}", [*prompt, 7], 1, owner="they") for k in range(4)))
+    plan, _ = bench.step()
+    assert [opened.name for opened in plan.opens] == ["theirs-0", "theirs-1"], "1 token, then 1 and 6 for 400 before it"
+    bench.run()
+
+
+def test_the_rest_of_a_long_prompt_is_no_short_one() -> None:
+    bench = Bench(max_num_batched_tokens=40, run_ahead=1, short=6)
+    bench.scheduler._prompts.pace.measured(10, 0.2)  # 5 tokens in 0.1 s
+    bench.add(request("mine", range(4), 9))
+    bench.step()
+    bench.add(request("long", range(20, 34), 1))
+    assert [len(bench.step()[0].tokens) for _ in range(4)] == [4, 4, 4, 2]
+    bench.run()
+
+
+def test_who_is_new_does_not_wait_for_rows_that_may_not_join() -> None:
+    """Requests that come back to an old turn stand before it, more of them than a step opens."""
+    bench = Bench(rows=80, slots=400, max_num_batched_tokens=256, run_ahead=1, max_mixed_seconds=0.1)
+    bench.add(request("mine", range(4), 40, owner="me"))
+    bench.add(*(request(f"theirs-{k}", [k % 20], 40, owner="they") for k in range(71)))
+    while bench.scheduler.stats().waiting or not bench.tokens:
+        bench.step()
+    holders = bench.scheduler._holders
+    for row in [row for row, state in enumerate(holders.rows.states) if state is not None and state.owner == "they"]:
+        holders.park(row)
+    bench.step()
+    bench.add(request("new", range(4), 2))
+    for k in range(71):
+        bench.scheduler.resume(f"theirs-{k}")
+    plan, _ = bench.step()
+    named = [opened.name for opened in plan.opens]
+    assert "new" in named
+    assert len(named) <= 1 + 1 + 32
+    bench.run()
+    assert len(bench.reasons) == 73
 
 
 def test_short_prompts_fill_a_step_beside_decodes() -> None:
