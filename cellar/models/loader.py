@@ -253,14 +253,14 @@ def _inside(part: StoredPart, region: Region, target: Tensor) -> tuple[Region, T
 def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
     """Name in the specs -> name in the checkpoint, for every stored tensor, each of the right shape and type."""
     found: dict[str, str] = {}
-    embed, is_tied = spec.embedding[0].stored, _is_tied(spec)
+    tied = _tied(spec)
     for tensor in spec.tensors():
         for part in tensor.stored_parts():
             if part.format.layout != "plain":
                 found |= _check_quantized(checkpoint, part)
                 continue
             name = _name_in(checkpoint, part.name)
-            if name is None and is_tied and part.name == embed[0]:
+            if name is None and part.name == tied:
                 name = _name_in(checkpoint, "lm_head.weight")
             if name is None:
                 raise CheckpointError(
@@ -270,11 +270,11 @@ def _sources(spec: ModelSpec, checkpoint: Checkpoint) -> dict[str, str]:
             PLAIN.check(checkpoint, name, part, transposed=tensor.transposed)
             found[part.name] = name
     extra = {name for name in checkpoint.tensors if not _HARMLESS.search(name)} - set(found.values())
-    extra -= {_name_in(checkpoint, stored) for stored in spec.elsewhere}
+    extra -= _elsewhere(spec, extra)
     if any(tensor.formats for tensor in spec.tensors()):
         extra = {name for name in extra if not _is_needless(checkpoint, name)}
-    if is_tied and "lm_head.weight" in extra:
-        _check_equal(checkpoint, found[embed[0]], "lm_head.weight")
+    if tied is not None and "lm_head.weight" in extra:
+        _check_equal(checkpoint, found[tied], "lm_head.weight")
         extra.remove("lm_head.weight")
     if extra:
         raise CheckpointError(
@@ -315,9 +315,19 @@ def _is_needless(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".bias") and all(not bool(block.any()) for _, block in checkpoint.read(name))
 
 
-def _is_tied(spec: ModelSpec) -> bool:
-    """True if the head is the embedding, in memory (`tied_head`) or in the checkpoint alone, as for a shard."""
-    return any(tensor.name == "lm_head" and tensor.stored == spec.embedding[0].stored for tensor in spec.head)
+def _tied(spec: ModelSpec) -> str | None:
+    """The stored embedding, if it is the head, too: in memory (`tied_head`), or in the checkpoint alone, as for a
+    shard, or for a stage that has one of them, while another has the other.
+    """
+    both = [tensor.stored[0] for tensor in (*spec.embedding[:1], *spec.head) if tensor.name in ("embed", "lm_head")]
+    return next((name for k, name in enumerate(both) if name in spec.elsewhere or name in both[:k]), None)
+
+
+def _elsewhere(spec: ModelSpec, names: set[str]) -> set[str]:
+    """Those of a checkpoint's tensors that other ranks read: by their names, or as parts of a quantized module."""
+    stored = {name for one in spec.elsewhere for name in (one, one.removeprefix("model."))}
+    modules = {module_of(one) for one in stored if one.endswith(".weight")}
+    return {name for name in names if name in stored or name.rpartition(".")[0] in modules}
 
 
 def _name_in(checkpoint: Checkpoint, stored: str) -> str | None:

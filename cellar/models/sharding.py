@@ -47,7 +47,7 @@ def shard(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
             groups=tuple(replace(group, num_kv_heads=kv_heads[group.layers[0]]) for group in spec.kv.groups),
         ),
         tied_head=False,
-        elsewhere=frozenset(_stored(spec.layers) - _stored(layers)),
+        elsewhere=spec.elsewhere | (_stored(spec.layers) - _stored(layers)),
     )
 
 
