@@ -96,5 +96,6 @@ def _check_unused(config: EngineConfig) -> None:
         for name, value in given.items():
             if value != getattr(getattr(defaults, part), name):
                 raise ConfigError(f"{name} has no effect with --cells; leave it out.")
-    if config.device.tensor_parallel_size > 1:
-        raise ConfigError("tensor_parallel_size shares language models only, not cells; leave it out.")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(config.device, name) > 1:
+            raise ConfigError(f"{name} shares language models only, not cells; leave it out.")

@@ -156,6 +156,9 @@ class DeviceConfig:
 
     device: str = _option("auto", "auto, cpu, cuda or cuda:N.")
     tensor_parallel_size: int = _option(1, "Ranks that share the model: one a GPU, or parts of the CPU.")
+    pipeline_parallel_size: int = _option(
+        1, "Stages that the layers are cut into, each of tensor_parallel_size ranks; batches pass them one by one."
+    )
     num_threads: int | None = _option(
         None, "Threads of the CPU runtime; default: as measured while it runs, at most all cores."
     )
@@ -169,8 +172,15 @@ class DeviceConfig:
             raise ConfigError(f"device {self.device!r} is not known; use auto, cpu, cuda or cuda:N.")
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"tensor_parallel_size is {self.tensor_parallel_size}; it must be at least 1.")
+        if self.pipeline_parallel_size < 1:
+            raise ConfigError(f"pipeline_parallel_size is {self.pipeline_parallel_size}; it must be at least 1.")
         if self.num_threads is not None and self.num_threads < 1:
             raise ConfigError(f"num_threads is {self.num_threads}; it must be at least 1.")
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that share the model in all."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +276,11 @@ class EngineConfig:
         if self.schedule.max_num_batched_tokens is not None:
             return self
         return replace(self, schedule=replace(self.schedule, max_num_batched_tokens=step_tokens(kind)))
+
+    @property
+    def steps_ahead(self) -> int:
+        """Plans that are on their way at once: `run_ahead`, and one more for each further pipeline stage."""
+        return self.schedule.run_ahead + self.device.pipeline_parallel_size - 1
 
     def serving(self) -> EngineConfig:
         """A copy for a server, where somebody waits for each token: long prompts have a share of steps by default."""

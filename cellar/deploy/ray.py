@@ -53,7 +53,7 @@ def resources(config: EngineConfig) -> dict[str, float]:
     device = config.device
     if device.device == "cpu" or (device.device == "auto" and not _has_gpu()):
         return {"num_cpus": float(device.num_threads or 1)}
-    return {"num_cpus": 1.0, "num_gpus": float(device.tensor_parallel_size)}
+    return {"num_cpus": 1.0, "num_gpus": float(device.num_ranks)}
 
 
 def _has_gpu() -> bool:

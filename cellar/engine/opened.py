@@ -80,7 +80,7 @@ def open_front(
 
     config, plan = with_plan(config)
     shared = None if plan is None or plan.placement.kind != "partition" else plan.placement
-    ranks = shared is not None or config.device.tensor_parallel_size > 1
+    ranks = shared is not None or config.device.num_ranks > 1
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
@@ -121,7 +121,7 @@ def open_front(
     engine = step_engine(
         scheduler,
         wrap(opened.runtime),
-        run_ahead=config.schedule.run_ahead,
+        run_ahead=config.steps_ahead,
         persist_seconds=persist_seconds,
         masker=masker,
         mask_timeout=config.schedule.mask_timeout,
@@ -169,6 +169,7 @@ def _scheduler(
             policy=named_policy(config.cache.kv_eviction_policy, costs, bool(capacity.tiers)),
             recovery=Recovery(recovery, costs),
             diagonal=diagonal,
+            stages=config.device.pipeline_parallel_size,
         )
         for schedule in shares(config.schedule, capacity.homes)
     ]

@@ -69,6 +69,11 @@ def with_rank_plans(config: EngineConfig, checkpoint: Path | None) -> tuple[Engi
 
     from cellar.models.sharding import shard
 
+    if config.device.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"device_memory does not work on pipeline stages yet, but pipeline_parallel_size is "
+            f"{config.device.pipeline_parallel_size}; leave one of both out."
+        )
     asked = _asked(config, checkpoint)
     size, room = asked.config.device.tensor_parallel_size, asked.room
     if room.kind != "cpu":

@@ -31,11 +31,18 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
             f"tensor_parallel_size is {config.device.tensor_parallel_size}, but the plan {file} is for {chips} "
             f"device{'s' * (chips > 1)}; leave tensor_parallel_size out, or plan again."
         )
+    stages = 1 if split is None else split.stages
+    if config.device.pipeline_parallel_size not in (1, stages):
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.device.pipeline_parallel_size}, but the plan {file} has {stages} "
+            f"stage{'s' * (stages > 1)}; leave pipeline_parallel_size out, or plan again."
+        )
     if plan.limits is None:
         raise ConfigError(
             f"the plan {file} is of kind {plan.placement.kind} ({plan.figures.get('plan', '')}), but this engine runs "
-            "only plans whose weights stay on one device or lie over several without stages and copies, and on a "
-            f"processor those of `cellar plan --device-memory`; plan {plan.model} for a machine that holds it so."
+            "only plans whose weights stay on one device or lie over several without copies, in layouts or in stages "
+            f"of one device each, and on a processor those of `cellar plan --device-memory`; plan {plan.model} for a "
+            "machine that holds it so."
         )
     _check_agreement(config, plan, plan.limits, file)
     limits = plan.limits
@@ -49,7 +56,8 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
         config.schedule, max_num_seqs=limits.max_num_seqs, max_num_batched_tokens=limits.max_num_batched_tokens
     )
     cache = replace(config.cache, block_size=plan.chunk_size, kv_cache_dtype=plan.kv_cache_dtype)
-    return replace(config, model=model, schedule=schedule, cache=cache), plan
+    device = replace(config.device, pipeline_parallel_size=stages)
+    return replace(config, model=model, schedule=schedule, cache=cache, device=device), plan
 
 
 def _check_agreement(config: EngineConfig, plan: SavedPlan, limits: Limits, file: str) -> None:

@@ -50,7 +50,7 @@ def shares_of(config: EngineConfig, count: int) -> Sequence[Share]:
     cache = _divided(config.cache, count)
     caches = [_own_directory(cache, index) for index in range(count)]
     if resolve_device(config.device.device).type != "cpu":
-        gpus = _gpus(config.device.tensor_parallel_size, count)
+        gpus = _gpus(config.device.num_ranks, count)
         return [Share(replace(config, cache=one), gpus=own) for one, own in zip(caches, gpus, strict=True)]
     nbytes = _kv_nbytes(config, count)
     shares = []
@@ -105,7 +105,7 @@ def _gpus(each: int, count: int) -> Sequence[tuple[str, ...]]:
     there = torch.cuda.device_count()
     if each * count > there:
         raise ConfigError(
-            f"{count} replicas with tensor_parallel_size {each} need {each * count} GPUs, but this machine has "
+            f"{count} replicas of {each} rank{'s' * (each > 1)} each need {each * count} GPUs, but this machine has "
             f"{there}; set replicas to at most {there // each}."
         )
     listed = os.environ.get(VISIBLE, "")
@@ -121,7 +121,7 @@ def _threads(asked: int | None, count: int) -> Sequence[int]:
 
 def _kv_nbytes(config: EngineConfig, count: int) -> int:
     """Bytes of KV cache that each engine on a CPU has: its part of what is left when all have their weights."""
-    ranks = config.device.tensor_parallel_size
+    ranks = config.device.num_ranks
     spec, free = _spec(config), host_available()
     weights = spec.nbytes()
     if count * weights > free:

@@ -79,10 +79,12 @@ class Plan:
         """Why no engine runs it, as the end of a sentence; empty if one does."""
         if self.offload is not None:
             return "an engine streams weights only as it plans itself (--device-memory)"
-        if self.stages > 1:
-            return f"it has {self.stages} pipeline stages, and an engine has one"
+        wide = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
+        if self.stages > 1 and (wide or self.replicas > 1):
+            long = f"{wide} --pipeline-parallel-size {self.stages}"
+            many = f" --replicas {self.replicas}" if self.replicas > 1 else ""
+            return f"it has {self.stages} pipeline stages, and a plan's have one device each (serve{many}{long})"
         if self.replicas > 1:
-            wide = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
             return f"it is {self.replicas} copies, and a plan is of one engine (serve --replicas {self.replicas}{wide})"
         if self.prefill is None or self.decode is None or self.tensor == 1:
             return ""

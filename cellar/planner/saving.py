@@ -25,12 +25,13 @@ def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> Save
     dtype = run_dtype(plan.formats, spec.dtype)
     limits = cost = chunks = None
     steps: tuple[StepShape, ...] = ()
-    if plan.kind == "resident" or (plan.kind == "partition" and plan.stages == plan.replicas == 1):
+    if plan.offload is None and plan.replicas == 1 and 1 in (plan.stages, plan.tensor):
         assert plan.decode is not None
         chunks = _slots(plan, plan.decode.layout)
         longest = min(spec.max_position, chunks * plan.d.chunk)
         limits = Limits(plan.batch, step_tokens(plan.machine.device.kind), longest)
-        if plan.prefill is not None and plan.prefill.layout == plan.decode.layout:  # one price for steps of both kinds
+        # One price for steps of both kinds; of several stages each has a price of its own.
+        if plan.stages == 1 and plan.prefill is not None and plan.prefill.layout == plan.decode.layout:
             cost = StepPrices(plan.d, plan.machine, plan.formats, plan.decode.layout, plan.prefill.looped).cost
             steps = _shapes(plan, cost)
     return SavedPlan(
@@ -55,16 +56,24 @@ def run_dtype(formats: Formats, dtype: str) -> str:
 
 
 def _slots(plan: Plan, layout: Layout) -> int:
-    """Chunks of KV on each chip that let all sequences of the batch run at once, each at its home, if there is room for
-    the reserve that the scheduler keeps for decodes when it admits one; without, the last wait for the first.
+    """Chunks of KV on each chip, of its stage's layers, that let all sequences of the batch run at once, each at its
+    home, if there is room for the reserve that the scheduler keeps for decodes when it admits one; without, the last
+    wait for the first.
     """
     job, mesh, batch = plan.job, layout.mesh, -(-plan.batch // layout.mesh.count(layout.batch_axes))
     d = padded_heads(plan.d, mesh.size)
     assert d is not None, "its layouts have a price"
-    held = resident_bytes(d, plan.formats, mesh.size, 1)
+    held = resident_bytes(d, plan.formats, mesh.size, plan.stages)
     held += max(gathered_bytes(d, plan.formats, c.layout) for c in (plan.prefill, plan.decode) if c is not None)
     buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, plan.batch)
-    each = d.layers * d.kv_elements() * plan.formats.kv_bytes * d.chunk / mesh.count(layout.kv_axes(d.kv_heads))
+    each = (
+        d.layers
+        // plan.stages
+        * d.kv_elements()
+        * plan.formats.kv_bytes
+        * d.chunk
+        / mesh.count(layout.kv_axes(d.kv_heads))
+    )
     room = int((plan.machine.usable("device") - held - buffers) // each)
     at_once = math.ceil(batch * d.chunks(job.prompt) / (1 - ScheduleConfig().decode_reserve))
     return max(batch * d.chunks(job.prompt + job.generate), min(at_once, room))

@@ -27,9 +27,9 @@ SHAPE: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "in
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def opened(path: Path, size: int, **options: Any) -> LLM:
+def opened(path: Path, size: int, how: str = "tensor", **options: Any) -> LLM:
     small = {"kv_cache_memory_bytes": 2**20, "block_size": 16, "max_num_seqs": 4, "num_threads": 1}
-    return LLM(str(path), device="cpu", tensor_parallel_size=size, **small | options)
+    return LLM(str(path), device="cpu", **{f"{how}_parallel_size": size}, **small | options)
 
 
 def ranks_of(llm: LLM) -> list[int]:
@@ -49,7 +49,8 @@ def _state(pid: int) -> str:
         return ""
 
 
-def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["tensor", pytest.param("pipeline", marks=pytest.mark.long)])
+def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(how: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **SHAPE)
     prompts = [[5, 6, 7], list(range(20, 60)), [9] * 30, [3], [20, 21, 22, 23]]
 
@@ -58,7 +59,7 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(tmp_pat
 
     with opened(tmp_path, 1) as llm:
         wanted = tokens(llm)
-    with opened(tmp_path, 2) as llm:
+    with opened(tmp_path, 2, how) as llm:
         assert tokens(llm) == wanted
         pids = ranks_of(llm)
         stream = llm.stream([1, 2], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
@@ -102,15 +103,22 @@ def test_what_cannot_be_opened_is_said_in_a_sentence(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **SHAPE)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 5, .* has 4 KV heads.*; set it to at most 4\."):
         opened(tmp_path, 5)
-    with pytest.raises(ConfigError, match="kv_disk_path does not work on several ranks yet"):
-        opened(tmp_path, 2, kv_disk_path=str(tmp_path), kv_disk_size=1.0)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 3, .* has 2 layers; set it to at most 2\."):
+        opened(tmp_path, 3, "pipeline")
+    for how in ("tensor", "pipeline"):
+        said = f"kv_disk_path does not work on several ranks yet, but {how}_parallel_size is 2"
+        with pytest.raises(ConfigError, match=said):
+            opened(tmp_path, 2, how, kv_disk_path=str(tmp_path), kv_disk_size=1.0)
+    with pytest.raises(ConfigError, match="device_memory does not work on pipeline stages yet"):
+        opened(tmp_path, 2, "pipeline", device_memory=0.001)
     with pytest.raises(CapacityError, match=r"one request of max_model_len 256 needs .*raise kv_cache_memory_bytes\."):
         opened(tmp_path, 2, kv_cache_memory_bytes=1000)
 
 
 @pytest.mark.long
-def test_a_server_serves_again_after_a_rank_was_killed() -> None:
-    options = ("--tensor-parallel-size", "2", "--device", "cpu", "--num-threads", "1")
+@pytest.mark.parametrize("how", ["tensor", "pipeline"])
+def test_a_server_serves_again_after_a_rank_was_killed(how: str) -> None:
+    options = (f"--{how}-parallel-size", "2", "--device", "cpu", "--num-threads", "1")
     with (
         served(*options) as (process, port),
         httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as http,
@@ -137,7 +145,8 @@ def test_a_server_serves_again_after_a_rank_was_killed() -> None:
         until(lambda: asked() == first)
 
 
-def test_cells_are_not_shared() -> None:
-    result = CliRunner().invoke(build(), ["serve", "--cells", "cells.py", "--tensor-parallel-size", "2"])
+@pytest.mark.parametrize("how", ["tensor", "pipeline"])
+def test_cells_are_not_shared(how: str) -> None:
+    result = CliRunner().invoke(build(), ["serve", "--cells", "cells.py", f"--{how}-parallel-size", "2"])
     assert result.exit_code == 2
-    assert "tensor_parallel_size shares language models only" in " ".join(result.output.split())
+    assert f"{how}_parallel_size shares language models only" in " ".join(result.output.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +193,48 @@ def test_a_plan_whose_mesh_is_not_that_of_its_shares(tiny: Path, tmp_path: Path)
         open_ranks(with_plan(EngineConfig.of(plan=str(tmp_path / "plan.json")))[0], tiny, plan.placement, ThreadRank)
 
 
-def test_plans_with_stages_or_copies_are_named(tiny: Path, tmp_path: Path) -> None:
-    d = dimensions(open_model(read_config(tiny), "float32", 16).spec)
-    every = resident_plans(d, processors(4), Job(96, 32), (FLOAT32,), batches=(8,))
-    refused = [plan for plan in every if plan.kind == "partition" and plan.stages * plan.replicas > 1]
-    assert {(plan.stages, plan.replicas) for plan in refused} >= {(2, 1), (1, 2)}
+def every_plan(path: Path, count: int) -> list[Plan]:
+    d = dimensions(open_model(read_config(path), "float32", 16).spec)
+    return resident_plans(d, processors(count), Job(96, 32), (FLOAT32,), batches=(8,))
+
+
+def test_plans_with_copies_or_wide_stages_are_named(tiny: Path, tmp_path: Path) -> None:
+    refused = [plan for plan in every_plan(tiny, 4) if plan.stages * plan.replicas > 1]
+    assert {(plan.tensor, plan.stages, plan.replicas) for plan in refused} == {
+        (2, 2, 1),
+        (2, 1, 2),
+        (1, 2, 2),
+        (1, 1, 4),
+    }
     for plan in refused:
+        assert "serve" in plan.obstacle
         file = saved(plan, tiny, tmp_path)
         with pytest.raises(ConfigError, match="runs only plans whose weights stay on one device or lie over several"):
             with_plan(EngineConfig.of(plan=str(file)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_plan_of_stages_runs(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has what the plan says of its layers, and as many chunks; the engine as many sequences."""
+    monkeypatch.setattr("cellar.runtime.ranks.opened.open_ranks", partial(open_ranks, make=ThreadRank))
+    path = write_checkpoint(tmp_path, num_hidden_layers=4, tie_word_embeddings=tied)
+    plan = next(plan for plan in every_plan(path, 4) if plan.stages == 4)
+    assert not plan.obstacle
+    file = saved(plan, path, tmp_path)
+    with LLM(plan=str(file), device="cpu", num_threads=1) as llm:
+        assert llm.config.device.pipeline_parallel_size == 4
+        assert llm.stats().total_chunks == load_plan(file).placement.num_chunks >= 8 * 128 // 16
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    with LLM(str(path), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 2, but the plan .* has 4 stages; leave"):
+        with_plan(EngineConfig.of(plan=str(file), pipeline_parallel_size=2))
+    wrong = saved(plan, path, tmp_path, stages=2)
+    with pytest.raises(ConfigError, match="plan this model again"):
+        open_ranks(
+            with_plan(EngineConfig.of(plan=str(wrong), device="cpu"))[0],
+            write_checkpoint(tmp_path / "wide", hidden_size=64),
+            load_plan(wrong).placement,
+            ThreadRank,
+        )

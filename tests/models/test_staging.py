@@ -22,9 +22,8 @@ from tests.models.dense_context import DenseContext, logits_of
 from tests.models.fake_comm import ThreadComm, on_ranks
 from tests.models.test_halves import FAMILIES
 from tests.models.test_quantized import CASES as QUANTIZED
-from tests.models.test_quantized import TOKENS
+from tests.models.test_quantized import TOKENS, written
 from tests.models.test_quantized import opened as opened_quantized
-from tests.models.test_quantized import written
 from tests.models.test_sharding import stored_tensors
 
 PIECES = [14, 1, 9]

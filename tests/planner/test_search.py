@@ -123,7 +123,12 @@ def test_a_latency_bound_is_kept(eight: Answer) -> None:
     [
         ("4xh200", Job(2048, 512), "K and V would move between XYZ batch for prompts and 1D heads for decodes;"),
         ("4xh200", JOB, "it is 2 copies, and a plan is of one engine (serve --replicas 2 --tensor-parallel-size 2);"),
-        ("8xh200", Job(512, 512), "it has 2 pipeline stages, and an engine has one;"),
+        (
+            "8xh200",
+            Job(512, 512),
+            "it has 2 pipeline stages, and a plan's have one device each (serve --tensor-parallel-size 4 "
+            "--pipeline-parallel-size 2);",
+        ),
     ],
 )
 def test_a_plan_that_no_engine_runs_says_so_and_what_runs(on: str, job: Job, why: str) -> None:

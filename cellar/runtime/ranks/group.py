@@ -1,4 +1,4 @@
-"""RankGroup: several ranks as one runtime. The same plan goes to each, in the same order; rank 0 answers for all."""
+"""RankGroup: several ranks as one runtime. The same plan goes to each, in the same order; one rank answers for all."""
 
 from __future__ import annotations
 
@@ -59,20 +59,28 @@ class RankGroup:
     """Implements `Runtime[StepPlan]` by the runtimes of several ranks, each with a shard of the model and of its KV.
 
     Rank 0 samples: masks go to it alone, and the ranks hand its tokens on among themselves. All answer, and must say
-    the same: a rank that answers otherwise or out of turn raises IntegrityError from `poll`; one that has died, or has
-    not answered `patience` seconds after another did, or whose process has not said for `silence` seconds that it lives
-    (it is stopped; a long step is none), DeviceError, and then all are ended. Every later call raises the same. A step
-    that failed on any rank has failed. Capacity is the least of all ranks. `memory` is what each takes,
-    where they say it. There is no tier to be looked up (`lookup`).
+    the same; of several `stages`, equal runs of ranks, this holds for the last one, and the others answer without
+    tokens, as early as they can. A rank that answers otherwise or out of turn raises IntegrityError from `poll`; one
+    that has died, or has not answered `patience` seconds (each stage has as many) after another did, or whose process
+    has not said for `silence` seconds that it lives (it is stopped; a long step is none), DeviceError, and then all are
+    ended. Every later call raises the same. A step that failed on any rank has failed. Capacity is the least of all
+    ranks. `memory` is what each takes, where they say it. There is no tier to be looked up (`lookup`).
 
     Raises what a user can mend of what kept a rank from opening, else DeviceError.
     """
 
     def __init__(
-        self, openers: Sequence[Opener], make: MakeRank = ThreadRank, *, patience: float = 60.0, silence: float = 30.0
+        self,
+        openers: Sequence[Opener],
+        make: MakeRank = ThreadRank,
+        *,
+        patience: float = 60.0,
+        silence: float = 30.0,
+        stages: int = 1,
     ) -> None:
         self._news: SimpleQueue[News] = SimpleQueue()
-        self._patience = patience
+        self._sampler = len(openers) - len(openers) // stages
+        self._patience = patience * stages
         self._silence = silence
         self._steps: deque[_Awaited] = deque()
         self._copies: dict[int, _Awaited] = {}
@@ -113,7 +121,7 @@ class RankGroup:
     def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         """Masks go to the rank that samples."""
         order = Masks(step, masks)
-        self._ranks[0].send(order, Packed(order))
+        self._ranks[self._sampler].send(order, Packed(order))
 
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
         """Results that all ranks have answered, in order; waits for a first one, or for a wake."""
@@ -211,7 +219,7 @@ class RankGroup:
         answers = [awaited.answers[k] for k in range(len(self._ranks))]
         if isinstance(result, StepResult):
             self._steps.popleft()
-            found.append(joined([answer for answer in answers if isinstance(answer, StepResult)]))
+            found.append(joined([one for one in answers if isinstance(one, StepResult)], self._sampler))
         else:
             del self._copies[result.number]
             found.append(copied([answer for answer in answers if isinstance(answer, CopyResult)]))
@@ -312,20 +320,24 @@ def least(capacities: Sequence[Capacity]) -> Capacity:
     )
 
 
-def joined(results: Sequence[StepResult]) -> StepResult:
-    """Rank 0's result of a step, once all say the same; an error if any has one. Raises IntegrityError otherwise."""
-    first = results[0]
+def joined(results: Sequence[StepResult], sampler: int = 0) -> StepResult:
+    """The sampling rank's result of a step, once all after it say the same; an error if any rank has one. Raises
+    IntegrityError otherwise.
+    """
+    first = results[sampler]
     errors = {k: result.error for k, result in enumerate(results) if result.error is not None}
     if errors:
         said = "; ".join(f"rank {k}: {error}" for k, error in errors.items())
         alike = len(errors) == len(results) and len(set(errors.values())) == 1
         none = np.empty(0, np.int32)
-        return StepResult(first.step, none.reshape(0, 1), none, none, error=errors[0] if alike else said)
-    counts = first.flags != Flag.LATE  # masks come to rank 0 alone
-    for k, result in enumerate(results[1:], 1):
+        return StepResult(first.step, none.reshape(0, 1), none, none, error=errors[sampler] if alike else said)
+    counts = first.flags != Flag.LATE  # masks come to the sampling rank alone
+    for k, result in enumerate(results[sampler + 1 :], sampler + 1):
         for name in ("tokens", "num_tokens", "flags"):
             if not np.array_equal(getattr(first, name)[counts], getattr(result, name)[counts]):
-                raise IntegrityError(f"rank {k} has other {name} of step {first.step} than rank 0; please report this.")
+                raise IntegrityError(
+                    f"rank {k} has other {name} of step {first.step} than rank {sampler}; please report this."
+                )
     return first
 
 

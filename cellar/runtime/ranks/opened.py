@@ -13,18 +13,19 @@ from pathlib import Path
 
 import torch
 
-from cellar.core.config import EngineConfig
+from cellar.core.config import DeviceConfig, EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.layouts import Layouts
 from cellar.core.messages import Placement, StepPlan
 from cellar.core.specs import ModelSpec
 from cellar.models import fingerprint, hub, registry
 from cellar.models.sharding import shard
+from cellar.models.staging import stage, stage_layers
 from cellar.models.stored import padded_heads, stored
 from cellar.runtime.device import resolve_device
 from cellar.runtime.protocol import Runtime
 from cellar.runtime.ranks.group import MakeRank, RankGroup
-from cellar.runtime.ranks.place import LaidPlace, Place, TensorPlace
+from cellar.runtime.ranks.place import LaidPlace, Place, StagedPlace, TensorPlace
 from cellar.runtime.ranks.rank import ProcessRank
 from cellar.runtime.steps.local import open_local
 from cellar.runtime.steps.memory_use import MemoryUse
@@ -50,16 +51,18 @@ def open_ranks(
     make: MakeRank = ProcessRank,
     offloaded: Sequence[Placement] = (),
 ) -> OpenedRanks:
-    """Load a model's shares into `config.device.tensor_parallel_size` ranks, or into those of a placement of kind
-    partition, whose layouts they run; `directory` as in `open_local`. `offloaded`: of each rank's share, if none fits
-    its device.
+    """Load a model's shares into `config.device.num_ranks` ranks, or into those of a placement of kind partition, whose
+    layouts they run, or its stages; `directory` as in `open_local`. `offloaded`: of each rank's share, if none fits its
+    device.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
     """
-    layouts = None if placement is None or placement.partition is None else Layouts.of(placement.partition)
-    size = config.device.tensor_parallel_size if layouts is None else layouts.mesh.size
-    kind = _kind(config, size, layouts, streams=bool(offloaded))
+    split = None if placement is None else placement.partition
+    layouts = None if split is None or split.stages > 1 else Layouts.of(split)
+    tensor, stages = config.device.tensor_parallel_size, config.device.pipeline_parallel_size
+    size = tensor * stages if layouts is None else layouts.mesh.size
+    kind = _kind(config, size, layouts, planned=split is not None, streams=bool(offloaded))
     config = config.on(kind)
     raw = registry.read_config(directory) if directory is not None else _shipped(config)
     if raw is None:
@@ -73,7 +76,8 @@ def open_ranks(
         raw, dtype, cache.block_size, named.max_model_len, named.quantization, cache.kv_cache_dtype
     ).spec
     if layouts is None:
-        _check_shares(spec, size)
+        _check_stages(spec, stages)
+        _check_shares(spec, tensor)
     else:
         _check_layouts(spec, layouts)
     if named.load_format == "dummy" or directory is None:
@@ -88,14 +92,22 @@ def open_ranks(
         places: list[Place] = []
         for rank in range(size):
             at = f"{meeting}/ranks"
-            places.append(TensorPlace(rank, size, at) if layouts is None else LaidPlace(rank, layouts, at))
+            if layouts is not None:
+                places.append(LaidPlace(rank, layouts, at))
+            elif stages > 1:
+                places.append(StagedPlace(rank, tensor, stages, at, config.steps_ahead))
+            else:
+                places.append(TensorPlace(rank, size, at))
         parts: Sequence[Placement | None] = offloaded or [placement] * size
+        if placement is not None and stages > 1:
+            parts = [_of_stage(placement, spec, rank, stages) for rank in range(stages)]
         runtime = RankGroup(
             [
                 partial(open_rank, _of_rank(config, p, kind), directory, own, p)
                 for p, own in zip(places, parts, strict=True)
             ],
             make,
+            stages=stages,
         )
     finally:
         shutil.rmtree(meeting, ignore_errors=True)
@@ -115,10 +127,10 @@ def open_rank(
     return open_local(config, directory, placement, place=place).runtime
 
 
-def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, streams: bool = False) -> str:
+def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, planned: bool, streams: bool) -> str:
     """cpu or cuda. Raises ConfigError for what several ranks do not do, or more of them than there are GPUs."""
     device = resolve_device(config.device.device)
-    asked = f"tensor_parallel_size is {size}" if layouts is None else f"the plan is for {size} devices"
+    asked = _asked(config.device) if layouts is None else f"the plan is for {size} devices"
     if config.device.device.startswith("cuda:"):
         raise ConfigError(
             f"device is {config.device.device}, but {asked}, which takes the first {size} GPUs; set device to cuda, "
@@ -126,9 +138,11 @@ def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, streams: 
         )
     if device.type != "cpu" and (count := torch.cuda.device_count()) < size:
         change = f"set it to at most {count}" if layouts is None else f"plan for at most {count}"
+        if config.device.pipeline_parallel_size > 1:
+            change = f"take {count} ranks in all at most"
         raise ConfigError(f"{asked}, but this machine has {count} GPU{'s' * (count > 1)}; {change}, or device to cpu.")
     for name, given in (
-        ("plan", config.model.plan if layouts is None else None),
+        ("plan", None if planned else config.model.plan),
         ("device_memory", None if streams else config.offload.device_memory),
         ("sparse_v", config.offload.sparse_v),
         ("kv_disk_path", config.cache.kv_disk_path),
@@ -138,6 +152,35 @@ def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, streams: 
         if given is not None:
             raise ConfigError(f"{name} does not work on several ranks yet, but {asked}; leave one of both out.")
     return device.type
+
+
+def _asked(device: DeviceConfig) -> str:
+    """What was asked for, as the beginning of a sentence."""
+    both = {name: getattr(device, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    return " and ".join(f"{name} is {count}" for name, count in both.items() if count > 1)
+
+
+def _of_stage(placement: Placement, spec: ModelSpec, index: int, stages: int) -> Placement:
+    """What a placement of the whole model says of one stage of one device, in the stage's names."""
+    own, first = stage(spec, index, stages), stage_layers(spec.num_layers, index, stages).start
+    names = {name: name for name, _ in own.named_tensors()}
+    for layer in own.layers:
+        for tensor in layer.tensors:
+            names[f"layers.{layer.index}.{tensor.name}"] = f"layers.{layer.index + first}.{tensor.name}"
+    if "lm_head" in names and spec.tied_head:
+        names["lm_head"] = spec.embedding[0].name
+    there = {part.tensor: part for part in placement.weights}
+    weights = tuple(replace(there[whole], tensor=name) for name, whole in names.items() if whole in there)
+    return replace(placement, weights=weights)
+
+
+def _check_stages(spec: ModelSpec, stages: int) -> None:
+    """Raise ConfigError for more stages than layers."""
+    if stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages}, but this {spec.model_type} model has {spec.num_layers} layers; set "
+            f"it to at most {spec.num_layers}."
+        )
 
 
 def _check_layouts(spec: ModelSpec, layouts: Layouts) -> None:
@@ -178,7 +221,7 @@ def _of_rank(config: EngineConfig, place: Place, kind: str) -> EngineConfig:
     """The options of one rank: its device, and its part of what the host has."""
     host_kv = config.cache.kv_offloading_size
     cache = replace(config.cache, kv_offloading_size=None if host_kv is None else host_kv / place.size)
-    device = replace(config.device, tensor_parallel_size=1)
+    device = replace(config.device, tensor_parallel_size=1, pipeline_parallel_size=1)
     parts = {name: getattr(config.offload, name) for name in ("host_memory", "disk")}
     offload = replace(config.offload, **{name: given and given / place.size for name, given in parts.items()})
     if kind == "cpu":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from cellar.core.units import row_units
 from cellar.models.loop import Lane, Loop
 from cellar.models.model import Model
 from cellar.models.sharding import shard
+from cellar.models.staging import stage, stage_layers
 from cellar.models.stored import stored
 from cellar.models.views import laid_spec
 from cellar.runtime.memory import human
@@ -24,6 +26,7 @@ from cellar.runtime.ranks.axes import AxisCollectives, groups_of
 from cellar.runtime.ranks.comm import RankComm, RankLink, gloo_comm, gloo_group, nccl_comm, nccl_group
 from cellar.runtime.ranks.lane import lane_on
 from cellar.runtime.ranks.peers import meet
+from cellar.runtime.ranks.stages import GroupWay, Stages
 
 logger = logging.getLogger(__name__)
 
@@ -47,17 +50,29 @@ class LaidRank:
 
 @dataclass(frozen=True)
 class Seat:
-    """A rank among the others: what it loads (`stored`), and its link to them.
+    """A rank among the others: what it loads (`stored`), and its link to those that it computes the same layers with.
 
     `model` runs on it; `comm` is there where that has its share of every tensor by heads and columns, `laid` where
-    layouts say what it has.
+    layouts say what it has; `stages` where others have other layers.
     """
 
     model: Model
     stored: ModelSpec
-    link: RankLink
+    link: RankLink | None
     comm: RankComm | None = None
     laid: LaidRank | None = None
+    stages: Stages | None = None
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return (1 if self.link is None else self.link.size) * (1 if self.stages is None else self.stages.count)
+
+    def own(self, layers: Collection[int]) -> Collection[int]:
+        """Those of the whole model's layers that it has, as it numbers them."""
+        if self.stages is None:
+            return layers
+        return [j - self.stages.layers.start for j in layers if j in self.stages.layers]
 
 
 class Place(Protocol):
@@ -100,10 +115,11 @@ class TensorPlace:
         from torch._C._distributed_c10d import FileStore  # not in every build of torch
 
         store = FileStore(self.meeting, self.size)
-        vocab = row_units(whole)["vocab"]
-        shares = [vocab.ranges(*vocab.share(rank, self.size)) for rank in range(self.size)]
-        columns = [sum(len(piece) for piece in share) for share in shares]
-        widths = {columns[self.rank]: columns}
+        widths = {}
+        if (vocab := row_units(whole).get("vocab")) is not None:  # a stage may have none
+            shares = [vocab.ranges(*vocab.share(rank, self.size)) for rank in range(self.size)]
+            columns = [sum(len(piece) for piece in share) for share in shares]
+            widths[columns[self.rank]] = columns
         loop = Loop(lane_on(device), self.loop_tokens)
         if device.type == "cpu":
             return gloo_comm(store, self.rank, self.size, widths, loop=loop)
@@ -111,6 +127,51 @@ class TensorPlace:
         prepare_nccl(self.size)
         boxes = meet(store, self.rank, self.size, device)
         return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=loop)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedPlace:
+    """Implements `Place` for pipeline stages of `tensor` ranks each, which share their layers by heads: rank r is
+    number r % tensor of stage r // tensor. `ahead`: plans that are on their way at once; the rest as in `TensorPlace`.
+    """
+
+    rank: int
+    tensor: int
+    stages: int
+    meeting: str
+    ahead: int
+    loop_tokens: int = LOOP_TOKENS
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.tensor * self.stages
+
+    def take(self, model: Model, device: torch.device) -> Seat:
+        """The rank's share of its stage's layers. It hands its copy of the hidden rows to its like in the next one."""
+        index, number = divmod(self.rank, self.tensor)
+        kind: type = type(model)
+        part: Model = kind(stage(model.spec, index, self.stages))
+        seat = Seat(part, part.spec, None)
+        if self.tensor > 1:
+            place = TensorPlace(number, self.tensor, f"{self.meeting}-{index}", self.loop_tokens)
+            seat = place.take(part, device)
+        layers = stage_layers(model.spec.num_layers, index, self.stages)
+        width, dtype = model.spec.hidden_size, getattr(torch, model.spec.dtype)
+        onward, back = (GroupWay(self._group(f"{name}-{number}", index, device), self.ahead) for name in ("on", "back"))
+        stages = Stages(index, self.stages, layers, width, dtype, onward, back)
+        stages.greet(device)
+        return replace(seat, stages=stages)
+
+    def _group(self, name: str, index: int, device: torch.device) -> Any:
+        from torch._C._distributed_c10d import FileStore
+
+        store = FileStore(f"{self.meeting}-{name}", self.stages)
+        if device.type == "cpu":
+            return gloo_group(store, index, self.stages)
+        torch.cuda.set_device(device)
+        _prepare_nccl(self.size)
+        return nccl_group(store, index, self.stages)
 
 
 @dataclass(frozen=True, slots=True)

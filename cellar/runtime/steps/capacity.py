@@ -74,7 +74,7 @@ def plan_slots(
         return planned
     if device.type == "cpu":
         free = host_available()
-        size = 1 if seat is None else seat.link.size
+        size = 1 if seat is None else seat.size
         nbytes = arena.cpu_cache_nbytes(cache, free, size) if planned is None else planned * spec.kv.chunk_nbytes()
     else:
         # What nobody can reach any more, perhaps a model of before, would be counted as taken.

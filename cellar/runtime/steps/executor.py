@@ -81,8 +81,8 @@ class StepExecutor:
 
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
     bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
-    `seat`: this rank among others, if there are any: rank 0 samples, and the others take its tokens. `arrivals`:
-    loads that a step may have to wait for, layer by layer. `sparse_v`: see `Forward`.
+    `seat`: this rank among others, if there are any: rank 0 samples, of several stages that of the last, and the others
+    take its tokens. `arrivals`: loads that a step may have to wait for, layer by layer. `sparse_v`: see `Forward`.
     """
 
     def __init__(
@@ -115,10 +115,14 @@ class StepExecutor:
             self.forward = LaidForward(seat.laid, weights, self.arena, num_rows, device)
         else:
             comm = None if seat is None else seat.comm
-            self.forward = self._whole = Forward(model, weights, self.arena, device, comm, layers, batch, sparse_v)
+            stages = None if seat is None else seat.stages
+            self.forward = self._whole = Forward(
+                model, weights, self.arena, device, comm, layers, batch, sparse_v, stages
+            )
         self._arrivals = Arrivals() if arrivals is None else arrivals
         self._comm = None if seat is None else seat.link
-        self._samples = self._comm is None or self._comm.rank == 0
+        self._stages = None if seat is None else seat.stages
+        self._samples = (self._comm is None or self._comm.rank == 0) and (self._stages is None or self._stages.is_last)
         self._begun = 0
         self._awaited_masks = 0.0  # seconds, of the step at hand
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
@@ -134,7 +138,7 @@ class StepExecutor:
         The plan's deltas are applied even if computing fails, so that later plans find the rows they expect.
         """
         clock = _clock(self._device)
-        self._begun = 0 if self._comm is None else self._comm.count
+        self._begun = self._exchanged
         self._awaited_masks = 0.0
         try:
             applied = self.rows.apply(plan)
@@ -145,7 +149,14 @@ class StepExecutor:
 
     def out_of_step(self, error: Exception) -> bool:
         """Whether a plan that failed here may not have failed on the other ranks, which then wait for this one."""
-        return self._comm is not None and not (isinstance(error, CellarError) and self._comm.count == self._begun)
+        alone = self._comm is None and self._stages is None
+        return not alone and not (isinstance(error, CellarError) and self._exchanged == self._begun)
+
+    @property
+    def _exchanged(self) -> int:
+        """What has been begun together with other ranks so far."""
+        link, stages = self._comm, self._stages
+        return (0 if link is None else link.count) + (0 if stages is None else stages.exchanged)
 
     def _run(
         self,
@@ -190,6 +201,10 @@ class StepExecutor:
             self.rows.mirror(*tensors[changed])
         if not inputs.num_tokens:
             return _Finish(plan.step, [], {}, {}, clock())
+        if self._stages is not None and self._stages.is_first:
+            for rows, tokens in self._stages.told(inputs.feed_rows):
+                (where,) = self._upload([rows])
+                self.rows.last.index_copy_(0, where, tokens)
         h = None if self._graphs is None or gate is not None else self._graphs.hidden(inputs)
         if h is None:
             positions, slot_mapping = tensors[core]
@@ -199,6 +214,10 @@ class StepExecutor:
                 _begin(pace, inputs)
             h = self.forward.run_batches(batches, tokens, positions, slot_mapping, self.rows.table, pace, gate)
 
+        if self._stages is not None and not self._stages.is_last:
+            if self._stages.is_first:
+                self._stages.expect(inputs.sampled_rows, self._device)
+            return _Finish(plan.step, [], {}, {}, clock())
         prompt_scores = self._scores(h, inputs, *tensors[scored]) if len(inputs.scored) else {}
         states = self._hidden(h, inputs, *tensors[shown]) if len(inputs.hidden) else {}
         if len(inputs.pooled):
@@ -212,6 +231,9 @@ class StepExecutor:
                 groups = self._groups(plan, inputs, masks)
                 drawn = [self._upload(group.arrays()) for group in groups]
             outcomes = self._chosen(plan.step, logits, groups, drawn, masks)
+            if self._stages is not None:
+                (where,) = self._upload([inputs.sampled_rows])
+                self._stages.give(self.rows.last.index_select(0, where))
         return _Finish(plan.step, outcomes, prompt_scores, states, self._without_masks(clock()))
 
     def _without_masks(self, clock: Callable[[], float]) -> Callable[[], float]:
@@ -255,9 +277,9 @@ class StepExecutor:
 
     def capture(self, most_rows: int, most_tokens: int, *, ran: bool = False) -> None:
         """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
-        a GPU. `ran`: see `StepGraphs`.
+        a GPU; none of a stage, which waits for another in between. `ran`: see `StepGraphs`.
         """
-        whole = self._whole
+        whole = None if self._stages is not None else self._whole
         if whole is not None and self._device.type == "cuda":
             with torch.inference_mode(), torch.cuda.device(self._device):
                 self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, ran=ran)

@@ -38,6 +38,7 @@ from cellar.runtime.offload.host_kv import (
     divided,
 )
 from cellar.runtime.pace import Pace
+from cellar.runtime.ranks.stages import Stages
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.inputs import LongArray, StepInputs
 from cellar.runtime.transfer import uploader
@@ -197,7 +198,8 @@ class Forward:
     `comm`: the other ranks, if these are the weights of one rank of several (`models/sharding.py`). `layers`: where the
     layers' weights come from, if not from `weights`. `batch`: so many sequences pass a layer together, then the next
     ones, before the pass goes on to the next layer (FlexGen §4.2, the zig-zag block); None: all of them.
-    `sparse_v`: the share of values that the CPU's attention reads; None: all.
+    `sparse_v`: the share of values that the CPU's attention reads; None: all. `stages`: where hidden rows come from
+    and go to, if these are the layers of one stage of several.
     """
 
     def __init__(
@@ -210,8 +212,10 @@ class Forward:
         layers: Layers | None = None,
         batch: int | None = None,
         sparse_v: float | None = None,
+        stages: Stages | None = None,
     ) -> None:
         self._comm = comm
+        self._stages = stages
         self._layers: Layers = ResidentLayers(weights.layers) if layers is None else layers
         self._batch = batch
         self._sparse_v = sparse_v
@@ -398,7 +402,7 @@ class Forward:
     ) -> list[Hidden]:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         model = self.model
-        hidden = [model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]
+        hidden = [self._entered(tokens, context) for tokens, context in batches]
         self._layers.begin(sum(len(tokens) for tokens, _ in batches))
         for j in range(len(self._layers)):
             if gate is not None:
@@ -408,7 +412,16 @@ class Forward:
                     hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)
             if pace is not None:
                 pace.lap()
+        if self._stages is not None and not self._stages.is_last:
+            for h in hidden:
+                self._stages.send(h)
         return hidden
+
+    def _entered(self, tokens: Tensor, context: LayerContext) -> Hidden:
+        """What the first layer here takes."""
+        if self._stages is None or self._stages.is_first:
+            return self.model.embed(self.weights.embedding, tokens, context)
+        return self._stages.receive(len(tokens), self._device)
 
     def logits(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, vocab] of the step's tokens `places`, which `index` has on the device; None: of all."""

@@ -333,7 +333,8 @@ def _open(
         change = None if gathers else prepared
         if model_config.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
-        if not config.device.enforce_eager and laid is None:
+            wide = wide if seat is None else seat.own(wide)
+        if not config.device.enforce_eager and laid is None and (seat is None or seat.stages is None):
             ranks = 1 if place is None else place.size
             warmup = Listing(partial(_warmup, model, prepared, device, config, tuple(wide), ranks))
     if model_config.load_format == "dummy":

@@ -104,6 +104,11 @@ class StepBatch:
         """True if some prompt's tokens are in it."""
         return bool(self._spans)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing is computed in it."""
+        return not self.num_decodes and not self._spans
+
     def decode(self, rows: Index) -> None:
         """One token of each of `rows`."""
         self._decodes = rows

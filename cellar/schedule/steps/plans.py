@@ -12,13 +12,15 @@ from cellar.schedule.steps.portions import Portions
 from cellar.schedule.steps.prompts import Prompts
 from cellar.schedule.steps.stagger import Stagger
 from cellar.schedule.steps.tally import Tally
+from cellar.schedule.steps.teams import Teams
 
 
 class Plans:
     """Decodes first, then `prompts`, or with `phases_apart` prompts as long as there are any.
 
-    `budget` is how many tokens a step has at most, `row_depth` how many plans in flight may name one row. `in_flight`
-    are the plans that have not committed, the oldest first.
+    `budget` is how many tokens a step has at most, `row_depth` how many plans in flight may name one row that decodes,
+    `teams` which of these a plan has. `in_flight` are the plans that have not committed, the oldest first. Of `stages`
+    plans one after another each is at another stage.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Plans:
         row_depth: int,
         stagger: Stagger | None,
         phases_apart: bool,
+        stages: int = 1,
     ) -> None:
         self.in_flight: deque[InFlight] = deque()
         self._holders = holders
@@ -40,12 +43,14 @@ class Plans:
         self._stagger = stagger
         self._phases_apart = phases_apart
         self._portions = Portions(holders)
+        self._teams = Teams(holders.rows, stages)
+        self._stages = stages
         self._made = 0
 
     def make(self) -> StepPlan | None:
         """The next; None if nothing can be computed before the next commit or add."""
-        newest = self.in_flight[-1] if self.in_flight else None
-        if newest is not None and len(newest.prompts) and self._prompts.pace.is_long(newest.cost):
+        before = self.in_flight[-self._stages] if len(self.in_flight) >= self._stages else None
+        if before is not None and len(before.prompts) and self._prompts.pace.is_long(before.cost):
             return None
         batch = StepBatch(self._holders.rows, self._budget, self._prompts.pace.short)
         if self._phases_apart:
@@ -54,11 +59,14 @@ class Plans:
             self._prompts.plan(batch)
         else:
             self._prompts.plan_short_of_memory(batch)
+        if self._stages > 1 and batch.is_empty:
+            self._decode(batch, again=True)
         built = batch.build(self._made, tuple(self._holders.closes))
         if built is not None:
             self._holders.closes.clear()
             self.in_flight.append(built[1])
             self._made += 1
+            self._teams.planned(built[1].rows)
             if self._stagger is not None:
                 self._stagger.passed()
             self._tally.planned(built[1].num_decodes + len(built[0].tokens))
@@ -80,13 +88,16 @@ class Plans:
         if not batch.has_prompts:
             self._decode(batch)
 
-    def _decode(self, batch: StepBatch) -> bool:
-        """One token of every running decode, as budget and memory allow. False if memory is short."""
+    def _decode(self, batch: StepBatch, again: bool = False) -> bool:
+        """One token of every running decode, or of the team whose turn it is (`again`: see `Teams`), as budget and
+        memory allow. False if memory is short.
+        """
         holders = self._holders
         rows, store = holders.rows, holders.store
         ready = rows.ready(self._row_depth)
         if len(ready) > 1:
             ready = self._portions.of(ready, self._prompts.pace)
+        ready = self._teams.of(ready, again)
         if len(ready) > batch.budget:
             ready = rows.in_order(ready)[: batch.budget]
         need = ready[rows.planned[ready] >= rows.capacity[ready]]

@@ -63,7 +63,8 @@ class StepScheduler:
     """Implements `Scheduler` for transformer steps of one worker.
 
     `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. `row_depth` is
-    how many plans in flight may name one row (default: `config.run_ahead`). `root` is what the
+    how many plans in flight may name one row (default: `config.run_ahead`). Of `stages` of a pipeline each has another
+    plan: they share the tokens of a step and the rows that decode (`teams.py`). `root` is what the
     identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
     `policy` which chunks leave a tier first, `recovery` which are loaded and which computed again (default: all are
     loaded). `diagonal` lets requests begin evenly spread over the steps (`stagger.py`). `phases_apart` computes prompts
@@ -86,6 +87,7 @@ class StepScheduler:
         recovery: Recovery | None = None,
         diagonal: bool = False,
         phases_apart: bool = False,
+        stages: int = 1,
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
@@ -103,9 +105,13 @@ class StepScheduler:
         keep_free = math.ceil(config.decode_reserve * num_slots)
         pace = Pace(config.max_mixed_seconds)
         self._stagger = Stagger(num_slots - keep_free, self._rows.num_free, chunk_size) if diagonal else None
-        self._prompts = Prompts(self._holders, pace, keep_free, row_depth, self._caching, self._fail, self._stagger)
-        budget = config.max_num_batched_tokens or self._rows.tokens.size
-        self._plans = Plans(self._holders, self._prompts, self._tally, budget, row_depth, self._stagger, phases_apart)
+        # Pieces of a prompt wait for no token: one may be at each stage.
+        pieces = row_depth + stages - 1
+        self._prompts = Prompts(self._holders, pace, keep_free, pieces, self._caching, self._fail, self._stagger)
+        budget = -(-(config.max_num_batched_tokens or self._rows.tokens.size) // stages)
+        self._plans = Plans(
+            self._holders, self._prompts, self._tally, budget, row_depth, self._stagger, phases_apart, stages
+        )
 
     # -- the protocol -----------------------------------------------------------------------------
 

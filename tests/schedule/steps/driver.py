@@ -80,6 +80,8 @@ class Setting:
     """Requests begin evenly spread over the steps."""
     owners: int = 0
     """Requests are of so many owners, who take turns; 0: each is its own."""
+    stages: int = 1
+    """Of a pipeline, each with another plan."""
 
 
 @dataclass
@@ -210,6 +212,7 @@ class World:
             self.config,
             s.caching,
             row_depth=s.row_depth,
+            stages=s.stages,
             tiers=self.tiers,
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
             diagonal=s.diagonal,
@@ -343,7 +346,7 @@ class World:
         moved = False
         self.now += 0.75
         worker = self.runtime.workers[0]
-        while worker.in_flight < self.setting.run_ahead:
+        while worker.in_flight < self.setting.run_ahead + self.setting.stages - 1:
             plan = self.plan()
             self.loading |= {state.request.id for state in self.scheduler._holders.loading}
             for batch in self.scheduler.copies(self.now):
