@@ -40,8 +40,8 @@ def with_plan(config: EngineConfig) -> tuple[EngineConfig, SavedPlan | None]:
     if plan.limits is None:
         raise ConfigError(
             f"the plan {file} is of kind {plan.placement.kind} ({plan.figures.get('plan', '')}), but this engine runs "
-            "only plans whose weights stay on one device or lie over several without copies, in layouts or in stages "
-            f"of one device each, and on a processor those of `cellar plan --device-memory`; plan {plan.model} for a "
+            "only plans whose weights stay on one device or lie over several without copies, and on a processor those "
+            f"with stages of one device each and those of `cellar plan --device-memory`; plan {plan.model} for a "
             "machine that holds it so."
         )
     _check_agreement(config, plan, plan.limits, file)

@@ -75,17 +75,24 @@ class Plan:
         return max(self.busy, key=lambda pair: pair[1])[0]
 
     @property
+    def stages_run(self) -> bool:
+        """Whether an engine runs its stages as they are priced: one alone, or of one device each, on a processor."""
+        return self.stages == 1 or (self.tensor == 1 and self.machine.device.kind == "cpu")
+
+    @property
     def obstacle(self) -> str:
         """Why no engine runs it, as the end of a sentence; empty if one does."""
         if self.offload is not None:
             return "an engine streams weights only as it plans itself (--device-memory)"
-        wide = f" --tensor-parallel-size {self.tensor}" if self.tensor > 1 else ""
-        if self.stages > 1 and (wide or self.replicas > 1):
-            long = f"{wide} --pipeline-parallel-size {self.stages}"
-            many = f" --replicas {self.replicas}" if self.replicas > 1 else ""
-            return f"it has {self.stages} pipeline stages, and a plan's have one device each (serve{many}{long})"
+        split = {"replicas": self.replicas, "tensor-parallel-size": self.tensor, "pipeline-parallel-size": self.stages}
+        how = " ".join(["serve", *(f"--{name} {count}" for name, count in split.items() if count > 1)])
+        if not self.stages_run:
+            why = "a plan's have one device each"
+            if self.tensor == 1:
+                why = "steps of stages are not captured, which its price leaves out"
+            return f"it has {self.stages} pipeline stages, and {why} ({how})"
         if self.replicas > 1:
-            return f"it is {self.replicas} copies, and a plan is of one engine (serve --replicas {self.replicas}{wide})"
+            return f"it is {self.replicas} copies, and a plan is of one engine ({how})"
         if self.prefill is None or self.decode is None or self.tensor == 1:
             return ""
         padded = padded_heads(self.d, self.tensor)

@@ -25,7 +25,7 @@ def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> Save
     dtype = run_dtype(plan.formats, spec.dtype)
     limits = cost = chunks = None
     steps: tuple[StepShape, ...] = ()
-    if plan.offload is None and plan.replicas == 1 and 1 in (plan.stages, plan.tensor):
+    if plan.offload is None and plan.replicas == 1 and plan.stages_run:
         assert plan.decode is not None
         chunks = _slots(plan, plan.decode.layout)
         longest = min(spec.max_position, chunks * plan.d.chunk)

@@ -144,9 +144,11 @@ def test_what_requests_may_ask_is_as_on_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "fp8"}], ids=str
+    "option",
+    [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "fp8"}, {"dtype": "bfloat16"}],
+    ids=str,
 )
-def test_quantized_weights_and_kv_are_cut_too(option: dict[str, str], tmp_path: Path) -> None:
+def test_other_formats_of_weights_and_kv_are_cut_too(option: dict[str, str], tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **FIVE | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256})
     nbytes = token_nbytes(tmp_path)
     params = SamplingParams(max_tokens=20, temperature=0.0, logprobs=3, ignore_eos=True)
