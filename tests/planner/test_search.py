@@ -126,8 +126,8 @@ def test_a_latency_bound_is_kept(eight: Answer) -> None:
         (
             "8xh200",
             Job(512, 512),
-            "it has 2 pipeline stages, and a plan's have one device each (serve --tensor-parallel-size 4 "
-            "--pipeline-parallel-size 2);",
+            "it has 2 pipeline stages, and a plan's have one device each (serve --replicas 2 "
+            "--tensor-parallel-size 2 --pipeline-parallel-size 2);",
         ),
     ],
 )
