@@ -143,7 +143,7 @@ def test_planted_bugs_are_found(name: str) -> None:
         play(3, changes)
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.builds(
         Setting,
