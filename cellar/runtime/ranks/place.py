@@ -170,7 +170,7 @@ class StagedPlace:
         if device.type == "cpu":
             return gloo_group(store, index, self.stages)
         torch.cuda.set_device(device)
-        _prepare_nccl(self.size)
+        prepare_nccl(self.size)
         return nccl_group(store, index, self.stages)
 
 
