@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from typer.testing import CliRunner
 from cellar import LLM, SamplingParams
 from cellar.cli.main import build
 from cellar.core.errors import CapacityError, ConfigError, DeviceError
+from cellar.runtime.ranks import pace
+from cellar.runtime.ranks.comm import GroupComm
 from cellar.runtime.ranks.group import RankGroup
+from cellar.runtime.ranks.opened import open_rank
 from tests.limits import ROOT, SECONDS, until
 from tests.server.fake_process import children_of
 from tests.server.load import served
@@ -68,6 +73,69 @@ def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(how: st
         with pytest.raises(DeviceError, match=r"rank 1 has ended \(its process has ended by signal 9\); start again"):
             list(stream)
         assert not alive(pids), "when the failure is said all ranks are gone"
+
+
+def open_slow_second(config: Any, directory: Any, placement: Any, place: Any) -> Any:
+    """In a rank's process: rank 1 takes 10 ms more for whatever is between two collectives."""
+    exchange = GroupComm._exchange
+
+    def slowly(self: GroupComm, begin: Any) -> None:
+        time.sleep(0.01)
+        exchange(self, begin)
+
+    if place.rank == 1:
+        GroupComm._exchange = slowly  # type: ignore[method-assign]
+    return open_rank(config, directory, placement, place)
+
+
+@pytest.mark.long
+def test_a_slow_rank_keeps_its_tokens_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pace, "SPAN_SECONDS", 2.0)
+    monkeypatch.setattr("cellar.runtime.ranks.opened.open_rank", open_slow_second)
+    write_checkpoint(tmp_path, **SHAPE)
+    prompts = [[5, 6, 7], list(range(20, 60)), [9] * 30]
+
+    def tokens(llm: LLM) -> list[list[int]]:
+        return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+    def said() -> list[str]:
+        return [record.getMessage() for record in caplog.records if "is slow" in record.getMessage()]
+
+    with opened(tmp_path, 1) as llm:
+        wanted = tokens(llm)
+    with opened(tmp_path, 2) as llm:
+        end = time.monotonic() + SECONDS
+        while not said() and time.monotonic() < end:
+            assert tokens(llm) == wanted
+    assert said()
+    assert said()[0].startswith("rank 1 is slow: the others waited for it for ")
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_again_and_again_keeps_its_tokens(tmp_path: Path) -> None:
+    """For four fifths of the time, as a starved one would be: nothing hangs, and no rank is given up."""
+    write_checkpoint(tmp_path, **SHAPE)
+    with opened(tmp_path, 1) as llm:
+        wanted = list(llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+    with opened(tmp_path, 2) as llm:
+        pid, ended = ranks_of(llm)[1], threading.Event()
+
+        def starve() -> None:
+            while not ended.wait(0.02):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(0.08)
+                os.kill(pid, signal.SIGCONT)
+
+        with ThreadPoolExecutor(1) as other:
+            starved = other.submit(starve)
+            try:
+                found = llm.generate([[5, 6, 7]] * 3, GREEDY, use_tqdm=False)
+            finally:
+                ended.set()
+                starved.result(SECONDS)
+        assert [list(output.outputs[0].token_ids) for output in found] == [wanted] * 3
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from math import prod
@@ -35,7 +36,8 @@ class AxisCollectives:
     """Implements `Collectives` and `RankLink`. `groups` are the process groups of `groups_of`, `everyone` that of all.
 
     Libraries move bytes and add nothing: sums are in the order of the group, in float32 for narrower types, so that a
-    request's tokens do not depend on its company. `account` keeps what was sent. Raises DeviceError if a rank has gone.
+    request's tokens do not depend on its company. `account` keeps what was sent, `waited` the seconds of this
+    rank's host in collectives. Raises DeviceError if a rank has gone.
     """
 
     def __init__(self, mesh: Mesh, rank: int, groups: Mapping[Members, Any]) -> None:
@@ -43,6 +45,7 @@ class AxisCollectives:
         self.rank = rank
         self.size = mesh.size
         self.count = 0
+        self.waited = 0.0
         self.account = Account()
         self._groups = groups
 
@@ -156,8 +159,10 @@ class AxisCollectives:
 
     def _exchange(self, begin: Callable[[], Any]) -> None:
         self.count += 1
+        begun = time.monotonic()
         with gone():
             begin().wait()
+        self.waited += time.monotonic() - begun
 
 
 def _resized(x: Tensor, sizes: Mapping[int, int]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
@@ -55,7 +56,8 @@ class GroupComm:
     all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
     large one, as an all-reduce does. `loop`: see `Comm`. `widths`: own columns of a gather -> those of all ranks, where
     they are unequal. `boxes`: how small sums go between GPUs that reach each other's memory. `account` keeps what was
-    sent, but nothing of what a recorded step sends when it is replayed. Raises DeviceError if another rank has gone.
+    sent, but nothing of what a recorded step sends when it is replayed; `waited` the seconds of this rank's host in
+    collectives. Raises DeviceError if another rank has gone.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class GroupComm:
         self.loop = loop
         self.account = Account()
         self.count = 0
+        self.waited = 0.0
         self._group = group
         self._widths = dict(widths or {})
         self._boxes = boxes
@@ -120,8 +123,10 @@ class GroupComm:
 
     def _exchange(self, begin: Any) -> None:
         self.count += 1
+        begun = time.monotonic()
         with gone():
             begin().wait()
+        self.waited += time.monotonic() - begun
 
 
 def gloo_comm(

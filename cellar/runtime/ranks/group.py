@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cellar.core.errors import ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyResult, Flag, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity
+from cellar.runtime.ranks.pace import Pace
 from cellar.runtime.ranks.rank import (
     CLOSE_SECONDS,
     Answer,
@@ -87,6 +88,7 @@ class RankGroup:
         self._failed: Exception | None = None
         self._closed = False
         self._watch = _Watch()
+        self._pace = Pace()
         self._ranks: list[Rank] = []
         try:
             for number, opener in enumerate(openers):
@@ -245,6 +247,7 @@ class RankGroup:
         left = None if end is None else max(0.0, end - now)
         if self._steps or self._copies:
             self._watch.look(self._ranks, self._silence)
+            self._pace.look(self._ranks)
             left = WATCH_SECONDS if left is None else min(left, WATCH_SECONDS)
         behind = next((a for a in (*self._steps, *self._copies.values()) if a.since), None)
         if behind is None:

@@ -24,6 +24,7 @@ PAIR_NBYTES = 2**20
 GROUP_NBYTES = 2**19
 
 _NONE = "none"
+_YES = "yes"
 
 
 def meet(store: Store, rank: int, size: int, device: torch.device) -> PeerBoxes | None:
@@ -34,12 +35,14 @@ def meet(store: Store, rank: int, size: int, device: torch.device) -> PeerBoxes 
     nbytes = PAIR_NBYTES if size == 2 else GROUP_NBYTES
     mine: shared.SharedMemory | None = None
     addresses: list[int] = []
-    failed = ""
+    failed = _NONE
     if torch.version.hip is None and driver_available() and triton_available():
         try:
             mine = shared.SharedMemory(box_nbytes(size, nbytes))
         except DeviceError as error:
             failed = str(error)
+    else:
+        failed = "there is no driver, or no compiler, for the kernel of such sums"
     store.set(f"box {rank}", _NONE if mine is None else mine.handle.hex())
     handles = [store.get(f"box {r}").decode() for r in range(size)]
     if mine is not None and _NONE not in handles:
@@ -49,8 +52,11 @@ def meet(store: Store, rank: int, size: int, device: torch.device) -> PeerBoxes 
             ]
         except DeviceError as error:
             failed = str(error)
-    store.set(f"reaches {rank}", "yes" if addresses else "no")
-    if any(store.get(f"reaches {r}") != b"yes" for r in range(size)):
-        logger.info("ranks sum through NCCL alone: not every GPU reaches every other's memory. %s", failed)
+    store.set(f"reaches {rank}", _YES if addresses else failed.rstrip("."))
+    said = [store.get(f"reaches {r}").decode() for r in range(size)]
+    if any(words != _YES for words in said):
+        if rank == 0:  # once for all
+            first = next(r for r, words in enumerate(said) if words not in (_YES, _NONE))
+            logger.warning("small sums go through NCCL, which is slower: GPU %d says: %s.", first, said[first])
         return None
     return peer_boxes(addresses, rank, nbytes, device)

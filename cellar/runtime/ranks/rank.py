@@ -34,6 +34,7 @@ from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, StepPlan, St
 from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.comm import GONE
+from cellar.runtime.ranks.pace import Pulse
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,9 @@ class Died:
 
 @dataclass(frozen=True, slots=True)
 class Alive:
-    """A rank's process runs, whatever its runtime waits for."""
+    """A rank's process runs, whatever its runtime waits for. `pulse`: what it says of its pace; None: not open yet."""
+
+    pulse: Pulse | None = None
 
 
 News = Opened | Answer | Died | None
@@ -103,6 +106,10 @@ class Rank(Protocol):
     @property
     def heard(self) -> float | None:
         """When its process last said that it lives (`time.monotonic`); None: it has none of its own."""
+
+    @property
+    def pulse(self) -> Pulse | None:
+        """What its process last said of its pace, if it has."""
 
     def send(self, order: Order, packed: Packed) -> None:
         """Give an order; they are obeyed one after another. Never blocks, and fails silently once the rank has died:
@@ -149,6 +156,10 @@ class ThreadRank:
     def heard(self) -> None:
         return None
 
+    @property
+    def pulse(self) -> None:
+        return None
+
     def send(self, order: Order, packed: Packed) -> None:
         self._orders.put(order)
 
@@ -189,6 +200,7 @@ class ProcessRank:
         lifeline, self._lifeline = context.Pipe(duplex=False)
         self._stopping = False
         self.heard = time.monotonic()
+        self.pulse: Pulse | None = None
         self.process: BaseProcess = context.Process(
             target=run_rank, args=(number, theirs, lifeline, opener), name=f"cellar-rank-{number}"
         )
@@ -245,7 +257,9 @@ class ProcessRank:
             while True:
                 news = self._pipe.recv()
                 self.heard = time.monotonic()
-                if not isinstance(news, Alive):
+                if isinstance(news, Alive):
+                    self.pulse = news.pulse
+                else:
                     self._news.put(news)
         except (EOFError, OSError):
             if not self._stopping:
@@ -285,10 +299,12 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
         with lock, contextlib.suppress(OSError):  # nobody listens: the end is near
             pipe.send(what)
 
+    opened: list[Runtime[StepPlan]] = []
+
     def pulse() -> None:
         while True:
             time.sleep(PULSE_SECONDS)
-            say(Alive())
+            say(Alive(Pulse(time.monotonic(), getattr(opened[0], "waited", None)) if opened else None))
 
     threading.Thread(target=pulse, name="cellar-pulse", daemon=True).start()
 
@@ -306,6 +322,7 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
             logger.exception("rank %d could not be opened", number)
         say(_death(number, error))
     else:
+        opened.append(runtime)
         say(Opened(number, runtime.capacity, getattr(runtime, "memory", None)))
         obey(runtime, order, lambda result: say(Answer(number, result)), lambda error: say(_death(number, error)))
     sys.stdout.flush()

@@ -141,12 +141,19 @@ class LocalRuntime:
             self._copier.kept if self._copier is not None else {},
             1 if seat is None or seat.laid is None else seat.laid.layouts.homes,
         )
+        self._link = None if seat is None else seat.link
         self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads)
 
     @property
     def workers(self) -> Sequence[StepWorker]:
         """The one worker."""
         return (self._worker,)
+
+    @property
+    def waited(self) -> float | None:
+        """Seconds that this rank has waited for others on its processor; None: it has none, or an accelerator waits."""
+        found: float | None = getattr(self._link, "waited", None)
+        return found if self._device.type == "cpu" else None
 
     @property
     def capacity(self) -> Capacity:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import torch
 
 from cellar.core.errors import DeviceError
 from cellar.ops.peers import PeerBoxes
-from cellar.runtime.ranks import peers
+from cellar.runtime.ranks import comm, peers, place
+from cellar.runtime.ranks.lane import HostLane
+from tests.runtime.steps.steps import tiny_model
 
 SIZE = 3
 
@@ -59,5 +62,44 @@ def test_all_that_reach_each_other_have_every_box(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("fails", ["share", "open"])
-def test_where_one_cannot_nobody_does(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_one_cannot_nobody_does_and_one_says_why(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     assert met(tmp_path, fails, monkeypatch) == [None] * SIZE
+    why = {"share": "out of memory", "open": "peer access is not supported"}[fails]
+    wanted = f"small sums go through NCCL, which is slower: GPU 1 says: {why}."
+    assert [record.getMessage() for record in caplog.records] == [wanted]
+
+
+def test_ranks_without_peer_access_sum_through_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The whole way of a rank on a GPU, but that the library is gloo: asked for peers' memory, each driver says no."""
+
+    def refused(handle: bytes) -> int:
+        raise DeviceError("peer access is not supported between these two")
+
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(comm, "nccl_group", comm.gloo_group)
+    monkeypatch.setattr(place, "lane_on", lambda device: HostLane())
+    monkeypatch.setattr(peers.shared, "SharedMemory", lambda nbytes: SimpleNamespace(address=1, handle=bytes(64)))
+    monkeypatch.setattr(peers.shared, "opened", refused)
+    monkeypatch.setattr(peers, "driver_available", lambda: True)
+    monkeypatch.setattr(peers, "triton_available", lambda: True)
+    model, _ = tiny_model()
+
+    def run(rank: int) -> torch.Tensor:
+        found = place.TensorPlace(rank, 2, str(tmp_path / "meeting")).take(model, torch.device("cuda", rank)).comm
+        assert isinstance(found, comm.GroupComm)
+        with torch.inference_mode():
+            return found.all_reduce(torch.full((3, 5), 2.0**rank))
+
+    with ThreadPoolExecutor(2) as threads:
+        for total in threads.map(run, range(2)):
+            assert torch.equal(total, torch.full((3, 5), 3.0))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "small sums go through NCCL, which is slower: GPU 0 says: peer access is not supported between these two."
+    ]
