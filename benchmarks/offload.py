@@ -85,6 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
     parser.add_argument("--once", action="store_true", help="One run: no seconds of a decode pass of its own.")
+    parser.add_argument("--warm", action="store_true", help="All of it once before, so that no kernel is compiled.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
     layers.CPU_TOKENS = options.cpu_tokens
@@ -115,6 +116,8 @@ def main() -> None:
         found["start_seconds"] = time.perf_counter() - begin
         report = llm.offload
         _seconds(llm, prompts[:1], 2)  # kernels are compiled, buffers made
+        if options.warm:
+            _seconds(llm, [[1, 1, *prompt[2:]] for prompt in prompts], options.generate)
         begun = _channels(report)
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
         before = _channels(report)

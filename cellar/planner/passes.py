@@ -27,8 +27,10 @@ CPU_TOKENS_IN_CODES = 4
 """The same where rows are quantized: of more tokens the CPU decodes them more slowly than it reads them."""
 
 
-LAYER_LAUNCHES = 1.2e-4
-"""Seconds in which a layer's kernels are launched one by one, while the CPU has no x to multiply: a guess of ten."""
+LAYER_LAUNCHES = 8e-4
+"""Seconds in which a layer's kernels are launched one by one, while the CPU has no x to multiply: on an H200's host
+25 ms for 32 layers, and 0.87 ms a layer of Llama-3-8B's passes that nothing else explains (docs/log/offload.md).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,10 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
     the share `over_link` of KV in host memory (`kv_over_link`) while the CPU attends to the rest.
     """
     d, moves = dimensions(spec), pass_moves(spec, rates, away, few)
+    launches = 0.0
+    if away.kind != "cpu" and (away.host or away.disk or moves.attends):
+        # Kernels of a pass are launched one by one; one that the CPU attends in waits for it in each layer.
+        launches = len(spec.layers) * (LAYER_LAUNCHES + (rates.exchange if moves.attends else 0.0))
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     return StepCost(
         token_flops=2.0 * d.layers * d.layer_elements / rates.flops,
@@ -207,7 +213,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
         sampled=2.0 * d.head_elements / rates.flops,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
-        launches=0.0,
+        launches=launches,
         eager=0.0,
         windows=d.windows if any(d.windows) else (),
         streamed=max(moves.disk, moves.link),

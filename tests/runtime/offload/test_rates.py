@@ -12,7 +12,7 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.rates import measured_rates
+from cellar.runtime.offload.rates import fill_with_ones, measured_rates
 from cellar.runtime.offload.reads import DiskReads
 from tests.limits import until
 from tests.tiny_checkpoint import CONFIG
@@ -58,3 +58,12 @@ def test_the_disks_rate_is_of_what_came_while_something_went_on(
         monkeypatch.setattr(WeightFile, "_pread", lambda *_: 7)
         with pytest.raises(DeviceError, match="cut short"):
             reads.rate_while(lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_what_is_multiplied_and_attended_to_are_ones(dtype: torch.dtype) -> None:
+    """Any bytes will not do: subnormal numbers take a processor many times as long."""
+    memory = torch.zeros(1027, dtype=torch.uint8)
+    fill_with_ones(memory, dtype)
+    numbers = memory[: 1027 // dtype.itemsize * dtype.itemsize].view(dtype)
+    assert torch.equal(numbers, torch.ones_like(numbers))
