@@ -97,7 +97,10 @@ def to_host(tensor: Tensor) -> Tensor:
     """
     if tensor.device.type == "cpu":
         return tensor
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    if tensor.is_meta:  # listed, not run
+        here = torch.empty_like(tensor)
+    else:
+        here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     count = tensor.numel()
     if count > _MOST_PUSHED or not tensor.is_contiguous():
         return here.copy_(tensor, non_blocking=True)

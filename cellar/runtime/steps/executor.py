@@ -29,7 +29,7 @@ from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.place import Seat
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward, Gate, Layers, Passes
-from cellar.runtime.steps.graphs import StepGraphs
+from cellar.runtime.steps.graphs import Missing, StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
@@ -276,13 +276,25 @@ class StepExecutor:
         return _Finish(step, outcomes, {}, {}, clock())
 
     def capture(self, most_rows: int, most_tokens: int, *, ran: bool = False) -> None:
-        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
-        a GPU; none of a stage, which waits for another in between. `ran`: see `StepGraphs`.
+        """Capture decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on a
+        GPU: the first ones now, the rest by `prepare` and as steps meet them. Ranks record the same at the same time,
+        all of it now. A stage captures none: it waits for another in between. `ran`: see `StepGraphs`.
         """
         whole = None if self._stages is not None else self._whole
         if whole is not None and self._device.type == "cuda":
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, ran=ran)
+                together = self._comm is not None
+                self._graphs = StepGraphs(
+                    whole, self.rows, most_rows, most_tokens, self._device, whole=together, ran=ran
+                )
+
+    def prepare(self) -> bool:
+        """While no step is under way: a piece of the capturing that is left; -> whether there was one."""
+        return self._graphs is not None and self._graphs.prepare()
+
+    def missing(self) -> Missing:
+        """What is left to be captured."""
+        return Missing(0, 0, 0) if self._graphs is None else self._graphs.missing()
 
     def release(self) -> None:
         """Let go of the captured steps."""

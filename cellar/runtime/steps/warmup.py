@@ -41,6 +41,7 @@ from cellar.quant.nibbles import NibbleWeight
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.graphs import batch_sizes, prompt_sizes
+from cellar.runtime.transfer import pull, to_host
 
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
@@ -107,6 +108,7 @@ def kernels_of(
         _run_captured(forward, machine, num_rows, most_tokens)
     first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
     with noted_launches() as notes, torch.inference_mode():
+        _run_transfers()
         _run_rehearsal(spec, dtype)
     first += notes
     with noted_launches() as notes, torch.inference_mode():
@@ -197,6 +199,15 @@ def _run_rehearsal(spec: ModelSpec, dtype: torch.dtype) -> None:
         _choose(logits, greedy=False, cut=True, numbers=_packed(count))
     for logits_dtype in (dtype, torch.float32):
         _score(torch.empty((4, spec.vocab_size), dtype=logits_dtype, device=META))
+
+
+def _run_transfers() -> None:
+    """Words in, and results out: counts of 1, multiples of 16 and others."""
+    for count in (1, 16, 17):
+        words = torch.empty(32, dtype=torch.int32, device=META)
+        pull(words, words, count)
+        for dtype in (torch.int64, torch.bool, torch.float32):
+            to_host(torch.empty(count, dtype=dtype, device=META))
 
 
 def _run_rare(spec: ModelSpec, dtype: torch.dtype) -> None:

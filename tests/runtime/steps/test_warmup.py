@@ -45,8 +45,9 @@ def names(launches: tuple[Launch, ...]) -> Counter[str]:
     return Counter(launch.kernel.__name__ for launch in distinct(launches, target()))
 
 
-REHEARSED = {"_choose_kernel", "_penalize_kernel", "_target_kernel"}
-"""Of the largest steps, which are tried before memory is counted; so is the best token of each row."""
+REHEARSED = {"_choose_kernel", "_penalize_kernel", "_target_kernel", "_copy_kernel", "_push_kernel"}
+"""Of the largest steps, which are tried before memory is counted; so is the best token of each row. The last two bring
+words to the device, and results back."""
 
 
 def test_a_list_has_every_kernel_of_the_model_and_no_other() -> None:
@@ -62,7 +63,7 @@ def test_a_list_has_every_kernel_of_the_model_and_no_other() -> None:
         "_activation_kernel",
         *REHEARSED,
     }
-    assert sum(found.values()) < 60, "hundreds of launches are few kernels"
+    assert sum(found.values()) < 64, "hundreds of launches are few kernels"
     # OPT has positions instead of rotation, layer norms, and ReLU without a gate.
     assert set(names(listed("opt-6.7b", PORTABLE).first)) == {
         "_flat_kernel",
