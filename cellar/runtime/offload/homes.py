@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from xxhash import xxh3_64_intdigest
+from xxhash import xxh3_64, xxh3_64_intdigest
 
 from cellar.core.errors import IntegrityError
 from cellar.core.specs import ModelSpec, TensorSpec
@@ -35,6 +35,8 @@ from cellar.runtime.offload.layout import (
 from cellar.runtime.offload.mover import Fence
 
 _LOG = logging.getLogger(__name__)
+
+_DIGESTED_AT_ONCE = 2**25
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,18 @@ class Homes:
 
 
 def _digest(there: Tensor) -> int:
-    return xxh3_64_intdigest(there.cpu().numpy().data)
+    return xxh3_64_intdigest(there.numpy().data) if there.is_cpu else digest_by_pieces(there, _DIGESTED_AT_ONCE)
+
+
+def digest_by_pieces(there: Tensor, nbytes: int) -> int:
+    """The digest of bytes on any device, so many at a time. Copies from an accelerator go to pinned memory, which is
+    taken once: to memory of their own they went at 1.4 GB/s.
+    """
+    here = torch.empty(min(nbytes, len(there)), dtype=torch.uint8, pin_memory=there.is_cuda)
+    found = xxh3_64()
+    for part in there.split(nbytes):
+        found.update(here[: len(part)].copy_(part).numpy().data)
+    return int(found.intdigest())
 
 
 def opened_homes(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from xxhash import xxh3_64_intdigest
 
 from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import Partition, Placed, PlacedUnits, Placement
@@ -21,7 +22,7 @@ from cellar.models.registry import open_model
 from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
-from cellar.runtime.offload.homes import Homes, opened_homes
+from cellar.runtime.offload.homes import Homes, digest_by_pieces, opened_homes
 from cellar.runtime.offload.layout import PAGE, layer_layout, placed_rows, planned_nbytes
 from cellar.runtime.offload.opened import check_host, check_offloaded, device_nbytes, open_offloaded
 from tests.limits import until
@@ -35,6 +36,12 @@ SPECS = [
     open_model(config | {"num_hidden_layers": n}, "float32", 16).spec for config in (SMALL, BIASED) for n in (1, 3)
 ]
 SPEC = SPECS[-1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 999, 1000, 1001, 2500])
+def test_a_digest_by_pieces_is_that_of_the_whole(nbytes: int) -> None:
+    there = torch.arange(nbytes, dtype=torch.int32).to(torch.uint8)
+    assert digest_by_pieces(there, 1000) == xxh3_64_intdigest(there.numpy().data)
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.long)])
