@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,13 +23,15 @@ from cellar.core.sampling import StructuredOutputsParams
 from cellar.engine.steps import step_engine
 from cellar.models.model import Hidden
 from cellar.runtime.ranks.group import RankGroup
-from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.opened import open_rank, open_ranks
 from cellar.runtime.ranks.rank import ThreadRank
 from cellar.runtime.ranks.stages import Stages
+from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.local import LocalRuntime, open_local
 from cellar.schedule.steps.scheduler import StepScheduler
 from tests.limits import SECONDS
 from tests.runtime.ranks.test_models import EIGHT, FAMILIES, ROUNDING, check_same
+from tests.runtime.ranks.test_stages_gpu import STAGES, QueuePlace
 from tests.tiny_checkpoint import write_checkpoint
 
 FIVE: dict[str, Any] = EIGHT | {"num_hidden_layers": 5}
@@ -272,3 +277,40 @@ def test_what_goes_wrong_between_stages_shows(wrong: Wrong, tmp_path: Path, monk
     assert tokens(2) == alone
     wrong(monkeypatch)
     assert tokens(2) != alone
+
+
+@pytest.mark.long
+def test_stages_compute_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each stage takes as long for a step, so many steps take little longer than those of one stage."""
+    path = write_checkpoint(tmp_path, **FIVE)
+    config = EngineConfig.of(
+        model=str(path), device="cpu", num_threads=1, max_num_seqs=6, kv_cache_memory_bytes=2**25
+    ).on("cpu")
+    run, each, rows, count = Forward.run_batches, 0.04, 6, 20
+
+    def slow(*arguments: Any) -> Hidden:
+        found = run(*arguments)
+        time.sleep(each)
+        return found
+
+    monkeypatch.setattr(Forward, "run_batches", slow)
+    pairs = [(a, b) for a in range(STAGES) for b in range(STAGES)]
+    ways = tuple({pair: SimpleQueue[torch.Tensor]() for pair in pairs} for _ in range(2))
+    openers = [partial(open_rank, config, path, None, QueuePlace(rank, ways)) for rank in range(STAGES)]
+    group = RankGroup(openers, stages=STAGES)
+    capacity = group.capacity
+    scheduler = StepScheduler(
+        capacity.num_slots, rows, capacity.chunk_size, 256, replace(config.schedule, max_num_seqs=rows), stages=STAGES
+    )
+    engine = step_engine(scheduler, group, run_ahead=2 + STAGES - 1)
+    for k in range(rows):
+        params = SamplingParams(max_tokens=count, temperature=0.0)
+        engine.add(Request(f"r{k}", np.array([k + 3, 4], np.int32), params, frozenset(), count))
+    steps, begin = 0, time.monotonic()
+    while engine.has_work():
+        steps += len(engine.turn(SECONDS))
+    seconds = time.monotonic() - begin
+    engine.close()
+    assert steps >= count * STAGES - 2
+    print(f"{steps} steps of {STAGES} stages with {each:g} s each took {seconds:.2f} s")
+    assert seconds < 0.6 * steps * STAGES * each
