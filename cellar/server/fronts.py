@@ -14,7 +14,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -41,6 +43,11 @@ GRACE_SECONDS = 5.0
 
 DRAIN, STOP = "drain", "stop"
 
+MOVE_SECONDS = 10.0
+"""For a front to take its streams away from an engine; they go on elsewhere anyhow when that is lost."""
+
+_END, _RENEW = b"e", b"r"
+
 
 @dataclass(frozen=True)
 class FrontPlan:
@@ -61,6 +68,7 @@ class FrontProcess:
         self.started = time.monotonic()
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
+        self._telling = threading.Lock()
         index = plan.shared.index
         self.process: BaseProcess = context.Process(
             target=run_front, args=(theirs, plan), name=f"cellar-front-{index}", daemon=True
@@ -78,12 +86,23 @@ class FrontProcess:
         if isinstance(said, CellarError):
             raise said
 
-    def tell(self, word: str) -> None:
-        """Have it drain or stop; one that is gone is past caring."""
+    def tell(self, word: str | int) -> None:
+        """Have it drain or stop, or leave an engine; one that is gone is past caring."""
         try:
-            self._pipe.send(word)
+            with self._telling:
+                self._pipe.send(word)
         except OSError:
             logger.debug("%s has gone already", self.process.name)
+
+    def has_left(self, engine: int, end: float) -> bool:
+        """Whether it has said so by `end`, of an engine that it was told to leave; one that is gone has left all."""
+        try:
+            while self._pipe.poll(max(0.0, end - time.monotonic())):
+                if self._pipe.recv() == engine:
+                    return True
+        except (EOFError, OSError):
+            return True
+        return False
 
     def close(self) -> None:
         """End it at once, if it still runs."""
@@ -114,12 +133,15 @@ class Fronts:
             self._close()
             raise
 
-    def run(self) -> None:
-        """Keep them until SIGTERM or SIGINT, then drain them; a second signal ends them at once."""
-        before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+    def run(self, renew: Callable[[], None] = lambda: None) -> None:
+        """Keep them until SIGTERM or SIGINT, then drain them; a second signal ends them at once. SIGUSR1: `renew`."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, self._note) for number in numbers}
         try:
             due: dict[int, float] = {}
-            while not self._signalled(self._next(due)):
+            while (said := self._signalled(self._next(due))) != _END:
+                if said == _RENEW:
+                    renew()
                 self._start_again(due)
             self._drain()
         finally:
@@ -127,19 +149,28 @@ class Fronts:
                 signal.signal(number, handler)
             self._close()
 
+    def leave(self, engine: int) -> None:
+        """Have all fronts take their streams away from an engine, and wait until they have. In any thread."""
+        fronts = self._live()
+        for front in fronts:
+            front.tell(engine)
+        end = time.monotonic() + MOVE_SECONDS
+        for front in fronts:
+            if not front.has_left(engine, end):
+                logger.warning("%s has not left engine %d in time", front.process.name, engine)
+
     def _live(self) -> list[FrontProcess]:
         return [front for front in self.fronts if front is not None]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._signal_write, b"\0")
+        os.write(self._signal_write, _RENEW if number == signal.SIGUSR1 else _END)
 
-    def _signalled(self, timeout: float | None) -> bool:
-        """Wait for a signal, or the end of a front."""
+    def _signalled(self, timeout: float | None) -> bytes:
+        """Wait for a signal, or the end of a front; -> what is wanted, empty if it was no signal."""
         ends = [front.process.sentinel for front in self._live()]
         if self._signal_read in wait([self._signal_read, *ends], timeout):
-            os.read(self._signal_read, 1)
-            return True
-        return False
+            return os.read(self._signal_read, 1)
+        return b""
 
     def _next(self, due: dict[int, float]) -> float | None:
         return max(0.0, min(due.values()) - time.monotonic()) if due else None
@@ -172,7 +203,7 @@ class Fronts:
             left = end - time.monotonic()
             if left <= 0:
                 return
-            if self.fronts and self._signalled(left):
+            if self.fronts and self._signalled(left) == _END:
                 for front in self._live():
                     front.tell(STOP)
 
@@ -196,9 +227,12 @@ def run_front(pipe: Connection, plan: FrontPlan) -> None:
         level=server.log_level.upper(), format=f"%(asctime)s %(levelname)s front {index} %(name)s: %(message)s"
     )
     serving: list[FrontServer] = []
-    threading.Thread(target=_obey, args=(pipe, serving), name="cellar-orders", daemon=True).start()
+    leaving: list[Callable[[int], None]] = []
+    threading.Thread(target=_obey, args=(pipe, serving, leaving), name="cellar-orders", daemon=True).start()
     try:
         host = connected(plan)
+        if isinstance(host, PoolHost):
+            leaving.append(partial(_leave, pipe, host, plan.shared.addresses))
         app = build_app(host, ServedModel.of(host.opened, plan.names), server, plan.limits, plan.shared)
         listener = listen_beside(server.host, plan.port)
     except (CellarError, OSError) as error:
@@ -226,14 +260,23 @@ def connected(plan: FrontPlan) -> Link | PoolHost:
     return host
 
 
-def _obey(pipe: Connection, serving: list[FrontServer]) -> None:
-    """The keeper's words; its end is an order to end at once."""
-    word = DRAIN
-    while word == DRAIN:
+def _leave(pipe: Connection, host: PoolHost, addresses: Sequence[str], engine: int) -> None:
+    """Take all streams away from an engine, and say so."""
+    host.drain(addresses[engine], lambda: pipe.send(engine))
+
+
+def _obey(pipe: Connection, serving: list[FrontServer], leaving: list[Callable[[int], None]]) -> None:
+    """The keeper's words: to drain, to stop, or to leave an engine; its end is an order to end at once."""
+    word: str | int = DRAIN
+    while word != STOP:
         try:
             word = pipe.recv()
         except (EOFError, OSError):
             word = STOP
+        if isinstance(word, int):
+            for leave in leaving:
+                leave(word)
+            continue
         if not serving:
             os._exit(1)
         serving[0].should_exit = True

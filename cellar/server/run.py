@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
@@ -22,10 +24,13 @@ from cellar.server.host import EngineHost, SameProcess, ServedModel
 from cellar.server.keepers import EngineKeepers
 from cellar.server.keys import check_quota, owners_of, with_keys
 from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
+from cellar.server.renewal import Renewal
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
 from cellar.server.supervisor import Attach, Supervisor, open_config
 from cellar.server.tls import check_certificate, scheme_of
+
+logger = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
 
@@ -39,6 +44,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
     check_certificate(server)
     check_quota(server, limits)
     names = model_names(engine, server)
+    signal.signal(signal.SIGUSR1, _refuse_to_renew)  # until there are several engines
     if server.replicas > 1:
         openers: list[Opener] = [
             partial(share.open, limits.shutdown_timeout) for share in shares_of(engine, server.replicas)
@@ -87,9 +93,17 @@ def serve_by_several(
             port = place.getsockname()[1]
             fronts = Fronts(FrontPlan(shared, names, port, server, limits, attach), tally)
             say(served_at(names, server, port))
-            fronts.run()
+            renewal = Renewal(keepers.keepers, fronts.leave)
+            try:
+                fronts.run(renewal.begin)
+            finally:
+                renewal.close()
         finally:
             keepers.close()
+
+
+def _refuse_to_renew(number: int, frame: FrameType | None) -> None:
+    logger.error("SIGUSR1 renews the engines of --replicas one after another; this server has none to renew now")
 
 
 def served_at(names: tuple[str, ...], server: ServerConfig, port: int) -> str:

@@ -81,6 +81,8 @@ class EngineKeeper:
         self._first_pause = first_pause
         self._on_restart = on_restart
         self._closing = threading.Event()
+        self._renewing = threading.Event()
+        self._tried = threading.Event()  # to start the one that is to be there after a renewal
         self.process = self._start()
         self._thread = threading.Thread(target=self._watch, name="cellar-keeper", daemon=True)
         self._thread.start()
@@ -91,26 +93,48 @@ class EngineKeeper:
         self.process.close()
         self._thread.join()
 
+    def renew(self) -> bool:
+        """End the process, which writes what outlives it first, and start another at once; -> whether that is there.
+        If it is not, it is tried again.
+        """
+        self._tried.clear()
+        self._renewing.set()
+        self.process.close()
+        self._tried.wait()
+        return self.process.process.is_alive()
+
     def _watch(self) -> None:
+        try:
+            self._keep()
+        finally:
+            self._tried.set()
+
+    def _keep(self) -> None:
         pause, started = self._first_pause, time.monotonic()
         while True:
             wait([self.process.process.sentinel])
             if self._closing.is_set():
                 return
-            if time.monotonic() - started > STABLE_SECONDS:
-                pause = self._first_pause
-            how = self.process.how_it_ended() + (OUT_OF_MEMORY if self.process.was_killed else "")
-            logger.error("%s; it is started again in %.1f s", how, pause)
+            renewed = self._renewing.is_set()
+            if not renewed:
+                if time.monotonic() - started > STABLE_SECONDS:
+                    pause = self._first_pause
+                how = self.process.how_it_ended() + (OUT_OF_MEMORY if self.process.was_killed else "")
+                logger.error("%s; it is started again in %.1f s", how, pause)
             self.process.close()
-            if self._closing.wait(pause):
+            if not renewed and self._closing.wait(pause):
                 return
+            self._renewing.clear()
             pause, started = min(2 * pause, LONGEST_PAUSE), time.monotonic()
             try:
                 self.process = self._start()
             except (CellarError, OSError) as error:
                 logger.error("the engine did not start (%s)", error)
+                self._tried.set()
                 continue
-            self._on_restart()
+            if not renewed:
+                self._on_restart()
+            self._tried.set()
             if self._closing.is_set():
                 self.process.close()
                 return

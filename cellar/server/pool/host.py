@@ -89,9 +89,16 @@ class PoolHost:
         self._kept[name] = address
         threading.Thread(target=self._keep, args=(address,), name="cellar-caller", daemon=True).start()
 
-    def drain(self, address: Address) -> None:
-        """Have an engine's requests go on elsewhere; it gets no new ones."""
-        self._pool.post(lambda: self._pool.drain(address))
+    def drain(self, address: Address, then: Callable[[], None] = nothing) -> None:
+        """Have an engine's requests go on elsewhere; it gets no new ones. `then` is called, by another thread, when
+        they have been sent there.
+        """
+
+        def drain() -> None:
+            self._pool.drain(address)
+            then()
+
+        self._pool.post(drain)
 
     async def close(self) -> None:
         """Leave all engines."""

@@ -351,7 +351,8 @@ class Pool:
         self._chooser.gone(place)
         for asked in self._questions:
             asked.lost(id(place))
-        logger.error("an engine is lost (%s); its %d sequences go on elsewhere", error, len(place.streams))
+        level = logging.INFO if place.draining else logging.ERROR
+        logger.log(level, "an engine is lost (%s); its %d sequences go on elsewhere", error, len(place.streams))
         for id_, stream in place.streams.items():
             stream.place, stream.lost = None, stream.lost + 1
             if stream.lost >= (self._max_lost or MAX_LOST):
