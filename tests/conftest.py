@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.thinned import thin
+
 try:
     from hypothesis import HealthCheck, settings
 except ImportError:  # a machine where tests marked `gpu` run may lack it
@@ -23,6 +25,12 @@ else:  # how long an example takes says nothing on a busy machine
 # A job in a shell's background ignores Ctrl-C, and so do all that it starts; some tests press it.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before `-m` chooses."""
+    thin(items)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -48,7 +48,8 @@ def tokens(path: Path, size: int, **options: Any) -> list[list[int]]:
         return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_stream_their_shares_give_the_tokens_of_one(size: int, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", **SHAPE)
     held = HELD | {"device_memory": {2: 300_000, 4: 240_000}[size] / GIB}

@@ -140,6 +140,7 @@ def test_an_engine_that_does_not_start_says_why() -> None:
         Supervisor(open_nothing)
 
 
+@pytest.mark.long
 def test_sigterm_lets_every_accepted_request_finish() -> None:
     process, url = started(latency=0.02, limits={"shutdown_timeout": SECONDS}, **ROOMY)
     texts: list[str] = []
