@@ -47,6 +47,14 @@ class CapacityError(CellarError):
     """Memory, rows or chunks do not suffice for even one request."""
 
 
+class BuffersError(CapacityError):
+    """A step's buffers take more of a device than a plan has left for them: `missing` bytes more."""
+
+    def __init__(self, message: str, missing: int) -> None:
+        super().__init__(message)
+        self.missing = missing
+
+
 class DeviceError(CellarError):
     """A device is not there, or an operation on it failed."""
 

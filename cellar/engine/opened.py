@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cellar import demo
 from cellar.core.config import EngineConfig, ModelConfig
-from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.errors import BuffersError, CapacityError, ConfigError
 from cellar.core.messages import Outlook, StepPlan, Tier
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
@@ -26,6 +27,7 @@ from cellar.planner.saved import SavedPlan
 from cellar.routing.basis import Basis
 from cellar.routing.digest import DigestShape
 from cellar.routing.drain import written
+from cellar.runtime.memory import human
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.steps.memory_use import MemoryUse
@@ -36,10 +38,16 @@ from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from cellar.runtime.steps.local import OpenedModel
     from cellar.schedule.steps.homes import HomesScheduler
     from cellar.schedule.steps.scheduler import StepScheduler
 
+_LOG = logging.getLogger(__name__)
+
 Wrap = Callable[[Runtime[StepPlan]], Runtime[StepPlan]]
+
+SPARED = 2**26
+"""Bytes of a device left free beyond what a first plan missed: an allocator's pieces are never the same twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +84,6 @@ def open_front(
     CapacityError or DeviceError.
     """
     from cellar.runtime.ranks.opened import OpenedRanks, open_ranks
-    from cellar.runtime.steps.local import OpenedModel, open_local
 
     config, plan = with_plan(config)
     shared = None if plan is None or plan.placement.kind != "partition" else plan.placement
@@ -85,12 +92,14 @@ def open_front(
     if plan is not None:
         check_here(plan, config, checkpoint)
     own: list[SavedPlan] = []
+    asked: EngineConfig | None = None  # where the plan is made here
     if plan is None and config.offload.device_memory is not None:
         if ranks:
             config, own = with_rank_plans(config, checkpoint)
             plan = own[0]
         else:
-            config, plan = with_own_plan(config, checkpoint)
+            asked = config
+            config, plan = with_own_plan(asked, checkpoint)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
@@ -99,7 +108,7 @@ def open_front(
         if ranks:
             opened = open_ranks(config, checkpoint, shared, offloaded=[one.placement for one in own])
         else:
-            opened = open_local(config, checkpoint, None if plan is None else plan.placement, root_identity)
+            opened, config, plan = _open_planned(config, plan, asked, checkpoint)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
         costs, root = model_costs(spec), root_identity(spec, opened.fingerprint)
         scheduler = _scheduler(config, capacity, costs, root, recovery, _is_diagonal(plan))
@@ -141,6 +150,29 @@ def open_front(
         scheduler.outlook,
         basis,
     )
+
+
+def _open_planned(
+    config: EngineConfig, plan: SavedPlan | None, asked: EngineConfig | None, checkpoint: Path | None
+) -> tuple[OpenedModel, EngineConfig, SavedPlan | None]:
+    """A local model by its plan. One that was made here, for what is `asked`, and leaves too little for the buffers of
+    a step is made once more, with as much left as they have taken.
+    """
+    from cellar.runtime.steps.local import open_local
+
+    missing = 0
+    try:
+        return open_local(config, checkpoint, None if plan is None else plan.placement, root_identity), config, plan
+    except BuffersError as error:
+        if asked is None or plan is None:
+            raise
+        missing = error.missing
+    _LOG.warning(
+        "a step's buffers take %s more than was expected; the model is planned again with so much left for them.",
+        human(missing),
+    )
+    config, plan = with_own_plan(asked, checkpoint, missing + SPARED)
+    return open_local(config, checkpoint, None if plan is None else plan.placement, root_identity), config, plan
 
 
 def _scheduler(

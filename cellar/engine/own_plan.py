@@ -42,17 +42,22 @@ HOST_SHARE = 0.9
 """Of the host's memory that is free, what an accelerator's weights and KV may take if nobody says how much."""
 
 
-def with_own_plan(config: EngineConfig, checkpoint: Path | None) -> tuple[EngineConfig, SavedPlan | None]:
+def with_own_plan(
+    config: EngineConfig, checkpoint: Path | None, spared: int = 0
+) -> tuple[EngineConfig, SavedPlan | None]:
     """The options within `device_memory`, and the plan of a model that does not fit it; None for one that does, whose
-    KV is cut to size.
+    KV is cut to size. `spared`: bytes of the device that a plan leaves free, for buffers that took more than was
+    expected.
 
     Raises ConfigError for what does not run offloaded yet, CapacityError if the places together are too small.
     """
     asked = _asked(config, checkpoint)
-    config, spec, raw, room, limits = asked.config, asked.spec, asked.raw, asked.room, asked.limits
-    if fits(spec, room, limits):
+    config, spec, raw, limits = asked.config, asked.spec, asked.raw, asked.limits
+    room = replace(asked.room, device=asked.room.device - spared)
+    if not spared and fits(spec, room, limits):
         return _resident(config, spec, room, limits), None
-    _warn_of_loss(config, raw, spec, room, limits)
+    if not spared:
+        _warn_of_loss(config, raw, spec, room, limits)
     plan = _planned(asked, spec, room, limits, _rates(config, spec, room.kind), config.offload.latency)
     assert plan.limits is not None
     _LOG.info("%s", predicted_line(plan))

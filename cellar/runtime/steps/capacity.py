@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cellar.core.config import CacheConfig, ScheduleConfig
-from cellar.core.errors import CapacityError
+from cellar.core.errors import BuffersError, CapacityError
 from cellar.core.messages import Emit, RowOpen, Source, Spans, StepPlan, TableUpdate
 from cellar.core.sampling import MAX_LOGPROBS, SamplingParams
 from cellar.models.loader import LoadedWeights
@@ -67,9 +67,10 @@ def plan_slots(
             rehearse(model, weights, schedule, device, capture=False, offloaded=offloaded)
             taken = int(torch.cuda.memory_reserved(device))
             if held is not None and taken > held:
-                raise CapacityError(
+                raise BuffersError(
                     f"weights and the buffers of the largest step take {human(taken)} of {device}, but device_memory "
-                    f"is {human(held)}; raise it, or lower max_num_batched_tokens or max_num_seqs."
+                    f"is {human(held)}; raise it, or lower max_num_batched_tokens or max_num_seqs.",
+                    taken - held,
                 )
         return planned
     if device.type == "cpu":
@@ -102,10 +103,11 @@ def plan_slots(
         else:
             nbytes = max(0, free) if cache.kv_cache_memory_bytes is None else cache.kv_cache_memory_bytes
     if held is not None and nbytes > free:
-        raise CapacityError(
+        raise BuffersError(
             f"KV is to take {human(nbytes)}, but of its device_memory {device} has {human(max(0, free))} left beside "
             "weights and the buffers of the largest step; raise device_memory, or lower max_num_batched_tokens, "
-            "max_num_seqs or kv_cache_memory_bytes."
+            "max_num_seqs or kv_cache_memory_bytes.",
+            nbytes - free,
         )
     if planned is not None and nbytes > free:
         raise CapacityError(

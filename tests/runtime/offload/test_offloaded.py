@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from cellar import LLM, SamplingParams
 from cellar.cli.main import build
-from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.errors import BuffersError, CapacityError, ConfigError
 from cellar.core.messages import Placement, RequestOutput
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import MODELS, open_model, read_config
@@ -37,6 +37,7 @@ from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence, HostMover
 from cellar.runtime.offload.ring import WeightRing
 from cellar.runtime.steps import forward
+from cellar.runtime.steps.capacity import plan_slots
 from cellar.runtime.steps.forward import Forward
 from tests.conformance.chatglm import config_of
 from tests.engine.test_plan import profile
@@ -269,6 +270,34 @@ def test_a_model_larger_than_its_device_plans_by_itself(
     assert report.seconds["disk"] > 0
     gc.collect()
     assert not any(type(thing) is HeldMemory for thing in gc.get_objects()), "the report keeps no weights"
+
+
+def test_a_plan_that_leaves_too_little_for_buffers_is_made_again(
+    models: Callable[[str], Path],
+    expected: Callable[[str], list[RequestOutput]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Buffers are seen once weights are there: an engine's own plan is not refused by the engine."""
+    monkeypatch.setattr("cellar.engine.opened.SPARED", 1000)
+    found: list[int] = []
+
+    def slots(*arguments: Any, **more: Any) -> int:
+        found.append(more["offloaded"].report.weights["device"])
+        if len(found) == 1:
+            raise BuffersError("buffers take more.", 10_000)
+        return plan_slots(*arguments, **more)
+
+    monkeypatch.setattr("cellar.runtime.steps.local.plan_slots", slots)
+    gib = 2.0**30
+    rest = {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 200_000, "max_num_batched_tokens": 40}
+    sizes = {"device_memory": 440_000 / gib, "host_memory": 20_000 / gib, "disk": 1.0, "disk_path": tmp_path}
+    with LLM(models(DEEP), max_model_len=128, max_num_seqs=3, **OPTIONS, **rest, **sizes) as llm:
+        assert tokens_of(llm.generate(*requests(), use_tqdm=False)) == tokens_of(expected(DEEP))
+        assert llm.offload is not None
+        assert llm.offload.weights["device"] == found[1] < found[0]
+    assert "a step's buffers take 9.77 KiB more than was expected; the model is planned again" in caplog.text
 
 
 def test_a_model_that_fits_runs_as_ever_within_its_memory(models: Callable[[str], Path]) -> None:
