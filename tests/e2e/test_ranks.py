@@ -54,7 +54,8 @@ def _state(pid: int) -> str:
         return ""
 
 
-@pytest.mark.parametrize("how", ["tensor", pytest.param("pipeline", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["tensor", "pipeline"])
 def test_two_processes_give_the_tokens_of_one_and_end_when_one_is_killed(how: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, **SHAPE)
     prompts = [[5, 6, 7], list(range(20, 60)), [9] * 30, [3], [20, 21, 22, 23]]

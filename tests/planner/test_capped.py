@@ -83,6 +83,7 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
     assert predicted_pass(spec, one, slow, Away(10**10, 0, "device", "gpu"), 1)["cpu"] == 0
 
 
+@pytest.mark.long
 def test_a_pass_of_many_tokens_goes_in_gpu_batches() -> None:
     """OPT-30B in 16 GiB with 78 prompts of 512 tokens at once (FlexGen's setting): activations of a few prompts."""
     spec = open_model(shipped_config("opt-30b"), "float16", 32, 544).spec
