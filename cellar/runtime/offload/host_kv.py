@@ -30,6 +30,11 @@ from cellar.runtime.offload.rooms import Rooms, fetched
 from cellar.runtime.registered import mapped
 from cellar.runtime.steps.arena import Arena
 
+SPUN_TOKENS = 64
+"""Decodes of up to so many sequences are waited for by spinning: what is on its way is small, and a thread that sleeps
+is woken late in each layer.
+"""
+
 LongArray = NDArray[np.int64]
 IntArray = NDArray[np.int32]
 
@@ -166,7 +171,7 @@ class CpuAttention:
         together = torch.cat((q, k, v), 1)
         here = self._rooms.room("in", together.shape, together.dtype).here
         here.copy_(together, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(blocking=len(q) > SPUN_TOKENS)  # type: ignore[no-untyped-call]
         event.record()
         return here, sizes, event
 
