@@ -103,6 +103,7 @@ class Holders:
         """A row's mask is late: what its plans in flight bring is void, and it waits for `resume` without a row."""
         state = self.rows.state(row)
         self.rows.accepts[row] = False
+        state.late = True
         if state.phase is Phase.RUNNING:
             state.phase, state.resumed = Phase.PARKING, False
             self.retire(state)

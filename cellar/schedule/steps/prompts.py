@@ -21,6 +21,9 @@ from cellar.schedule.steps.stagger import Stagger
 LEAST_JOINING = 32
 """Rows that may be opened in a step in which others decode, for owners who have some already."""
 
+LATE_JOINING = 4
+"""Rows as many of which one counts whose mask was late: it gets one token, and then its mask is late again, mostly."""
+
 JOINING_SHARE = 4
 """Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
 
@@ -60,7 +63,7 @@ class Prompts:
         self._crowded = False  # somebody could not be admitted to the batch being made
         self._was_crowded = False  # nor to the last one
         self._put_off = False  # somebody waits until memory has been copied out; whoever needs little passes
-        self._joining = 0  # in the batch being made: rows opened for owners who have some
+        self._joining = 0  # in the batch being made: rows opened for owners who have some, by what they count
         self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._decoded = -math.inf  # the last moment in which somebody did
 
@@ -175,7 +178,7 @@ class Prompts:
         shares = self._holders.shares
         if not self.pace.is_limited or not batch.num_decodes or len(shares) < 2 or state.owner not in shares:
             return True
-        self._joining += 1
+        self._joining += LATE_JOINING if state.late else 1
         return self._joining <= max(LEAST_JOINING, batch.num_decodes // JOINING_SHARE)
 
     def _admit(self, batch: StepBatch, state: RequestState) -> bool:

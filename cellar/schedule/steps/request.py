@@ -49,9 +49,10 @@ class RequestState:
     before it; `arrived` says when it came, `queue_seconds` how long it waited until then. `num_scored` counts
     the prompt positions whose log-probability was delivered. While it owns memory `conversation` is whom that counts
     for; while it loads, `reservation` is that memory and `awaits` are the batches that have not come. `resumed` says of
-    a parking one that it may go on. What is `forgotten` leaves nothing that others could find. Who `stopped` ended by a
-    symbol that the next turn may write in another way. `total` is the sum so far of the hidden states that are pooled,
-    float64 [hidden]. It may wait `put_off_until` then, so that what its memory holds can be copied out.
+    a parking one that it may go on, `late` that it was parked before. What is `forgotten` leaves nothing that others
+    could find. Who `stopped` ended by a symbol that the next turn may write in another way. `total` is the sum so far
+    of the hidden states that are pooled, float64 [hidden]. It may wait `put_off_until` then, so that what its memory
+    holds can be copied out.
     """
 
     request: Request
@@ -69,6 +70,7 @@ class RequestState:
     conversation: int = -1
     reservation: Reservation | None = None
     resumed: bool = False
+    late: bool = False
     awaits: set[int] = field(default_factory=set)
     forgotten: bool = False
     stopped: bool = False
