@@ -8,6 +8,7 @@ for, and the function it returns waits for the event behind the last copy.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,8 @@ class StepExecutor:
         self._awaited_masks = 0.0  # seconds, of the step at hand
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
+        # Who measures steps launches them from a thread of its own, beside the worker's idle moments.
+        self._turn = threading.Lock()
         self.rows = DeviceRows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
         if host_kv is not None:
             assert self._whole is not None
@@ -137,6 +140,10 @@ class StepExecutor:
 
         The plan's deltas are applied even if computing fails, so that later plans find the rows they expect.
         """
+        with self._turn:
+            return self._launched(plan, masks, pace)
+
+    def _launched(self, plan: StepPlan, masks: MaskBox, pace: Pace | None) -> Callable[[], StepResult]:
         clock = _clock(self._device)
         self._begun = self._exchanged
         self._awaited_masks = 0.0
@@ -289,8 +296,12 @@ class StepExecutor:
                 )
 
     def prepare(self) -> bool:
-        """While no step is under way: a piece of the capturing that is left; -> whether there was one."""
-        return self._graphs is not None and self._graphs.prepare()
+        """A piece of the capturing that is left, between two launches; -> whether there was one."""
+        with self._turn:
+            if self._graphs is None:
+                return False
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                return self._graphs.prepare()
 
     def missing(self) -> Missing:
         """What is left to be captured."""
