@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +78,27 @@ def gap_of_first_tokens(found: list[RequestOutput], wanted: list[RequestOutput])
     return max(gaps)
 
 
-def resident(model: Path, dtype: str, quantization: str | None = None) -> list[RequestOutput]:
+def resident(model: Path, dtype: str, quantization: str | None = None, kept: str = "auto") -> list[RequestOutput]:
     options = OPTIONS | {"dtype": dtype, "block_size": 16, "kv_cache_memory_bytes": 10**7, "enforce_eager": True}
+    options["kv_cache_dtype"] = kept
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 40, "max_model_len": 128}
     with LLM(model, **options, **limits, quantization=quantization) as llm:
         return llm.generate(*requests(), use_tqdm=False)
 
 
-def offloaded(model: Path, folder: Path, dtype: str, seed: int, quantization: str | None = None, **how: Any) -> LLM:
-    spec = open_model(read_config(model), dtype, 16, LIMITS.max_model_len, quantization).spec
+def offloaded(
+    model: Path,
+    folder: Path,
+    dtype: str,
+    seed: int,
+    quantization: str | None = None,
+    kept: str = "auto",
+    **how: Any,
+) -> LLM:
+    spec = open_model(read_config(model), dtype, 16, LIMITS.max_model_len, quantization, kept).spec
     file = folder / f"plan-{dtype}-{seed}.json"
-    file.write_text(plan_of(spec, random_placement(spec, seed, **how), LIMITS, "gpu").to_json())
+    plan = plan_of(spec, random_placement(spec, seed, **how), LIMITS, "gpu")
+    file.write_text(replace(plan, kv_cache_dtype=kept).to_json())
     return LLM(model, plan=file, disk_path=folder / "disk", **OPTIONS, quantization=quantization)
 
 
@@ -117,6 +128,22 @@ def test_kv_in_host_memory(kind: str, by: str, tmp_path: Path) -> None:
     assert tokens_of(found) == tokens_of(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-3)
+
+
+@pytest.mark.xfail(reason="refused: not run on a GPU yet; if these pass, `check_kept` can go", strict=False)
+@pytest.mark.parametrize("by", ["host", "device", "both"])
+@pytest.mark.parametrize(("kind", "kept"), [("llama", "int4"), ("llama", "fp8"), ("opt", "int4")])
+def test_k_and_v_in_fewer_bits_in_host_memory(
+    kind: str, kept: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU writes the codes of decodes and the device those of prompts, each by its own rounding of K and V."""
+    monkeypatch.setattr("cellar.runtime.steps.local.check_kept", lambda *_: None)
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    wanted, equal = resident(model, "float32", kept=kept), 0
+    with offloaded(model, tmp_path, "float32", 4, batch=2, kv=("host", by), kept=kept) as llm:
+        for one, other in zip(llm.generate(*requests(), use_tqdm=False), wanted, strict=True):
+            equal += equal_but_for_ties(one.outputs[0], other.outputs[0])
+    assert equal >= 7, "of 9"
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt"])
