@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one per size, captured once, replayed with no Python in between.
+"""Steps as CUDA graphs: one per size, captured at start, replayed with no Python in between.
 
     host words -> [one small kernel] -> fixed words -> [graph: layers] -> hidden state of every token
     of decodes alone:                                  [graph: layers, head] -> logits -> [graph: best token] -> tokens
@@ -11,8 +11,9 @@ attention work lists), the slot table, the last tokens.
 
 from __future__ import annotations
 
-import logging
+from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,17 +39,11 @@ from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
 from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.inputs import StepInputs
-from cellar.runtime.steps.ladder import How, Ladder
 from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.transfer import pull
 
-logger = logging.getLogger(__name__)
-
 # Steps whose inputs may be on their way at once; more than any run-ahead in use.
 _IN_FLIGHT = 4
-_FIRST_ROWS = 8
-# The allocator's large blocks lie in segments of this many bytes.
-_SEGMENT = 2**21
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
 # Steps with prompts up to so many tokens are captured: in longer ones the device is slower than the launches.
@@ -65,16 +60,6 @@ def prompt_sizes(most: int) -> tuple[int, ...]:
     """The numbers of tokens of steps with prompts that get a graph: at most an eighth of a step is padding."""
     sizes = [*range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), *range(512, MOST_PROMPT_TOKENS + 1, 128)]
     return tuple(size for size in sizes if size <= most)
-
-
-def first_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of these, what the first requests need, and the largest one, whose memory the others use."""
-    return tuple(size for size in sizes if size <= _FIRST_ROWS or size == sizes[-1])
-
-
-def first_prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Of these the largest one: a prompt that is launched kernel by kernel takes little longer."""
-    return tuple(sizes[-1:])
 
 
 class _Stage:
@@ -104,42 +89,20 @@ class _Stage:
 class _Captured:
     """The graphs of one size, and where they leave their results. Steps with prompts have no logits."""
 
+    size: int
+    limits: Sequence[Captured]
     layers: torch.cuda.CUDAGraph
     hidden: Hidden | None = None
     logits: Tensor | None = None
     best: torch.cuda.CUDAGraph | None = None
     chosen: Sampled | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the results, which stay where they are as long as the graphs."""
-        kept = [self.logits] if self.hidden is None else [self.hidden.residual, self.hidden.delta]
-        return sum(tensor.nbytes for tensor in kept if tensor is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Missing:
-    """Sizes that are captured, and those that are not, whose results will take so many bytes, in whole segments of the
-    allocator. What they need while they run is found where the largest one has it.
-    """
-
-    there: int
-    missing: int
-    results: int
-
-    def nbytes(self, driver: int) -> int:
-        """What capturing the rest takes, if the driver took `driver` bytes for what is there; rather more than less."""
-        return self.results + -(-driver * self.missing // max(1, self.there))
-
 
 class StepGraphs:
     """Graphs for steps in which up to `most_rows` rows compute one token each, their last one, and all are sampled; and
     for other steps of up to `most_tokens` tokens.
 
-    Those of `first_batch_sizes` and `first_prompt_sizes` are captured at once, or all if `whole`. The rest is captured
-    by `prepare`, or when a step meets it a second time; the first time the same kernels are launched one by one, with
-    the same padding, so a step's sums are the same either way. `ran`: graphs of the first sizes were captured before in
-    this process, so all that they need is loaded.
+    `ran`: graphs of the same sizes were captured before in this process, so all kernels are loaded.
     """
 
     def __init__(
@@ -150,7 +113,6 @@ class StepGraphs:
         most_tokens: int,
         device: torch.device,
         *,
-        whole: bool = False,
         ran: bool = False,
     ) -> None:
         self._forward = forward
@@ -165,18 +127,12 @@ class StepGraphs:
             AttentionBuffers.for_limits(shape, most, 2 * most_rows, self._programs, device) for shape in forward.shapes
         ]
         self._stage = _Stage(self._meta_at(most, len(forward.shapes)), device)
+        self._ran = ran
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._prompts: Ladder[_Captured] = Ladder(prompts)
-        self._decodes: Ladder[_Captured] = Ladder(decodes)
-        self._limits_of: dict[tuple[Ladder[_Captured], int], Sequence[Captured]] = {}
-        self._size = 0
-        self._launched: Tensor | None = None
         # The largest first, so that the smaller ones find their memory in its pool.
-        for size in reversed(prompts if whole else first_prompt_sizes(prompts)):
-            self._capture(self._prompts, size, ran=ran)
-        for size in reversed(decodes if whole else first_batch_sizes(decodes)):
-            self._capture(self._decodes, size, ran=ran)
+        self._prompts = [self._capture_prompts(size) for size in reversed(prompts)][::-1]
+        self._decodes = [self._capture_decodes(size) for size in reversed(decodes)][::-1]
 
     def serves(self, inputs: StepInputs) -> bool:
         """True for a step of decodes alone."""
@@ -185,77 +141,36 @@ class StepGraphs:
 
     def logits(self, inputs: StepInputs) -> Tensor:
         """Start a step of decodes; -> its logits [tokens, vocab], which the next step overwrites."""
-        size = self._decodes.size(inputs.num_tokens)
-        assert size is not None
-        self._size = size
-        self._send(inputs, size, self._lists(inputs))
-        captured = self._taken(self._decodes, size)
-        if captured is None:
-            self._launched = self._decode(size)
-            return self._launched[: inputs.num_tokens]
-        self._launched = None
+        captured = _of(self._decodes, inputs.num_tokens)
         assert captured.logits is not None
+        self._send(inputs, captured.size, self._lists(inputs))
         captured.layers.replay()
         return captured.logits[: inputs.num_tokens]
 
     def best(self, count: int) -> Sampled:
         """The best token of each of `count` rows after `logits`, remembered as their last."""
-        if self._launched is not None:
-            chosen = self._best(self._size, self._launched)
-        else:
-            captured = self._decodes.captured(self._size)
-            assert captured is not None
-            assert captured.best is not None
-            assert captured.chosen is not None
-            captured.best.replay()
-            chosen = captured.chosen
-        return Sampled(chosen.tokens[:count], chosen.finite[:count])
+        captured = _of(self._decodes, count)
+        assert captured.best is not None
+        assert captured.chosen is not None
+        captured.best.replay()
+        return Sampled(captured.chosen.tokens[:count], captured.chosen.finite[:count])
 
     def hidden(self, inputs: StepInputs) -> Hidden | None:
         """Start any step; -> the hidden state of its tokens, which the next step overwrites.
 
         None if it is too large for a graph; then nothing was started.
         """
-        count = inputs.num_tokens
-        size = self._prompts.size(count) if count else None
-        if size is None:
+        if not self._prompts or not 0 < inputs.num_tokens <= self._prompts[-1].size:
             return None
-        limits, lists = self._limits(self._prompts, size), self._lists(inputs)
-        room = zip(self._buffers, limits, lists, strict=True)
+        captured, lists = _of(self._prompts, inputs.num_tokens), self._lists(inputs)
+        room = zip(self._buffers, captured.limits, lists, strict=True)
         if not all(buffers.holds(items) and limit.holds(items) for buffers, limit, items in room):
             return None
-        self._send(inputs, size, lists)
-        captured = self._taken(self._prompts, size)
-        if captured is None:
-            h = self._layers(size, limits, given_too=True)
-        else:
-            captured.layers.replay()
-            assert captured.hidden is not None
-            h = captured.hidden
+        self._send(inputs, captured.size, lists)
+        captured.layers.replay()
+        h, count = captured.hidden, inputs.num_tokens
+        assert h is not None
         return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
-
-    def prepare(self) -> bool:
-        """Launch or record one size that is missing, while no step is under way; -> whether there was one."""
-        for ladder in (self._decodes, self._prompts):
-            for size in ladder.missing[:1]:
-                if ladder.take(size) is How.RECORD:
-                    self._try_to_capture(ladder, size)
-                else:
-                    self._clear(size)
-                    self._run(ladder, size)
-                return True
-        return False
-
-    def missing(self) -> Missing:
-        """What is left to be captured."""
-        there = missing = results = 0
-        for ladder in (self._decodes, self._prompts):
-            found = [(size, captured) for size in ladder.sizes if (captured := ladder.captured(size)) is not None]
-            if found:
-                size, largest = found[-1]
-                results += sum(-(-largest.nbytes * s // (size * _SEGMENT)) * _SEGMENT for s in ladder.missing)
-            there, missing = there + len(found), missing + len(ladder.missing)
-        return Missing(there, missing, results)
 
     # -- the words of a step: feed rows, positions, slots, given tokens (int64 each), then a work list per shape --
 
@@ -312,64 +227,47 @@ class StepGraphs:
         slots.fill_(self._spare_place)
         given.fill_(-1)
 
-    def _limits(self, ladder: Ladder[_Captured], size: int) -> Sequence[Captured]:
-        found = self._limits_of.get((ladder, size))
-        if found is None:
-            shapes, programs = self._forward.shapes, self._programs
-            if ladder is self._prompts:
-                of = [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
-            else:
-                of = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
-            found = self._limits_of[ladder, size] = of
-        return found
+    def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        return recording(graph, self._pool, self._stream)
 
-    def _decode(self, size: int) -> Tensor:
-        return self._forward.logits(self._layers(size, self._limits(self._decodes, size), given_too=False))
-
-    def _best(self, size: int, logits: Tensor) -> Sampled:
-        feed, how = self._stage.there[: 2 * size].view(torch.int64), self._rows.plain(size)
-        chosen = sample(logits, how)
-        self._rows.sampled(feed, chosen.tokens, how)
-        return chosen
-
-    def _run(self, ladder: Ladder[_Captured], size: int) -> None:
-        """Kernel by kernel, over padding."""
-        if ladder is self._prompts:
-            self._layers(size, self._limits(ladder, size), given_too=True)
-        else:
-            self._best(size, self._decode(size))
-
-    def _taken(self, ladder: Ladder[_Captured], size: int) -> _Captured | None:
-        """What is to be replayed, recorded now if this is the second time; None: it is to be launched."""
-        if ladder.take(size) is How.RECORD:
-            self._try_to_capture(ladder, size)
-        return ladder.captured(size)
-
-    def _try_to_capture(self, ladder: Ladder[_Captured], size: int) -> None:
-        try:
-            self._capture(ladder, size, ran=True)
-        except Exception:
-            logger.warning(
-                "steps of %d tokens are launched kernel by kernel: no graph can be made", size, exc_info=True
-            )
-            ladder.give_up()
-
-    def _capture(self, ladder: Ladder[_Captured], size: int, *, ran: bool) -> None:
-        """Record a size; unless it `ran` before, run it first."""
-        if not ran:
-            self._clear(size)
-            self._run(ladder, size)
+    def _capture_prompts(self, size: int) -> _Captured:
+        self._clear(size)
+        shapes, programs = self._forward.shapes, self._programs
+        limits = [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
+        if not self._ran:
+            self._layers(size, limits, given_too=True)
             torch.cuda.synchronize(self._device)
-        first = torch.cuda.CUDAGraph()
-        if ladder is self._prompts:
-            with recording(first, self._pool, self._stream):
-                hidden = self._layers(size, self._limits(ladder, size), given_too=True)
-            ladder.put(size, _Captured(first, hidden))
-            return
-        self._rows.plain(size)  # whose zeros and ones are no part of the recording
-        second = torch.cuda.CUDAGraph()
-        with recording(first, self._pool, self._stream):
-            logits = self._decode(size)
-        with recording(second, self._pool, self._stream):
-            chosen = self._best(size, logits)
-        ladder.put(size, _Captured(first, logits=logits, best=second, chosen=chosen))
+        graph = torch.cuda.CUDAGraph()
+        with self._recording(graph):
+            hidden = self._layers(size, limits, given_too=True)
+        return _Captured(size, limits, graph, hidden)
+
+    def _capture_decodes(self, size: int) -> _Captured:
+        self._clear(size)
+        shapes, programs = self._forward.shapes, self._programs
+        limits = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
+        how = self._rows.plain(size)
+        feed = self._stage.there[: 2 * size].view(torch.int64)
+
+        def layers() -> Tensor:
+            return self._forward.logits(self._layers(size, limits, given_too=False))
+
+        def best(logits: Tensor) -> Sampled:
+            chosen = sample(logits, how)
+            self._rows.sampled(feed, chosen.tokens, how)
+            return chosen
+
+        if not self._ran:
+            best(layers())
+            torch.cuda.synchronize(self._device)
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with self._recording(first):
+            logits = layers()
+        with self._recording(second):
+            chosen = best(logits)
+        return _Captured(size, limits, first, logits=logits, best=second, chosen=chosen)
+
+
+def _of(captured: Sequence[_Captured], count: int) -> _Captured:
+    """The smallest that holds `count` tokens."""
+    return captured[bisect_left(captured, count, key=lambda c: c.size)]

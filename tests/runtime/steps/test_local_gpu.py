@@ -24,7 +24,6 @@ from cellar.runtime.probes.registry import measure
 from cellar.runtime.steps import capacity
 from cellar.runtime.steps.local import LocalRuntime, open_local
 from cellar.runtime.steps.masks import MaskBox
-from tests.limits import until
 from tests.runtime.steps.steps import CONFIG, Step, prompt_of, results, run, runtime_of, story, tiny_model, tokens_of
 
 pytestmark = [
@@ -45,13 +44,6 @@ def both(dtype: str) -> tuple[LocalRuntime, LocalRuntime]:
 
     there = LoadedWeights(moved(weights.embedding), [moved(layer) for layer in weights.layers], moved(weights.head))
     return runtime_of(model, weights), runtime_of(model, there, device="cuda:0")
-
-
-def wait_for_graphs(runtime: LocalRuntime) -> None:
-    """The worker captures in its idle moments what a start leaves."""
-    executor = runtime.executor
-    assert executor is not None
-    until(lambda: not executor.missing().missing)
 
 
 def test_float32_gives_the_tokens_of_the_cpu() -> None:
@@ -81,8 +73,7 @@ PROMPTS = ((1,), (5, 2), (16,), (60, 1, 5), (60, 60), (40, 40, 40, 5, 1, 1), (60
 @pytest.mark.parametrize("shape", [SHAPE, ONE_KV_HEAD])
 def test_graphs_give_the_tokens_of_launches(shape: dict[str, int]) -> None:
     """Prompts of every size class beside a decode, and a step beyond all graphs; greedy, float32. With one KV head for
-    34 heads decodes take wide tiles. Three times: launched, recorded and replayed as steps come, and once all is
-    captured."""
+    34 heads decodes take wide tiles."""
     model, weights = tiny_model("float32", **shape)
 
     def moved(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -90,24 +81,19 @@ def test_graphs_give_the_tokens_of_launches(shape: dict[str, int]) -> None:
 
     there = LoadedWeights(moved(weights.embedding), [moved(layer) for layer in weights.layers], moved(weights.head))
     found = []
-    for eager in (True, False):
+    for eager in (False, True):
         runtime = runtime_of(model, there, num_slots=64, device="cuda:0", enforce_eager=eager)
         assert runtime.executor is not None
         assert (runtime.executor._graphs is None) == eager
-        assert runtime.executor.missing().missing or eager
         steps = [Step(0).open(0).place(0, list(range(8))).prompt(0, prompt_of(3, 1))]
         for k, lengths in enumerate(PROMPTS):
             steps.append(step := Step(1 + k).decode(0, 3 + k))
             for row, length in enumerate(lengths, 1):
                 step.open(row).place(row, range(8 * row, 8 * row + 8)).prompt(row, prompt_of(length, 10 * k + row))
             step.closes = tuple(range(1, len(lengths) + 1))
-        steps[-1].closes = (0, *steps[-1].closes)
-        found += [[tokens_of(result) for result in run(runtime, *steps)] for _ in range(1 if eager else 2)]
-        if not eager:
-            wait_for_graphs(runtime)
-            found.append([tokens_of(result) for result in run(runtime, *steps)])
+        found.append([tokens_of(result) for result in run(runtime, *steps)])
         runtime.close()
-    assert found[1:] == found[:1] * 3
+    assert found[0] == found[1]
     assert sum(map(len, found[0])) == 1 + sum(1 + len(lengths) for lengths in PROMPTS)
 
 
@@ -231,8 +217,6 @@ def test_the_memory_plan_is_true(tmp_path: Any) -> None:
     limit = 0.5 * device_total(device)
     chunk = opened.spec.kv.chunk_nbytes()
     assert device_used(device) <= 1.005 * limit
-    wait_for_graphs(opened.runtime)
-    assert device_used(device) <= 1.005 * limit
     plans = [
         capacity._rehearsal(k, lengths, 32)
         for k, lengths in enumerate((capacity._shares(8192, 256, 8192), [8192], [32] * 256, [5000, 3192]))
@@ -241,6 +225,7 @@ def test_the_memory_plan_is_true(tmp_path: Any) -> None:
     for plan in plans:
         worker.submit(plan)
     assert [result.error for result in results(opened.runtime, len(plans), 300)] == [None] * len(plans)
+    # Only now: capturing gives the memory of the rehearsed steps back, and the first large one takes it again.
     assert limit - chunk - 0.005 * limit <= device_used(device) <= 1.005 * limit
     opened.runtime.close()
     del opened, worker
