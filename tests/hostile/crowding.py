@@ -160,6 +160,9 @@ def attack(port: int, case: str, seconds: float) -> str:
 
 
 def attacking(port: int, case: str, seconds: float, pipe: Any) -> None:
+    """Say that the interpreter has started, which takes cores from the server, too, and attack when told."""
+    pipe.send(None)
+    pipe.recv()
     pipe.send(attack(port, case, seconds))
 
 
@@ -209,6 +212,10 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
         watcher_end, theirs = context.Pipe()
         watcher = context.Process(target=watch, args=(pid, seconds, theirs), daemon=True)
         watcher.start()
+        for end, _ in (*ends, (watcher_end, watcher)):
+            end.recv()
+        for end, _ in (*ends, (watcher_end, watcher)):
+            end.send(None)
         under = honest(port, seconds)
         said = ends[0][0].recv()
         peak = watcher_end.recv()
@@ -252,6 +259,8 @@ def cached(pid: int) -> dict[str, float]:
 
 
 def watch(pid: int, seconds: float, pipe: Any) -> None:
+    pipe.send(None)
+    pipe.recv()
     end, peak = time.monotonic() + seconds, 0.0
     while time.monotonic() < end:
         peak = max(peak, sum(resident(pid).values()) - sum(cached(pid).values()))
