@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.offload.reads import DiskReads
+from cellar.server.engine_process import SWITCH_SECONDS
 
 ROUNDS = 5
 LOOK_SECONDS = 0.5
@@ -88,6 +90,7 @@ def main() -> None:
     parser.add_argument("--warm", action="store_true", help="All of it once before, so that no kernel is compiled.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
+    sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
     layers.CPU_TOKENS = options.cpu_tokens
     own_plan.LINK_READS = options.link_reads  # type: ignore[attr-defined]
     if options.slow_disk is not None:

@@ -29,7 +29,7 @@ CPU_TOKENS_IN_CODES = 4
 
 LAYER_LAUNCHES = 8e-4
 """Seconds in which a layer's kernels are launched one by one, while the CPU has no x to multiply: on an H200's host
-25 ms for 32 layers, and 0.87 ms a layer of Llama-3-8B's passes that nothing else explains (docs/log/offload.md).
+18 to 25 ms for 32 layers, and 0.87 ms a layer of Llama-3-8B's passes that nothing else explains (docs/log/offload.md).
 """
 
 
