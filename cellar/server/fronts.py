@@ -46,6 +46,9 @@ DRAIN, STOP = "drain", "stop"
 MOVE_SECONDS = 10.0
 """For a front to take its streams away from an engine; they go on elsewhere anyhow when that is lost."""
 
+LOOK_SECONDS = 0.02
+"""How often a front looks whether another engine is connected."""
+
 _END, _RENEW = b"e", b"r"
 
 
@@ -261,7 +264,11 @@ def connected(plan: FrontPlan) -> Link | PoolHost:
 
 
 def _leave(pipe: Connection, host: PoolHost, addresses: Sequence[str], engine: int) -> None:
-    """Take all streams away from an engine, and say so."""
+    """Take all streams away from an engine as soon as there is another one, which may just be back, and say so."""
+    others = {address for k, address in enumerate(addresses) if k != engine}
+    end = time.monotonic() + MOVE_SECONDS / 2
+    while not others & host.addresses() and time.monotonic() < end:
+        time.sleep(LOOK_SECONDS)
     host.drain(addresses[engine], lambda: pipe.send(engine))
 
 
