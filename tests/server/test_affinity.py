@@ -151,3 +151,18 @@ def test_figures() -> None:
     assert samples["cellar:router_choices_total", "chunks"] == 1
     assert samples["cellar:router_choices_total", "load"] == 0
     assert samples["cellar:router_choice_seconds_count", None] == 1
+
+
+def test_a_single_engine_is_chosen_without_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a prompt's length, nothing of it is looked at while there is nobody to choose from."""
+    engines = Engines(1)
+    engines.host.count_by(RoutingFigures(tally := Tally()))
+
+    def never(*arguments: object) -> None:
+        raise AssertionError("there was nothing to choose")
+
+    monkeypatch.setattr(Basis, "request", never)
+    said = asyncio.run(tokens_of(engines.llm, [3, 5]))
+    assert len(said) == len(asyncio.run(tokens_of(engines.llm, list(range(3, 80)))))
+    assert tally.counts()["router_choices/only"] == 2
+    engines.close()

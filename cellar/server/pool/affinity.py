@@ -12,7 +12,7 @@ import numpy as np
 from cellar.core.messages import EngineRates, Outlook, Request
 from cellar.routing.basis import Basis
 from cellar.routing.report import Reporter
-from cellar.routing.router import AffinityRouter
+from cellar.routing.router import AffinityRouter, Why
 from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Place
 from cellar.server.wire import Reported
@@ -91,8 +91,11 @@ class Affinity:
         if router is None or basis is None or not all(place in self._replicas for place in places):
             return self._plain.choose(request, places)
         begun = time.perf_counter()
-        now = self._clock()
         self.ended(request.id, 0)  # where it was before
+        if len(places) == 1:  # nothing to weigh; what it has there by now the engine itself says, should another join
+            self._chosen(Why.ONLY, time.perf_counter() - begun)
+            return places[0]
+        now = self._clock()
         names = {self._replicas[place].name: place for place in places}
         choice = router.choose(basis.request(request), now, names)
         place = names[choice.replica]
