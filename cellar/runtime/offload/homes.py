@@ -226,7 +226,7 @@ def digest_by_pieces(there: Tensor, nbytes: int) -> int:
     """
     here = torch.empty(min(nbytes, len(there)), dtype=torch.uint8, pin_memory=there.is_cuda)
     found = xxh3_64()
-    for part in there.split(nbytes):
+    for part in there.split(nbytes):  # type: ignore[no-untyped-call]
         found.update(here[: len(part)].copy_(part).numpy().data)
     return int(found.intdigest())
 

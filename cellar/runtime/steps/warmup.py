@@ -291,20 +291,30 @@ def _cuda_job(source: str, constants: dict[str, int]) -> CudaJob:
 class Warmup:
     """Compiles a list in threads: `wait` for what the first step needs; the rest goes on behind it.
 
-    `compile_launch` compiles what one launch needs. A kernel that does not compile here is left for its first launch,
-    which says why. Compilers spend most of their time outside of Python (LLVM, ptxas, NVRTC), so threads run side by
-    side.
+    `compile_launch` compiles what one launch needs; `load` brings what it made onto the device, of the first ones only:
+    the rest is compiled while steps are captured, when nobody else should load. A kernel that does not compile here is
+    left for its first launch, which says why. Compilers spend most of their time outside of Python (LLVM, ptxas,
+    NVRTC), so threads run side by side.
     """
 
     def __init__(
-        self, kernels: Kernels, target: GPUTarget, compile_launch: Callable[[Launch], object], num_threads: int
+        self,
+        kernels: Kernels,
+        target: GPUTarget,
+        compile_launch: Callable[[Launch], Any],
+        num_threads: int,
+        load: Callable[[Any], object] = lambda made: made,
     ) -> None:
         threads = ThreadPoolExecutor(num_threads, "cellar-compile")
         first, later = distinct(kernels.first, target), distinct(kernels.later, target)
         # The long ones first: attention takes Triton longest, NVRTC up to a second each.
         first.sort(key=lambda launch: launch.kernel.__name__ != "_attention_kernel")
         self._first = [threads.submit(_quietly, job.compile) for job in kernels.cuda]
-        self._first += [threads.submit(_quietly, partial(compile_launch, launch)) for launch in first]
+
+        def compile_and_load(launch: Launch) -> None:
+            load(compile_launch(launch))
+
+        self._first += [threads.submit(_quietly, partial(compile_and_load, launch)) for launch in first]
         self._later = [threads.submit(_quietly, partial(compile_launch, launch)) for launch in later]
         threads.shutdown(wait=False)
 
@@ -315,13 +325,16 @@ class Warmup:
 
         target = driver.active.get_current_target()
 
-        def compile_launch(launch: Launch) -> None:
+        def compile_launch(launch: Launch) -> Any:
             with torch.cuda.device(device):
-                made = launch.kernel.compiled.warmup(*launch.args, grid=(1,), **on_target(launch.kwargs, target))
-                # What passes arguments to it is compiled, too, by the C compiler, and the kernel loaded.
+                return launch.kernel.compiled.warmup(*launch.args, grid=(1,), **on_target(launch.kwargs, target))
+
+        def load(made: Any) -> None:
+            # What passes arguments to the kernel is compiled, too, by the C compiler.
+            with torch.cuda.device(device):
                 _ = made.run
 
-        return cls(kernels, target, compile_launch, min(MOST_THREADS, os.cpu_count() or 1))
+        return cls(kernels, target, compile_launch, min(MOST_THREADS, os.cpu_count() or 1), load)
 
     def wait(self) -> None:
         """Until all that the first step needs is there."""

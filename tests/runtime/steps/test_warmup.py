@@ -160,6 +160,18 @@ def test_a_start_waits_for_what_the_first_step_needs_and_not_for_the_rest() -> N
     compiler.go_on.set()
 
 
+def test_only_what_the_first_step_needs_is_loaded() -> None:
+    """The rest is still being compiled while steps are captured."""
+    kernels = listed("llama-3-8b", PORTABLE)
+    loaded: list[str] = []
+    warmup = Warmup(kernels, target(), lambda launch: launch.kernel.__name__, num_threads=3, load=loaded.append)
+    warmup.wait()
+    assert Counter(loaded) == names(kernels.first)
+    for later in warmup._later:
+        later.result(SECONDS)
+    assert Counter(loaded) == names(kernels.first)
+
+
 def test_a_list_is_made_beside_other_work(caplog: pytest.LogCaptureFixture) -> None:
     """Weights are read meanwhile; what cannot be listed is no reason not to start."""
     kernels = listed("llama-3-8b", PORTABLE)
