@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -46,6 +47,10 @@ PULSE_SECONDS = 1.0
 
 MOST_UNSENT = 1024
 """How many orders may wait to be taken. An engine runs a step or two ahead, so such a rank has long been lost."""
+
+MOST_AT_ONCE = 2**15
+"""Bytes of an order that is written by who gives it, if the pipe has room: its buffer is several times as large, and
+room is at least most of it."""
 
 OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
@@ -188,8 +193,8 @@ class ThreadRank:
 class ProcessRank:
     """A rank in a process of its own, which `opener` must be able to reach.
 
-    Orders are written by a thread: a process that is stopped takes none once its socket is full, and who gives them
-    must be free to find that out.
+    Small orders are written at once while there is room for them, all others by a thread: a process that is stopped
+    takes none once its socket is full, and who gives them must be free to find that out.
     """
 
     def __init__(self, number: int, opener: Opener, news: SimpleQueue[News]) -> None:
@@ -212,6 +217,10 @@ class ProcessRank:
         self._reader = threading.Thread(target=self._read, name=f"cellar-rank-{number}", daemon=True)
         self._reader.start()
         self._orders: Queue[Packed] = Queue(MOST_UNSENT)
+        self._room = select.poll()
+        self._room.register(self._pipe.fileno(), select.POLLOUT)
+        self._sending = threading.Lock()
+        self._unsent = 0  # orders left to the thread
         self._sender = threading.Thread(target=self._write, name=f"cellar-rank-{number}-orders", daemon=True)
         self._sender.start()
 
@@ -238,11 +247,22 @@ class ProcessRank:
     def _give(self, packed: Packed) -> None:
         if not self._sender.is_alive():
             return  # its end is on the way as news
-        try:
-            self._orders.put_nowait(packed)
-        except Full:
-            if not self._stopping:
-                self._news.put(Died(self._number, f"it has left {MOST_UNSENT:,} orders untaken"))
+        with self._sending, contextlib.suppress(OSError):
+            if self._at_once(packed):
+                self._pipe.send_bytes(packed.bytes())
+                return
+            try:
+                self._orders.put_nowait(packed)
+                self._unsent += 1
+            except Full:
+                if not self._stopping:
+                    self._news.put(Died(self._number, f"it has left {MOST_UNSENT:,} orders untaken"))
+
+    def _at_once(self, packed: Packed) -> bool:
+        """Whether it can be written now without waiting: after all before it, into a pipe with room."""
+        if self._unsent or packed is STOP or len(packed.bytes()) > MOST_AT_ONCE:
+            return False
+        return any(event == select.POLLOUT for _, event in self._room.poll(0))
 
     def _write(self) -> None:
         with contextlib.suppress(OSError):
@@ -251,6 +271,8 @@ class ProcessRank:
                 self._pipe.send_bytes(packed.bytes())
                 if packed is STOP:
                     return
+                with self._sending:
+                    self._unsent -= 1
 
     def _read(self) -> None:
         try:

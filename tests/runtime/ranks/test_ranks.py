@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,12 @@ from hypothesis import strategies as st
 
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
-from cellar.core.messages import CopyBatch, FinishReason, Request, StepPlan, StepResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, FinishReason, Request, StepPlan, StepResult, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.group import RankGroup, _Watch
-from cellar.runtime.ranks.rank import Packed, ProcessRank
+from cellar.runtime.ranks.rank import MOST_AT_ONCE, Opened, Packed, ProcessRank
 from cellar.runtime.ranks.star import Star, stars
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -365,6 +366,46 @@ def test_a_rank_that_takes_no_orders_is_given_no_more_of_them(monkeypatch: pytes
     with pytest.raises(DeviceError, match=r"rank 0 has ended \(it has left 3 orders untaken\)"):
         group.poll(SECONDS)
     assert rank.process.exitcode == -signal.SIGKILL
+
+
+class Told:
+    """A runtime that copies nothing, and answers in the order in which it was told to."""
+
+    capacity = CAPACITY
+
+    def __init__(self) -> None:
+        self.workers = (self,)
+        self.in_flight = 0
+        self._told: SimpleQueue[CopyResult] = SimpleQueue()
+
+    def copy(self, batch: CopyBatch) -> None:
+        self._told.put(CopyResult(batch.number, np.ones(1, bool), 0, 0.0, None))
+
+    def poll(self, timeout: float | None) -> list[CopyResult]:
+        return [self._told.get()]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.long
+def test_orders_keep_their_turn_whoever_writes_them() -> None:
+    """Large ones wait for a thread, and small ones that come meanwhile do, too; alone these are written at once."""
+    news: SimpleQueue[Any] = SimpleQueue()
+    rank = ProcessRank(0, Told, news)  # type: ignore[arg-type]
+    assert isinstance(news.get(timeout=SECONDS), Opened)
+    small, large = np.zeros(1, np.int32), np.zeros(60_000, np.int32)
+    batches = [CopyBatch(k, Tier.DEVICE, s, Tier.HOST, s) for k in range(100) for s in [large if k % 7 == 3 else small]]
+    packs = [Packed(batch) for batch in batches]
+    assert {len(packed.bytes()) > MOST_AT_ONCE for packed in packs} == {True, False}
+    at_once = 0
+    for batch, packed in zip(batches, packs, strict=True):
+        rank.send(batch, packed)
+        at_once += rank._orders.empty() and rank._unsent == 0
+    assert [news.get(timeout=SECONDS).result.number for _ in batches] == list(range(100))
+    assert at_once, "some were"
+    rank.stop()
+    rank.join(SECONDS)
 
 
 @pytest.mark.long
