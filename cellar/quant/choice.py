@@ -122,14 +122,15 @@ def default_spans(n: int, k: int) -> QuantizedChoice:
     few, some, many = tiles.kernels
     found: tuple[Kernel, ...]
     if n >= 16_384:
-        found = Mixed(32, 4, 1, 5), Mixed(64, 4, 1, 4), Mixed(128, 4, 1, 3), Mixed(256, 2, 1, 2)
+        found = Mixed(64, 4, 1, 4), Mixed(128, 4, 1, 3), Mixed(256, 2, 1, 2)
     elif n > 4096:
-        found = Mixed(32, 2, 2, 4, 2), Mixed(64, 2, 2, 6), Mixed(128, 2, 2, 4), Mixed(256, 1, 1, 3)
+        found = Mixed(64, 2, 2, 6), Mixed(128, 2, 2, 4), Mixed(256, 1, 1, 3)
     elif k > 8192:
-        found = few, some, many, Mixed(128, 2, 2, 4)
+        found = some, many, Mixed(128, 2, 2, 4)
     else:
-        found = Mixed(32, 1, 2, 4, 3), Mixed(64, 1, 4, 2, 3), Mixed(128, 1, 2, 2, 2), Mixed(128, 2, 2, 4)
-    return QuantizedChoice((16, 32, 64, 128, 256, 512), (few, *found, many))
+        found = Mixed(64, 1, 4, 2, 3), Mixed(128, 1, 2, 2, 2), Mixed(128, 2, 2, 4)
+    # Alone the kernel for many tokens is faster from 17 on, in a model from 33 on (docs/log/quantized-gpu.md).
+    return QuantizedChoice((32, 64, 128, 256, 512), (few, *found, many))
 
 
 def default_nibbles(n: int, k: int) -> QuantizedChoice:
