@@ -11,7 +11,8 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation import gated
 from cellar.ops.cuda.hopper import hopper_serves
-from cellar.ops.linear.bytes import TOKENS, bytes_linear, bytes_source, tokens_of
+from cellar.ops.linear.alone import NOTHING, Alone, Inside
+from cellar.ops.linear.bytes import TOKENS, Bytes, bytes_alone, bytes_linear, bytes_source, tokens_of
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.activations import rounded
 from cellar.quant.byte_choice import Product, default_product
@@ -49,14 +50,18 @@ class ByteWeight(LinearWeight):
         if x.dtype != torch.bfloat16:
             out = rounded(x, self.format).to(x.dtype) @ self.dense().to(x.dtype).t()
             return out if bias is None else out + bias
+        if (sizes := self._alone(x)) is not None:
+            return self._multiply_alone(Alone(x), sizes, bias)[0]
         return self._product(*byte_tokens(x, self.format.activations, self.format.group), bias)
 
     def norm_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Add, norm and rounding in one launch."""
+        """Add, norm and rounding in one launch; of one token in that of the product."""
         if residual.dtype != torch.bfloat16:
             return super().norm_multiply(residual, delta, norm, eps, bias)
+        if (sizes := self._alone(residual)) is not None and norm.dtype == residual.dtype:
+            return self._multiply_alone(Alone(residual, delta, norm, eps), sizes, bias)
         kind = self.format.activations, self.format.group
         codes, scales, total = norm_byte_tokens(residual, delta, norm, eps, *kind)
         return self._product(codes, scales, bias), total
@@ -65,6 +70,9 @@ class ByteWeight(LinearWeight):
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
     ) -> tuple[Tensor, Tensor]:
         """The same, and the gate."""
+        sizes = self._alone(residual)
+        if sizes is not None and kind == "silu" and norm.dtype == residual.dtype and self.out_features % 2 == 0:
+            return self._multiply_alone(Alone(residual, delta, norm, eps), sizes, bias, gate=True)
         product, total = self.norm_multiply(residual, delta, norm, eps, bias)
         return gated(product, kind), total
 
@@ -80,7 +88,8 @@ class ByteWeight(LinearWeight):
         down_bias: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Gate and rounding in one launch, too, where the second matrix is of this kind."""
-        if not isinstance(down, ByteWeight) or residual.dtype != torch.bfloat16:
+        inside = kind == "silu" and self._alone(residual) is not None
+        if not isinstance(down, ByteWeight) or residual.dtype != torch.bfloat16 or inside:
             return super().norm_feed_multiply(residual, delta, norm, eps, bias, kind, down, down_bias)
         product, total = self.norm_multiply(residual, delta, norm, eps, bias)
         codes, scales = gated_byte_tokens(product, kind, down.format.activations, down.format.group)
@@ -110,13 +119,29 @@ class ByteWeight(LinearWeight):
             return torch.empty((m, self.out_features), dtype=torch.bfloat16, device=codes.device)
         return byte_product(codes, scales, self._codes, self._scales, bias, self.product_for(m))
 
-    def sources(self, bias: bool) -> Iterator[tuple[str, dict[str, int]]]:
-        """CUDA C++ of all that may multiply, with the constants that it is compiled with."""
+    def _alone(self, x: Tensor) -> Bytes | None:
+        """Sizes of the kernel that takes these tokens in 16 bits: of one alone, in e4m3 with one scale."""
+        if x.shape[0] != 1 or x.dtype != torch.bfloat16 or self.format.group or self.format.name != "fp8":
+            return None
+        return self.product_for(1)
+
+    def _multiply_alone(
+        self, token: Alone, sizes: Bytes, bias: Tensor | None, *, gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if token.x.is_meta:
+            return token.x.new_empty((1, self.out_features // 2 if gate else self.out_features)), token.total()
+        return bytes_alone(token, self._codes, self._scales, bias, sizes, gate=gate)
+
+    def sources(self, bias: bool, gate: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may multiply, with the constants that it is compiled with. `gate`: one comes behind."""
         grouped, whole = self.format.group > 0, self.format.name == "int8"
-        for m in (1, *TOKENS):
+        ways = [(m, NOTHING) for m in (1, *TOKENS)]
+        if not grouped and not whole:
+            ways[:1] = [(1, Inside(normed, rounded=True, gated=gate and normed)) for normed in (False, True)]
+        for m, inside in ways:
             sizes = self.product_for(m)
             if sizes is not None:
-                yield bytes_source(sizes, self.in_features, tokens_of(m), grouped, whole, bias, torch.bfloat16)
+                yield bytes_source(sizes, self.in_features, tokens_of(m), grouped, whole, bias, torch.bfloat16, inside)
 
     def product_for(self, m: int) -> Product:
         """What multiplies so many tokens; None: the library."""

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cellar.core.formats import Format
 from cellar.ops.cuda.hopper import DTYPES, hopper_serves
+from cellar.ops.linear.alone import NOTHING, Alone, Inside
 from cellar.ops.linear.bytes import TOKENS, tokens_of
 from cellar.ops.linear.mixed import Mixed, mixed_kind, mixed_linear, mixed_source, mixed_takes
-from cellar.ops.linear.nibbles import Fragments, Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
+from cellar.ops.linear.nibbles import (
+    Fragments,
+    Nibbles,
+    nibbles_alone,
+    nibbles_gate,
+    nibbles_linear,
+    nibbles_source,
+    writer_source,
+    written_out,
+)
 from cellar.ops.linear.weight import LinearWeight
+from cellar.ops.norm import add_rms_norm
 from cellar.quant.choice import Kernel, QuantizedChoice, default_nibbles
 from cellar.quant.fragments import fragments, fragments_take, unfragmented
 from cellar.quant.matrix import Quantized, dequantized, quantized
@@ -44,6 +56,35 @@ class NibbleWeight(LinearWeight):
             return torch.nn.functional.linear(x, self.dense().to(x.dtype), bias)
         return multiply_nibbles(x, self._form, bias, self.choice.at(x.shape[0]))
 
+    def norm_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One token in one launch."""
+        if (sizes := self._alone(residual, norm)) is None:
+            return super().norm_multiply(residual, delta, norm, eps, bias)
+        return nibbles_alone(Alone(residual, delta, norm, eps), self._form, bias, sizes)
+
+    def norm_gated_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """The gate where the product is written, one token in one launch."""
+        sizes = self._few(residual)
+        if sizes is None or kind != "silu" or not nibbles_gate(self.out_features, sizes):
+            return super().norm_gated_multiply(residual, delta, norm, eps, bias, kind)
+        if self._alone(residual, norm) is not None:
+            return nibbles_alone(Alone(residual, delta, norm, eps), self._form, bias, sizes, gate=True)
+        normed, total = add_rms_norm(residual, delta, norm, eps)
+        return nibbles_linear(normed, self._form, bias, sizes, gate=True), total
+
+    def _few(self, x: Tensor) -> Nibbles | None:
+        """Sizes of the kernel for a few tokens, where it takes these."""
+        sizes = self.choice.at(x.shape[0]) if x.shape[0] and x.dtype in DTYPES and not x.is_meta else None
+        return sizes if isinstance(sizes, Nibbles) else None
+
+    def _alone(self, x: Tensor, norm: Tensor) -> Nibbles | None:
+        """The same for one token whose norm it has inside."""
+        return self._few(x) if x.shape[0] == 1 and norm.dtype == x.dtype else None
+
     def dense(self) -> Tensor:
         """float32 [out, in]."""
         return dequantized(self._given())
@@ -57,14 +98,16 @@ class NibbleWeight(LinearWeight):
         matrix = self._given()
         return NibbleWeight((matrix.rows if axis == 0 else matrix.columns)(part.start, part.stop))
 
-    def sources(self, bias: bool, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, int]]]:
-        """CUDA C++ of all that may run, with the constants that it is compiled with."""
+    def sources(self, bias: bool, dtype: torch.dtype, gate: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may run, with the constants that it is compiled with. `gate`: one comes behind."""
         kind = self.in_features, self._form.group
         has_zeros, scales = self._form.zeros is not None, self._form.scales.dtype
-        for m in (1, *TOKENS):
+        for m, inside in ((1, Inside(normed=True)), *((m, NOTHING) for m in TOKENS)):
             sizes = self.choice.at(m)
             if isinstance(sizes, Nibbles):
-                yield nibbles_source(sizes, *kind, tokens_of(m), has_zeros, bias, dtype, scales)
+                if gate and nibbles_gate(self.out_features, sizes):
+                    inside = replace(inside, gated=True)
+                yield nibbles_source(sizes, *kind, tokens_of(m), has_zeros, bias, dtype, scales, inside)
         for kernel in self.choice.kernels:
             if isinstance(kernel, Mixed):
                 yield mixed_source(kernel, mixed_kind(self._form), bias, dtype)

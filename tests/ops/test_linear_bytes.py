@@ -12,6 +12,7 @@ from torch import Tensor
 from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import hopper_available
+from cellar.ops.linear.alone import NOBODY
 from cellar.ops.linear.bytes import TOKENS, Bytes, bytes_linear, bytes_source, tokens_of
 from tests.ops import emulated
 
@@ -81,14 +82,16 @@ def run_emulated(
     takes = [("const unsigned char*", "x"), ("const float*", "x_scales"), ("const unsigned char*", "w")]
     takes += [("const float*", "w_scales"), ("const u16*", "bias"), ("u16*", "out")]
     takes += [("int", name) for name in ("m", "n", "w_stride", "step")]
-    library = emulated.build(("linear/tile.cuh", "linear/bytes.cu"), constants, "product_of_bytes", takes, edits)
+    takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
+    files = "linear/tile.cuh", "linear/alone.cuh", "linear/bytes.cu"
+    library = emulated.build(files, constants, "product_of_bytes", takes, edits)
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
     blocks = 2
     pointers = [emulated.pointer(t) for t in (x, x_scales, weight, scales, bias, out)]
     counts = [ctypes.c_int(c) for c in (m, n, scales.stride(0) if kind == "blocks" else 0, blocks)]
     for seed in range(2):
         out.fill_(torch.nan)
-        emulated.launch(library, blocks, 1, 32 * sizes.warps, sizes.shared(tokens), (*pointers, *counts), seed)
+        emulated.launch(library, blocks, 1, 32 * sizes.warps, sizes.shared(tokens), (*pointers, *counts, *NOBODY), seed)
         compare(out, wanted(x, x_scales, weight, scales, bias))
 
 

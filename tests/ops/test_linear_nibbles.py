@@ -14,6 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.core.formats import Format
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import hopper_available
+from cellar.ops.linear.alone import NOBODY
 from cellar.ops.linear.bytes import TOKENS, tokens_of
 from cellar.ops.linear.nibbles import Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
 from cellar.quant.fragments import fragments
@@ -26,6 +27,7 @@ hopper = pytest.mark.skipif(
     not hopper_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="gpu: this machine has no Hopper GPU",
 )
+FILES = "linear/tile.cuh", "linear/alone.cuh", "linear/nibbles.cu"
 BF16, F16 = torch.bfloat16, torch.float16
 
 
@@ -109,7 +111,8 @@ def run_emulated(of: Example, edits: Sequence[tuple[str, str]] = ()) -> None:
     _, constants = nibbles_source(of.sizes, of.k, of.group, tokens, of.zeros, of.bias, of.dtype, of.scales)
     takes = [("const u16*", "x"), ("const u32*", "codes"), ("const u32*", "scales"), ("const u16*", "zeros")]
     takes += [("const u16*", "bias"), ("u16*", "out"), ("int", "m"), ("int", "n"), ("int", "step")]
-    library = emulated.build(("linear/tile.cuh", "linear/nibbles.cu"), constants, "product_of_nibbles", takes, edits)
+    takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
+    library = emulated.build(FILES, constants, "product_of_nibbles", takes, edits)
     out = torch.full((of.m, of.n), torch.nan, dtype=of.dtype)
     pointers = [emulated.pointer(t) for t in (x, form.codes, form.scales, form.zeros, bias, out)]
     counts = [ctypes.c_int(c) for c in (of.m, of.n, of.clusters)]
@@ -117,7 +120,8 @@ def run_emulated(of: Example, edits: Sequence[tuple[str, str]] = ()) -> None:
         out.fill_(torch.nan)
         shared = of.sizes.shared(tokens)
         blocks = of.clusters * of.sizes.sharers
-        emulated.launch(library, blocks, of.sizes.sharers, 32 * of.sizes.warps, shared, (*pointers, *counts), seed)
+        given = (*pointers, *counts, *NOBODY)
+        emulated.launch(library, blocks, of.sizes.sharers, 32 * of.sizes.warps, shared, given, seed)
         compare(out, wanted(x, matrix, bias))
 
 
@@ -134,7 +138,7 @@ def test_the_matrix_written_out_emulated(of: Example) -> None:
     form = fragments(plain(matrix))
     _, constants = writer_source(of.k, of.group, form.zeros is not None, of.dtype, of.scales)
     takes = [("const u32*", "codes"), ("const u32*", "scales"), ("const u16*", "zeros"), ("u16*", "out"), ("int", "n")]
-    library = emulated.build(("linear/tile.cuh", "linear/nibbles.cu"), constants, "written_out", takes)
+    library = emulated.build(FILES, constants, "written_out", takes)
     out = torch.full((of.n, of.k), torch.nan, dtype=of.dtype)
     pointers = [emulated.pointer(t) for t in (form.codes, form.scales, form.zeros, out)]
     warps = constants["WARPS"]

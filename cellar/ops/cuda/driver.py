@@ -23,7 +23,7 @@ _DTYPES = {torch.float16: 6, torch.bfloat16: 9}
 _SWIZZLES = {0: 0, 64: 2, 128: 3}
 _PROMOTE_256 = 3
 
-Argument: TypeAlias = ctypes.c_int | ctypes.c_void_p | ctypes.Structure
+Argument: TypeAlias = ctypes.c_int | ctypes.c_float | ctypes.c_void_p | ctypes.Structure
 
 
 class TensorMap(ctypes.Structure):

@@ -8,7 +8,8 @@
 //
 // Set by the compiler's options: K columns, TOKENS (8 to 64), PIECES of 16 rows in a tile, WARPS, DEPTH turns in flight,
 // RESIDENT blocks of a multiprocessor, GROUPED (a scale for each 128 columns of a token and 128 x 128 of the matrix;
-// else for each token and row), WHOLE (int8), HAS_BIAS, BF16 (else float16).
+// else for each token and row), WHOLE (int8), HAS_BIAS, BF16 (else float16); NORMED, ROUNDED: x is one token in 16 bits,
+// which goes through `alone.cuh` first; GATED: rows n and on of the matrix meet those before, silu(one) * other is written.
 
 constexpr int TURN = 128;  // columns that a warp takes at a time
 constexpr int TURNS = (K + TURN - 1) / TURN;
@@ -21,7 +22,9 @@ using Sum = int;
 using Sum = float;
 #endif
 
-static_assert(!(WHOLE && GROUPED));
+constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;  // of the result, in a tile
+
+static_assert(!(WHOLE && GROUPED) && !((ALONE || GATED) && (WHOLE || GROUPED)));
 static_assert(K % 16 == 0 && TOKENS % 8 == 0 && 128 % ROWS == 0);
 
 struct Weights {
@@ -36,7 +39,8 @@ __device__ __forceinline__ void ask(Weights& to, const unsigned char* w, Cursor&
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int eight = 0; eight < 2; ++eight) {
-                const int wanted = at.tile * ROWS + piece * 16 + eight * 8 + lane / 4, row = wanted < n ? wanted : n - 1;
+                const int wanted = at.tile * OUT_ROWS + (GATED ? piece * 8 : piece * 16 + eight * 8) + lane / 4;
+                const int row = (wanted < n ? wanted : n - 1) + (GATED ? eight * n : 0);
                 u32(&x)[4] = to.of[piece][half][eight];
                 if (EXACT || column + half * 64 < K) {
                     load_once(w + static_cast<u64>(row) * K + column + half * 64, x);
@@ -50,14 +54,18 @@ __device__ __forceinline__ void ask(Weights& to, const unsigned char* w, Cursor&
 }
 
 __device__ __forceinline__ void multiply_turn(
-    Sum (&sum)[PIECES][EIGHTS][4], const Weights& weights, const unsigned char* x, int column, int lane, int m) {
+    Sum (&sum)[PIECES][EIGHTS][4], const Weights& weights, const unsigned char* x, u32 alone, int column, int lane, int m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; ++eight) {
             const int token = eight * 8 + lane / 4, at = column + half * 64 + lane % 4 * 16;
             u32 b[4] = {0, 0, 0, 0};
-            if (token < m && (EXACT || at < K)) load_global(x + static_cast<u64>(token) * K + at, b);
+            if constexpr (ALONE) {
+                if (EXACT || at < K) load_shared(alone + at, b);  // all tokens of the eight are this one
+            } else {
+                if (token < m && (EXACT || at < K)) load_global(x + static_cast<u64>(token) * K + at, b);
+            }
 #pragma unroll
             for (int piece = 0; piece < PIECES; ++piece) {
                 const u32(&low)[4] = weights.of[piece][half][0];
@@ -69,31 +77,40 @@ __device__ __forceinline__ void multiply_turn(
     }
 }
 
-// The warps' sums of a tile, added up, scaled and written.
+// The warps' sums of a tile, added up, scaled and written. own: the scale of a token that was rounded here.
 __device__ __forceinline__ void finish(
-    const Sum (&sum)[PIECES][EIGHTS][4], const float* x_scales, const float* w_scales, const u16* bias, u16* out,
+    const Sum (&sum)[PIECES][EIGHTS][4], const float* x_scales, float own, const float* w_scales, const u16* bias, u16* out,
     int tile, int m, int n) {
     Sum* const parts = reinterpret_cast<Sum*>(shared_memory());
     leave(parts, sum);
     __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * m; i += WARPS * 32) {
-        const int token = i / ROWS, row = i % ROWS, at = tile * ROWS + row;
+    for (int i = threadIdx.x; i < OUT_ROWS * m; i += WARPS * 32) {
+        const int token = i / OUT_ROWS, row = i % OUT_ROWS, at = tile * OUT_ROWS + row;
         if (at >= n) continue;
-        float value = static_cast<float>(added_up(parts, token, row));
-        if (!GROUPED) value *= x_scales[token] * w_scales[at];
+        const float by = GROUPED ? 1.0f : ALONE ? own : x_scales[token];
+        const int place = GATED ? row / 8 * 16 + row % 8 : row;
+        float value = static_cast<float>(added_up(parts, token, place));
+        if (!GROUPED) value *= by * w_scales[at];
         if (HAS_BIAS) value += one(bias[at]);
-        out[static_cast<u64>(token) * n + at] = narrow(value);
+        if constexpr (GATED) {
+            float up = static_cast<float>(added_up(parts, token, place + 8)) * (by * w_scales[n + at]);
+            if (HAS_BIAS) up += one(bias[n + at]);
+            out[static_cast<u64>(token) * n + at] = gated(value, up);
+        } else {
+            out[static_cast<u64>(token) * n + at] = narrow(value);
+        }
     }
     __syncthreads();
 }
 
-// x: [m, k], x_scales: [m], or [k / 128, m]; w: [n, k], w_scales: [n], or [n / 128, k / 128] with rows `w_stride` apart.
-// step: how many blocks there are.
+// x: [m, k], x_scales: [m], or [k / 128, m]; w: [n, k], w_scales: [n], or [n / 128, k / 128] with rows `w_stride` apart;
+// of GATED both have 2 n rows. step: how many blocks there are. delta and on: of `Given`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_bytes(
-    const unsigned char* x, const float* x_scales, const unsigned char* w, const float* w_scales, const u16* bias,
-    u16* out, int m, int n, int w_stride, int step) {
+    const void* given_x, const float* x_scales, const unsigned char* w, const float* w_scales, const u16* bias,
+    u16* out, int m, int n, int w_stride, int step, const u16* delta, const u16* norm, u16* total_x, float eps) {
+    const unsigned char* const x = static_cast<const unsigned char*>(given_x);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tiles = (n + ROWS - 1) / ROWS;
+    const int tiles = (n + OUT_ROWS - 1) / OUT_ROWS;
     const int first = blockIdx.x;
     const int total = (tiles - first + step - 1) / step * OWN_TURNS;
     Weights ring[DEPTH];
@@ -102,8 +119,15 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_by
     for (int i = 0; i < DEPTH; ++i) {
         if (i < total) ask(ring[i], w, next, warp, lane, n, step);
     }
-    wait_for_kernel_in_front();
-    let_next_kernel_start();
+    const u32 alone = shared_address(shared_memory()) + PARTS_BYTES;
+    float own = 1.0f;
+    if constexpr (ALONE) {
+        const Given given = {static_cast<const u16*>(given_x), delta, norm, total_x, eps};
+        own = prepare(given, alone, reinterpret_cast<float*>(shared_memory()));
+    } else {
+        wait_for_kernel_in_front();
+        let_next_kernel_start();
+    }
     Sum sum[PIECES][EIGHTS][4];
     clear(sum);
     Cursor here{first, 0};
@@ -116,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_by
                 if (EXACT || turn < TURNS) {
                     Sum part[PIECES][EIGHTS][4];
                     clear(part);
-                    multiply_turn(part, ring[i], x, turn * TURN, lane, m);
+                    multiply_turn(part, ring[i], x, alone, turn * TURN, lane, m);
                     const float by = w_scales[here.tile * ROWS / 128 * w_stride + turn];
 #pragma unroll
                     for (int j = 0; j < EIGHTS * 2; ++j) {
@@ -130,11 +154,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_by
                     }
                 }
             } else {
-                multiply_turn(sum, ring[i], x, turn * TURN, lane, m);
+                multiply_turn(sum, ring[i], x, alone, turn * TURN, lane, m);
             }
             if (begin + i + DEPTH < total) ask(ring[i], w, next, warp, lane, n, step);
             if (++here.turn == OWN_TURNS) {
-                finish(sum, x_scales, w_scales, bias, out, here.tile, m, n);
+                finish(sum, x_scales, own, w_scales, bias, out, here.tile, m, n);
                 clear(sum);
                 here = {here.tile + step, 0};
             }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda
-from cellar.ops.cuda.driver import Function
+from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import hopper_source, multiprocessors
+from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside
 
 TOKENS = (8, 16, 32, 64)
 """Numbers of tokens that a kernel is made for; it takes fewer."""
@@ -55,26 +57,48 @@ def bytes_linear(
 
     x_scales: float32 [m, 1] with scales [n], or [m, k / 128], tokens behind one another, with [n / 128, k / 128].
     """
+    return _multiply(x, x_scales, weight, scales, bias, dtype, sizes, NOTHING, NOBODY)
+
+
+def bytes_alone(
+    token: Alone, weight: Tensor, scales: Tensor, bias: Tensor | None, sizes: Bytes, *, gate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """One token in bfloat16, behind its norm if it has one, rounded here, times a matrix [n, k] in e4m3 with scales
+    [n] -> (product [1, n], x + delta). With `gate` silu of the upper half's product times the lower half's.
+    """
+    token = token.contiguous()
+    total = token.total()
+    inside = Inside(normed=token.norm is not None, rounded=True, gated=gate)
+    dtype, behind = token.x.dtype, token.arguments(total)
+    return _multiply(token.x, None, weight, scales, bias, dtype, sizes, inside, behind), total
+
+
+def _multiply(
+    x: Tensor,
+    x_scales: Tensor | None,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    sizes: Bytes,
+    inside: Inside,
+    behind: Sequence[Argument],
+) -> Tensor:
     m, k = x.shape
-    n = weight.shape[0]
+    n = weight.shape[0] // 2 if inside.gated else weight.shape[0]
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     grouped = scales.dim() == 2
-    whole = x.dtype == torch.int8
-    function = _function(sizes, k, tokens_of(m), grouped, whole, bias is not None, dtype, x.device)
-    blocks = min(-(-n // sizes.rows), sizes.resident * multiprocessors(x.device))
+    whole = weight.dtype == torch.int8
+    function = _function(sizes, k, tokens_of(m), grouped, whole, bias is not None, dtype, inside, x.device)
+    blocks = min(-(-weight.shape[0] // sizes.rows), sizes.resident * multiprocessors(x.device))
+    pointers = (x, x_scales, weight, scales, bias, out)
+    counts = (m, n, scales.stride(0) if grouped else 0, blocks)
     function.launch(
         blocks,
         (
-            ctypes.c_void_p(x.data_ptr()),
-            ctypes.c_void_p(x_scales.data_ptr()),
-            ctypes.c_void_p(weight.data_ptr()),
-            ctypes.c_void_p(scales.data_ptr()),
-            ctypes.c_void_p(0 if bias is None else bias.data_ptr()),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_int(m),
-            ctypes.c_int(n),
-            ctypes.c_int(scales.stride(0) if grouped else 0),
-            ctypes.c_int(blocks),
+            *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers),
+            *(ctypes.c_int(count) for count in counts),
+            *behind,
         ),
         torch.cuda.current_stream(x.device).cuda_stream,
         dependent=True,
@@ -83,7 +107,14 @@ def bytes_linear(
 
 
 def bytes_source(
-    sizes: Bytes, k: int, tokens: int, grouped: bool, whole: bool, bias: bool, dtype: torch.dtype
+    sizes: Bytes,
+    k: int,
+    tokens: int,
+    grouped: bool,
+    whole: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    inside: Inside = NOTHING,
 ) -> tuple[str, dict[str, int]]:
     """CUDA C++ of one variant, and the constants that it is compiled with."""
     constants = {
@@ -97,14 +128,24 @@ def bytes_source(
         "WHOLE": whole,
         "HAS_BIAS": bias,
         "BF16": dtype == torch.bfloat16,
+        **inside.constants(),
     }
-    return hopper_source("linear/tile.cuh", "linear/bytes.cu"), {name: int(value) for name, value in constants.items()}
+    source = hopper_source("linear/tile.cuh", "linear/alone.cuh", "linear/bytes.cu")
+    return source, {name: int(value) for name, value in constants.items()}
 
 
 @functools.cache
 def _function(
-    sizes: Bytes, k: int, tokens: int, grouped: bool, whole: bool, bias: bool, dtype: torch.dtype, device: torch.device
+    sizes: Bytes,
+    k: int,
+    tokens: int,
+    grouped: bool,
+    whole: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    inside: Inside,
+    device: torch.device,
 ) -> Function:
-    cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype))
+    cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype, inside))
     with torch.cuda.device(device):
-        return Function(cubin, "product_of_bytes", 32 * sizes.warps, sizes.shared(tokens), 1)
+        return Function(cubin, "product_of_bytes", 32 * sizes.warps, sizes.shared(tokens) + inside.shared(k), 1)

@@ -10,7 +10,9 @@
 //
 // Set by the compiler's options: K columns, GROUP of them that share a scale, TOKENS (8 to 64), PIECES of 16 rows in a
 // tile, WARPS, CLUSTER blocks of a cluster, LOADS of 64 columns in a turn, DEPTH turns in flight, RESIDENT blocks of a
-// multiprocessor, HAS_ZEROS (else 8 stands for 0), HAS_BIAS, BF16 (else float16), BF16_SCALES (else float16).
+// multiprocessor, HAS_ZEROS (else 8 stands for 0), HAS_BIAS, BF16 (else float16), BF16_SCALES (else float16);
+// NORMED: x is one token, which goes through `alone.cuh` first; GATED: rows n and on of the matrix meet those before,
+// silu(one) * other is written.
 
 constexpr int WIDTH = 64;             // columns of a load: a block of the matrix
 constexpr int BLOCKS = K / WIDTH;
@@ -24,6 +26,10 @@ constexpr int PARTS = WIDTH > GROUP ? WIDTH / GROUP : 1;  // of a load, each wit
 constexpr int WORDS = 4 / PARTS;                          // of those
 constexpr int OWNED = (TOKENS + CLUSTER - 1) / CLUSTER;   // tokens whose sums a block of a cluster adds up
 
+constexpr int OUT_PIECES = GATED ? PIECES / 2 : PIECES;    // of the result, in a tile
+constexpr int OUT_ROWS = 16 * OUT_PIECES;
+
+static_assert(!GATED || (CLUSTER == 1 && PIECES % 2 == 0));
 static_assert(K % WIDTH == 0 && K % GROUP == 0 && TOKENS % 8 == 0);
 static_assert(GROUP == 32 || GROUP == 64 || GROUP == 128);
 static_assert(TURN <= GROUP ? GROUP % TURN == 0 : TURN % GROUP == 0);
@@ -46,10 +52,14 @@ struct Matrix {
     const u32* scales;  // of [pieces, GROUPS, 8, 2] of 16 bits
     const u16* zeros;   // of [pieces, GROUPS, 8, 2] of 8 bits
     int last;
+    int apart;          // GATED: pieces from a gate's rows to those that it meets
+
+    // Of a tile's i-th piece, counted from its first.
+    __device__ __forceinline__ int piece(int i) const { return GATED && i >= OUT_PIECES ? i - OUT_PIECES + apart : i; }
 };
 
 // The last tile ends where the matrix does: rows that two tiles have are the same in both.
-__device__ __forceinline__ int first_piece(int tile, int last) { return tile * PIECES < last ? tile * PIECES : last; }
+__device__ __forceinline__ int first_piece(int tile, int last) { return tile * OUT_PIECES < last ? tile * OUT_PIECES : last; }
 
 __device__ __forceinline__ void ask(Weights& to, const Matrix& w, const Cursor& at, int taker) {
     const int turn = at.turn * CLUSTER * WARPS + taker, piece = first_piece(at.tile, w.last);
@@ -63,7 +73,7 @@ __device__ __forceinline__ void ask(Weights& to, const Matrix& w, const Cursor& 
         for (int load = 0; load < LOADS; ++load) {
             u32(&x)[4] = to.codes[i][load];
             if (EXACT || block + load < BLOCKS) {
-                load_once(codes + (i * BLOCKS + load) * 128, x);
+                load_once(codes + (w.piece(i) * BLOCKS + load) * 128, x);
             } else {
                 x[0] = x[1] = x[2] = x[3] = 0;
             }
@@ -72,8 +82,8 @@ __device__ __forceinline__ void ask(Weights& to, const Matrix& w, const Cursor& 
         for (int g = 0; g < TURN_GROUPS; ++g) {
             to.scales[i][g] = to.zeros[i][g] = 0;
             if (EXACT || group + g < GROUPS) {
-                load_kept(scales + (i * GROUPS + g) * 8, to.scales[i][g]);
-                if (HAS_ZEROS) load_kept(zeros + (i * GROUPS + g) * 8, to.zeros[i][g]);
+                load_kept(scales + (w.piece(i) * GROUPS + g) * 8, to.scales[i][g]);
+                if (HAS_ZEROS) load_kept(zeros + (w.piece(i) * GROUPS + g) * 8, to.zeros[i][g]);
             }
         }
     }
@@ -105,7 +115,7 @@ __device__ __forceinline__ void numbers(u32 (&a)[4], u32 codes, const u32 (&less
 // tokens: this lane's columns of the first block, of its token of each eight. Where the matrix has ended, scales are 0 and
 // any columns will do.
 __device__ __forceinline__ void multiply_turn(
-    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, const u16* const (&tokens)[EIGHTS], int turn) {
+    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, const u16* const (&tokens)[EIGHTS], u32 alone, int turn) {
     const u16* x[EIGHTS];
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; ++eight) {
@@ -135,9 +145,15 @@ __device__ __forceinline__ void multiply_turn(
 #pragma unroll
         for (int eight = 0; eight < EIGHTS; ++eight) {
             u32 b[2][4];
-            const u16* const from = x[eight] + (EXACT || turn * LOADS + load < BLOCKS ? load * WIDTH : 0);
-            load_global(from, b[0]);
-            load_global(from + 32, b[1]);
+            const int within = EXACT || turn * LOADS + load < BLOCKS ? load * WIDTH : 0;
+            if constexpr (ALONE) {
+                const u32 from = alone + ((EXACT || turn < TURNS ? turn : 0) * TURN + within) * 2;
+                load_shared(from, b[0]);
+                load_shared(from + 64, b[1]);
+            } else {
+                load_global(x[eight] + within, b[0]);
+                load_global(x[eight] + within + 32, b[1]);
+            }
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 float sums[PIECES][4];
@@ -173,6 +189,12 @@ struct Result {
         if (HAS_BIAS) value += one(bias[row]);
         out[static_cast<u64>(token) * n + row] = narrow(value);
     }
+
+    __device__ __forceinline__ void write_gated(int token, int row, float gate, float up) const {
+        if (row >= n) return;
+        if (HAS_BIAS) gate += one(bias[row]), up += one(bias[n + row]);
+        out[static_cast<u64>(token) * n + row] = gated(gate, up);
+    }
 };
 
 // The sums of a tile, whose first row is `first`, added up and written. In a cluster each block does so for some tokens, of which the others send
@@ -185,9 +207,13 @@ __device__ __forceinline__ void finish(const float (&sum)[PIECES][EIGHTS][4], co
     __syncthreads();
     if constexpr (CLUSTER == 1) {
 #pragma unroll 1
-        for (int i = threadIdx.x; i < ROWS * result.m; i += WARPS * 32) {
-            const int token = i / ROWS, row = i % ROWS;
-            result.write(token, first + row, added_up(parts, token, row));
+        for (int i = threadIdx.x; i < OUT_ROWS * result.m; i += WARPS * 32) {
+            const int token = i / OUT_ROWS, row = i % OUT_ROWS;
+            if constexpr (GATED) {
+                result.write_gated(token, first + row, added_up(parts, token, row), added_up(parts, token, row + OUT_ROWS));
+            } else {
+                result.write(token, first + row, added_up(parts, token, row));
+            }
         }
         __syncthreads();
     } else {
@@ -213,12 +239,14 @@ __device__ __forceinline__ void finish(const float (&sum)[PIECES][EIGHTS][4], co
     }
 }
 
-// x: [m, K]; step: how many clusters there are.
+// x: [m, K]; step: how many clusters there are. n: rows of the result, of which GATED has half the matrix's, a multiple
+// of 16. delta and on: of `Given`.
 extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_nibbles(
-    const u16* x, const u32* codes, const u32* scales, const u16* zeros, const u16* bias, u16* out, int m, int n, int step) {
+    const u16* x, const u32* codes, const u32* scales, const u16* zeros, const u16* bias, u16* out, int m, int n, int step,
+    const u16* delta, const u16* norm, u16* total_x, float eps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int pieces = (n + 15) / 16, tiles = (pieces + PIECES - 1) / PIECES, first = blockIdx.x / CLUSTER;
-    const Matrix w = {codes + lane * 4, scales + lane / 4, zeros + lane / 4, pieces - PIECES};
+    const int pieces = (n + 15) / 16, tiles = (pieces + OUT_PIECES - 1) / OUT_PIECES, first = blockIdx.x / CLUSTER;
+    const Matrix w = {codes + lane * 4, scales + lane / 4, zeros + lane / 4, pieces - OUT_PIECES, pieces};
     const Result result = {bias, out, m, n};
     const u16* tokens[EIGHTS];
 #pragma unroll
@@ -238,8 +266,14 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
         }
     }
     if constexpr (CLUSTER > 1) cluster_sync<false>();  // nobody sends before all are there
-    wait_for_kernel_in_front();
-    let_next_kernel_start();
+    const u32 at_first = PARTS_BYTES + (CLUSTER > 1 ? 2 * CLUSTER * OWNED * ROWS * 4 : 0);  // of the token
+    const u32 alone = shared_address(shared_memory()) + at_first + lane % 4 * 16;
+    if constexpr (ALONE) {
+        prepare({x, delta, norm, total_x, eps}, alone - lane % 4 * 16, reinterpret_cast<float*>(shared_memory()));
+    } else {
+        wait_for_kernel_in_front();
+        let_next_kernel_start();
+    }
     float sum[PIECES][EIGHTS][4];
     clear(sum);
     Cursor here{first, 0};
@@ -248,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i) {
             if (begin + i >= total) break;
-            multiply_turn(sum, ring[i], tokens, here.turn * CLUSTER * WARPS + taker);
+            multiply_turn(sum, ring[i], tokens, alone, here.turn * CLUSTER * WARPS + taker);
             if (begin + i + DEPTH < total) {
                 ask(ring[i], w, next, taker);
                 next.advance(OWN_TURNS, step);

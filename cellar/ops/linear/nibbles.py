@@ -14,6 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_source, multiprocessors
+from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside
 from cellar.ops.linear.bytes import tokens_of
 
 ROWS, COLUMNS = 16, 64
@@ -83,22 +84,47 @@ class Fragments:
         return self.n * self.k // 2 + groups * (2 if self.zeros is None else 3)
 
 
-def nibbles_linear(x: Tensor, matrix: Fragments, bias: Tensor | None, sizes: Nibbles) -> Tensor:
-    """x W^T + b: x: [m, k] in a 16-bit dtype, rows on 16 bytes -> [m, n]; 64 tokens at a time."""
-    x = x.contiguous()
+def nibbles_linear(x: Tensor, matrix: Fragments, bias: Tensor | None, sizes: Nibbles, *, gate: bool = False) -> Tensor:
+    """x W^T + b: x: [m, k] in a 16-bit dtype, rows on 16 bytes -> [m, n]; 64 tokens at a time.
+
+    With `gate` silu(x G^T + b) * (x U^T + c) -> [m, n / 2], G the upper half of the matrix and U the lower, where
+    `nibbles_gate` says so.
+    """
+    return _multiply(x.contiguous(), matrix, bias, sizes, Inside(gated=gate), NOBODY)
+
+
+def nibbles_alone(
+    token: Alone, matrix: Fragments, bias: Tensor | None, sizes: Nibbles, *, gate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same of one token behind its norm -> (product, x + delta)."""
+    token = token.contiguous()
+    total = token.total()
+    inside = Inside(normed=True, gated=gate)
+    return _multiply(token.x, matrix, bias, sizes, inside, token.arguments(total)), total
+
+
+def nibbles_gate(n: int, sizes: Nibbles) -> bool:
+    """True if a kernel of these sizes can have the gate of a matrix [n, k] inside: a tile has rows of both halves."""
+    return n % (2 * ROWS) == 0 and sizes.sharers == 1 and sizes.pieces > 1 and n >= ROWS * sizes.pieces
+
+
+def _multiply(
+    x: Tensor, matrix: Fragments, bias: Tensor | None, sizes: Nibbles, inside: Inside, behind: Sequence[Argument]
+) -> Tensor:
     while sizes.pieces > matrix.codes.shape[0]:
         sizes = replace(sizes, pieces=sizes.pieces // 2)
-    out = torch.empty((x.shape[0], matrix.n), dtype=x.dtype, device=x.device)
+    n = matrix.n // 2 if inside.gated else matrix.n
+    out = torch.empty((x.shape[0], n), dtype=x.dtype, device=x.device)
     blocks = min(-(-matrix.n // sizes.rows), max(1, sizes.resident * multiprocessors(x.device) // sizes.sharers))
     for start in range(0, x.shape[0], _MOST_TOKENS):
         some = x[start : start + _MOST_TOKENS]
         function = _product(
             sizes, matrix.k, matrix.group, tokens_of(len(some)), matrix.zeros is not None, bias is not None,
-            x.dtype, matrix.scales.dtype, x.device,
+            x.dtype, matrix.scales.dtype, inside, x.device,
         )  # fmt: skip
         _launch(function, blocks, x.device, [
             _address(some), *_matrix(matrix), _address(bias), _address(out[start:]),
-            ctypes.c_int(len(some)), ctypes.c_int(matrix.n), ctypes.c_int(blocks),
+            ctypes.c_int(len(some)), ctypes.c_int(n), ctypes.c_int(blocks), *behind,
         ])  # fmt: skip
     return out
 
@@ -113,7 +139,15 @@ def written_out(matrix: Fragments, dtype: torch.dtype) -> Tensor:
 
 
 def nibbles_source(
-    sizes: Nibbles, k: int, group: int, tokens: int, zeros: bool, bias: bool, dtype: torch.dtype, scales: torch.dtype
+    sizes: Nibbles,
+    k: int,
+    group: int,
+    tokens: int,
+    zeros: bool,
+    bias: bool,
+    dtype: torch.dtype,
+    scales: torch.dtype,
+    inside: Inside = NOTHING,
 ) -> tuple[str, dict[str, int]]:
     """CUDA C++ of one variant, and the constants that it is compiled with."""
     constants = {
@@ -130,10 +164,10 @@ def nibbles_source(
         "HAS_BIAS": bias,
         "BF16": dtype == torch.bfloat16,
         "BF16_SCALES": scales == torch.bfloat16,
+        **inside.constants(),
     }
-    return hopper_source("linear/tile.cuh", "linear/nibbles.cu"), {
-        name: int(value) for name, value in constants.items()
-    }
+    source = hopper_source("linear/tile.cuh", "linear/alone.cuh", "linear/nibbles.cu")
+    return source, {name: int(value) for name, value in constants.items()}
 
 
 def writer_source(
@@ -146,11 +180,12 @@ def writer_source(
 @functools.cache
 def _product(
     sizes: Nibbles, k: int, group: int, tokens: int, zeros: bool, bias: bool, dtype: torch.dtype, scales: torch.dtype,
-    device: torch.device,
+    inside: Inside, device: torch.device,
 ) -> Function:  # fmt: skip
-    cubin = compile_cuda(*nibbles_source(sizes, k, group, tokens, zeros, bias, dtype, scales))
+    cubin = compile_cuda(*nibbles_source(sizes, k, group, tokens, zeros, bias, dtype, scales, inside))
+    shared = sizes.shared(tokens) + inside.shared(k)
     with torch.cuda.device(device):
-        return Function(cubin, "product_of_nibbles", 32 * sizes.warps, sizes.shared(tokens), sizes.sharers)
+        return Function(cubin, "product_of_nibbles", 32 * sizes.warps, shared, sizes.sharers)
 
 
 @functools.cache

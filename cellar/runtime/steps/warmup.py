@@ -279,8 +279,12 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype) -> Iterator[CudaJob]:
                     if sizes is not None:
                         yield _cuda_job(*wide_source(sizes, name == "gate_up", bias, dtype))
             elif isinstance(weight, ByteWeight) and dtype == torch.bfloat16:
-                yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights))
-            elif isinstance(weight, NibbleWeight | PackedWeight):
+                sources = weight.sources(f"{name}_bias" in weights, name == "gate_up")
+                yield from (_cuda_job(*source) for source in sources)
+            elif isinstance(weight, NibbleWeight):
+                sources = weight.sources(f"{name}_bias" in weights, dtype, name == "gate_up")
+                yield from (_cuda_job(*source) for source in sources)
+            elif isinstance(weight, PackedWeight):
                 yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights, dtype))
 
 

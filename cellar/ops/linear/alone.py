@@ -1,0 +1,64 @@
+"""One token on its way into a product on Hopper: what each block of it does by itself (`alone.cuh`)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cellar.ops.cuda.driver import Argument
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """What a kernel does beside its product: norm and rounding of its only token before, silu(gate) * up behind."""
+
+    normed: bool = False
+    rounded: bool = False
+    gated: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """True if the token goes through shared memory, so that there can be no other."""
+        return self.normed or self.rounded
+
+    def shared(self, k: int) -> int:
+        """Bytes of shared memory that k numbers of the token take."""
+        return k * (1 if self.rounded else 2) if self.alone else 0
+
+    def constants(self) -> dict[str, int]:
+        """What a kernel is compiled with."""
+        return {"NORMED": int(self.normed), "ROUNDED": int(self.rounded), "GATED": int(self.gated)}
+
+
+NOTHING = Inside()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alone:
+    """A token x [1, k] in 16 bits, or with a norm [k] rms_norm(x + delta) (delta [1, k]; None: nothing to add)."""
+
+    x: Tensor
+    delta: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+
+    def contiguous(self) -> Alone:
+        """The same, its numbers behind one another."""
+        delta = None if self.delta is None else self.delta.contiguous()
+        return Alone(self.x.contiguous(), delta, self.norm, self.eps)
+
+    def total(self) -> Tensor:
+        """Where x + delta goes: x itself if there is nothing to add."""
+        return self.x if self.delta is None else torch.empty_like(self.x)
+
+    def arguments(self, total: Tensor) -> tuple[Argument, ...]:
+        """What stands behind a kernel's own arguments."""
+        pointers = (self.delta, self.norm, total)
+        return *(ctypes.c_void_p(0 if t is None else t.data_ptr()) for t in pointers), ctypes.c_float(self.eps)
+
+
+NOBODY: tuple[Argument, ...] = (*(ctypes.c_void_p(0) for _ in range(3)), ctypes.c_float(0.0))
+"""Those of a kernel that has nothing inside."""
