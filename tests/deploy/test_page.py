@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,13 @@ class Shell:
             process.wait(SECONDS)
             log.close()
 
+    def end(self) -> None:
+        """End what has left its parents, as HAProxy does when it reads its configuration anew: its home tells it."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                if process.environ().get("HOME") == str(self.directory):
+                    process.kill()
+
 
 def prepared(directory: Path, port: int, **args: Any) -> str:
     """deploy/ray/serve.yaml for a machine with two cores and no GPU."""
@@ -131,7 +138,9 @@ def shell() -> Iterator[Shell]:
             CELLAR_KV_REMOTE=cache.url,
             CELLAR_KV_REMOTE_KEY=os.urandom(32).hex(),
         )
-        yield Shell({**environment, "OMP_NUM_THREADS": "1"}, directory)
+        shell = Shell({**environment, "OMP_NUM_THREADS": "1"}, directory)
+        ending.callback(shell.end)
+        yield shell
 
 
 def test_the_page_names_what_there_is() -> None:
