@@ -201,18 +201,22 @@ def answers(url: str, shell: Shell) -> bool:
     return True
 
 
+def listed(shell: Shell, *what: str) -> list[dict[str, Any]]:
+    """What Ray has of these; where there is nothing yet, it says so in a sentence."""
+    said = shell.run("ray", "list", *what, "--format", "json")
+    return json.loads(said) if said.startswith("[") else []
+
+
 def nodes(shell: Shell) -> dict[str, bool]:
     """Ray's hosts that live, and which is the head."""
-    listed = json.loads(shell.run("ray", "list", "nodes", "--format", "json"))
-    return {node["node_id"]: node["is_head_node"] for node in listed if node["state"] == "ALIVE"}
+    return {node["node_id"]: node["is_head_node"] for node in listed(shell, "nodes") if node["state"] == "ALIVE"}
 
 
 def busy(shell: Shell, node: str) -> bool:
     """Whether engines or fronts run there."""
-    listed = json.loads(shell.run("ray", "list", "actors", "--format", "json", "--limit", "1000"))
     return any(
         actor["node_id"] == node and actor["state"] == "ALIVE" and "ServeReplica" in actor["class_name"]
-        for actor in listed
+        for actor in listed(shell, "actors", "--limit", "1000")
     )
 
 

@@ -69,20 +69,26 @@ def desk_of(told: Told) -> MaskDesk:
     return MaskDesk(told.supply, told.told, budget=SECONDS)
 
 
-def mask_threads() -> int:
-    return sum(thread.name == "cellar-masks" for thread in threading.enumerate())
+class Threads:
+    """Those of masks that were begun since; engines of other tests may have left theirs."""
 
+    def __init__(self) -> None:
+        self._others = set(threading.enumerate())
 
-def settled(before: int) -> None:
-    for thread in threading.enumerate():
-        if thread.name == "cellar-masks":
+    def now(self) -> list[threading.Thread]:
+        return [
+            thread for thread in threading.enumerate() if thread.name == "cellar-masks" and thread not in self._others
+        ]
+
+    def settle(self) -> None:
+        for thread in self.now():
             thread.join(SECONDS)
-    assert mask_threads() <= before
+        assert not self.now()
 
 
 def test_a_step_that_waits_less_hears_first() -> None:
     """Whoever asked before it, for a step that may wait longer."""
-    go, told = threading.Event(), Told()
+    go, told, threads = threading.Event(), Told(), Threads()
     desk = desk_of(told)
     desk.ask([Wanted(1, 0, row("patient", Held(go)))], SECONDS)
     desk.ask([Wanted(2, 0, row("hurried", Held(go)))], 0.01)
@@ -90,12 +96,12 @@ def test_a_step_that_waits_less_hears_first() -> None:
     go.set()
     assert told.until(2)[1] == (1, True)
     desk.close()
-    settled(0)
+    threads.settle()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of one process have one priority elsewhere")
 def test_threads_that_compute_masks_step_back() -> None:
-    go, told = threading.Event(), Told()
+    go, told, threads = threading.Event(), Told(), Threads()
     go.set()
     matcher, desk = Held(go), desk_of(told)
     own = os.getpriority(os.PRIO_PROCESS, 0)
@@ -104,31 +110,31 @@ def test_threads_that_compute_masks_step_back() -> None:
     assert matcher.nice == min(own + NICER, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == own, "and nobody else does"
     desk.close()
-    settled(0)
+    threads.settle()
 
 
 def test_a_mask_that_is_held_up_has_a_thread_of_its_own_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two cores one thread computes masks; who is late because of their number gets no second one."""
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    go, quick, told = threading.Event(), threading.Event(), Told()
+    go, quick, told, threads = threading.Event(), threading.Event(), Told(), Threads()
     quick.set()
     desk = desk_of(told)
     desk.ask([Wanted(1, 0, row("held", Held(go)))])
     desk.ask([Wanted(1, k, row(f"quick-{k}", Held(quick))) for k in range(1, 4)])
     assert told.until(4)[0] == (1, False), "all are late"
-    assert mask_threads() == 4, "the keeper, that for slow ones, the one that is held, and one more"
+    assert len(threads.now()) == 4, "the keeper, that for slow ones, the one that is held, and one more"
     desk.ask([Wanted(2, 0, row("late", Held(quick)))])
     assert told.until(5)[4] == (2, True)
     go.set()
     for _ in range(1000):
-        if mask_threads() == 3:
+        if len(threads.now()) == 3:
             break
         threading.Event().wait(SECONDS / 1000)
-    assert mask_threads() == 3
+    assert len(threads.now()) == 3
     desk.ask([Wanted(3, 0, row("last", Held(quick)))])
     assert told.until(6)[5] == (3, True)
     desk.close()
-    settled(0)
+    threads.settle()
 
 
 class Asked:

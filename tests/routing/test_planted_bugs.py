@@ -600,19 +600,30 @@ def most_tokens_of_an_answer_are_not_looked_at(patch: pytest.MonkeyPatch) -> Non
 @bug
 def more_is_written_than_there_is_time_for(patch: pytest.MonkeyPatch) -> None:
     move = drain_module._move
-    patch.setattr(drain_module, "_move", lambda held, prices, room: move(held, prices, held.num_chunks))
+    patch.setattr(drain_module, "_move", lambda index, held, prices, room: move(index, held, prices, len(held.ends)))
 
 
 @bug
 def first_chunks_are_written_instead_of_the_last(patch: pytest.MonkeyPatch) -> None:
     move = drain_module._move
-    patch.setattr(drain_module, "_move", lambda *args: replace(move(*args), first_chunk=0))
+    turned = lambda held: replace(held, ends=held.ends[::-1])  # noqa: E731
+    patch.setattr(drain_module, "_move", lambda index, held, *rest: move(index, turned(held), *rest))
 
 
 @bug
 def chance_to_go_on_does_not_count(patch: pytest.MonkeyPatch) -> None:
     move = drain_module._move
-    patch.setattr(drain_module, "_move", lambda held, *rest: move(replace(held, chance=1.0), *rest))
+    patch.setattr(drain_module, "_move", lambda index, held, *rest: move(index, replace(held, chance=1.0), *rest))
+
+
+@bug
+def writing_costs_nothing(patch: pytest.MonkeyPatch) -> None:
+    move = drain_module._move
+    patch.setattr(
+        drain_module,
+        "_move",
+        lambda index, held, prices, room: move(index, held, replace(prices, move=0.0), room),
+    )
 
 
 # -- routers that know nothing of chunks ---------------------------------------------------------------
@@ -687,8 +698,9 @@ def hunt() -> None:
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017  # a bug may show itself as anything
+    with pytest.raises(Exception) as found:  # a bug may show itself as anything but one that does not fit its place
         hunt()
+    assert not isinstance(found.value, TypeError), found.value
 
 
 def test_without_a_bug_nothing_is_found() -> None:
