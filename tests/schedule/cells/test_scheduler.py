@@ -652,11 +652,13 @@ def _plans(spec: CellModelSpec, requests: Sequence[CellRequest], arrivals: Seque
         ids = [made.running[number].id for number in made.subgraphs.owner[flight.owners].tolist()]
         seen.append((plan.cell, plan.cu_batch.tolist(), ids))
         made.commit(result(plan, 0, plan.num_tasks))
-        made.check_integrity()
+        if now % 8 == 0:
+            made.check_integrity()
+    made.check_integrity()
     return seen, most
 
 
-@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 12), marks=pytest.mark.long)])
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 6), marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["chains", "two cells", "branching"])
 def test_requests_that_no_call_could_reach_wait_and_nothing_else_changes(kind: str, seeds: range) -> None:
     fewer = 0
