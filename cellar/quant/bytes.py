@@ -120,8 +120,8 @@ class ByteWeight(LinearWeight):
         return byte_product(codes, scales, self._codes, self._scales, bias, self.product_for(m))
 
     def _alone(self, x: Tensor) -> Bytes | None:
-        """Sizes of the kernel that takes these tokens in 16 bits: of one alone, in e4m3 with one scale."""
-        if x.shape[0] != 1 or x.dtype != torch.bfloat16 or self.format.group or self.format.name != "fp8":
+        """Sizes of the kernel that takes these tokens in 16 bits: if there is one alone."""
+        if x.shape[0] != 1 or x.dtype != torch.bfloat16 or self.format.group:
             return None
         return self.product_for(1)
 
@@ -136,7 +136,7 @@ class ByteWeight(LinearWeight):
         """CUDA C++ of all that may multiply, with the constants that it is compiled with. `gate`: one comes behind."""
         grouped, whole = self.format.group > 0, self.format.name == "int8"
         ways = [(m, NOTHING) for m in (1, *TOKENS)]
-        if not grouped and not whole:
+        if not grouped:
             ways[:1] = [(1, Inside(normed, rounded=True, gated=gate and normed)) for normed in (False, True)]
         for m, inside in ways:
             sizes = self.product_for(m)

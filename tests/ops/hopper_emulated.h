@@ -491,6 +491,7 @@ inline u32 multiply_add_two(u32 a, u32 b, u32 c) {
 inline u32 multiply_two(u32 a, u32 b) { return multiply_add_two(a, b, 0); }
 inline u16 narrow(float value) { return rounded(value); }
 inline float reciprocal(float x) { return 1.0f / x; }
+inline float divided(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
 
 inline u64 descriptor(u32 address) {

@@ -31,7 +31,8 @@ hopper = pytest.mark.skipif(
     reason="gpu: this machine has no Hopper GPU",
 )
 BF16, F16 = torch.bfloat16, torch.float16
-FP8, INT4 = Format("fp8", activations="fp8"), Format("int4", 64, zero_points=True)
+FP8, INT8 = Format("fp8", activations="fp8"), Format("int8", activations="int8")
+INT4 = Format("int4", 64, zero_points=True)
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ EXAMPLES = (
     Example(FP8, Bytes(1, 4, 3, 1), 80, 1040, Inside(rounded=True, normed=True), bias=True),
     Example(FP8, Bytes(2, 2, 2, 1), 96, 528, Inside(rounded=True, normed=True, gated=True), bias=True),
     Example(FP8, Bytes(1, 3, 2, 1), 112, 640, Inside(rounded=True, normed=True, gated=True), delta=False),
+    Example(INT8, Bytes(1, 2, 2, 1), 64, 528, Inside(rounded=True, normed=True, gated=True)),
+    Example(INT8, Bytes(2, 2, 1, 1), 48, 512, Inside(rounded=True), bias=True),
     Example(INT4, Nibbles(1, 2, 1, 2, 2, 1), 48, 576, Inside(normed=True), bias=True),
     Example(INT4, Nibbles(2, 2, 2, 1, 2, 1), 80, 640, Inside(normed=True), delta=False),
     Example(INT4, Nibbles(2, 2, 1, 2, 2, 1), 160, 512, Inside(normed=True, gated=True), bias=True),
@@ -161,7 +164,7 @@ def run_emulated(of: Example, edits: Sequence[tuple[str, str]] = ()) -> None:
         assert isinstance(sizes, Bytes)
         weight = ByteWeight(given.matrix)
         kernel, files = "product_of_bytes", ("linear/bytes.cu",)
-        _, constants = bytes_source(sizes, of.k, tokens, False, False, has_bias, of.dtype, of.inside)
+        _, constants = bytes_source(sizes, of.k, tokens, False, of.format.name == "int8", has_bias, of.dtype, of.inside)
         takes = [("const void*", "x"), ("const float*", "x_scales"), ("const unsigned char*", "w")]
         takes += [("const float*", "w_scales"), ("const u16*", "bias"), ("u16*", "out")]
         pointers = [given.x, None, weight._codes, weight._scales, given.bias, out]
@@ -224,7 +227,7 @@ PLANTED = (
         "0;\n                u32(&x)",
         2,
     ),
-    ("pieces of up are those behind", "i - OUT_PIECES + apart", "i", 6),
+    ("pieces of up are those behind", "i - OUT_PIECES + apart", "i", 8),
 )
 
 
@@ -294,7 +297,7 @@ def test_it_multiplies(of: Example, wider: int) -> None:
 
 @pytest.mark.gpu
 @hopper
-@pytest.mark.parametrize("format", [FP8, INT4], ids=lambda f: f"{f.name} {f.activations}")
+@pytest.mark.parametrize("format", [FP8, INT8, INT4], ids=lambda f: f"{f.name} {f.activations}")
 def test_a_layer_of_one_token_is_what_its_parts_are(format: Format) -> None:
     """Norm, gate and up, down: by weights as models have them, alone and as a row of several tokens."""
     generator = torch.Generator().manual_seed(3)

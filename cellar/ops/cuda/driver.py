@@ -17,6 +17,8 @@ from cellar.core.errors import DeviceError
 
 # From cuda.h.
 _MAX_DYNAMIC_SHARED = 8
+_PREFERRED_SHARED = 9
+_SHARED_OF_ALL = 228 << 10  # bytes that blocks of one of Hopper's multiprocessors can share
 _CLUSTER_DIMENSION = 4
 _DEPENDENT_LAUNCH = 6
 _DTYPES = {torch.float16: 6, torch.bfloat16: 9}
@@ -91,15 +93,26 @@ def tensor_map(
 
 
 class Function:
-    """A kernel of a cubin on the current device, with so much dynamic shared memory, in clusters of a size."""
+    """A kernel of a cubin on the current device, with so much dynamic shared memory, in clusters of a size.
 
-    def __init__(self, cubin: bytes, name: str, threads: int, shared: int, cluster: int) -> None:
+    `room`: of the memory that a multiprocessor divides between its cache and what blocks share, the bytes for blocks;
+    None: what the driver takes this kernel to want. The division changes only when a multiprocessor is empty. Kernels
+    that begin before the ones in front have ended find what those wanted, and no room for their own blocks if that is
+    less; so they should ask for the same.
+    """
+
+    def __init__(
+        self, cubin: bytes, name: str, threads: int, shared: int, cluster: int, room: int | None = None
+    ) -> None:
         self._threads, self._shared, self._cluster = threads, shared, cluster
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         driver = loaded()
         check(driver.cuModuleLoadData(ctypes.byref(self._module), cubin))
         check(driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()))
         check(driver.cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, shared))
+        if room is not None:
+            percent = min(-(-100 * room // _SHARED_OF_ALL), 100)
+            check(driver.cuFuncSetAttribute(self._function, _PREFERRED_SHARED, percent))
 
     def clusters_at_once(self) -> int:
         """How many clusters the device runs side by side."""

@@ -422,6 +422,12 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
+__device__ __forceinline__ float divided(float x, float by) {  // as Triton divides: within 2 units of the last place
+    float y;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(by));
+    return y;
+}
+
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

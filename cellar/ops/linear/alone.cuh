@@ -1,6 +1,6 @@
 // What one token goes through on its way into a product, in each block by itself: residual add and RMSNorm (NORMED), then
-// rounding to e4m3 (ROUNDED). It lies in shared memory then, in 8 bits or 16. And what may stand behind a product, a gate
-// (GATED). Behind `tile.cuh`.
+// rounding to 8 bits (ROUNDED; to int8 if WHOLE, else e4m3). It lies in shared memory then, in 8 bits or 16. And what may
+// stand behind a product, a gate (GATED). Behind `tile.cuh`.
 //
 // The matrix is on its way meanwhile: what takes a launch of its own, with its beginning and its end, takes each block as
 // long as it takes memory to answer.
@@ -88,22 +88,20 @@ __device__ __forceinline__ void add_and_norm(const Given& given, u32 (&x)[HELD][
     }
 }
 
-// Numbers to codes by a scale: x / scale rounded once, without a division for each.
-struct Codes {
-    float raise, by, inverse;
+// Two numbers to codes, as `quant/tokens.py` has them.
+__device__ __forceinline__ u32 whole_of(float x) {  // in 2^23 and a half more a unit is the last bit
+    const float inside = x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x;
+    return __float_as_uint(inside + 12582912.0f) & 255;
+}
 
-    __device__ __forceinline__ explicit Codes(float scale) {
-        raise = scale < 1e-30f ? 18446744073709551616.0f : 1.0f;  // so that the inverse is a number
-        by = scale * raise, inverse = 1.0f / by;
-    }
-
-    __device__ __forceinline__ float divided(float x) const {
-        const float raised = x * raise, near = raised * inverse;
-        return fmaf(fmaf(-near, by, raised), inverse, near);
-    }
-
-    __device__ __forceinline__ u32 of(u32 pair) const { return two_codes(divided(low_of(pair)), divided(high_of(pair))); }
-};
+__device__ __forceinline__ u32 codes_of(u32 pair, float scale) {
+    const float low = divided(low_of(pair), scale), high = divided(high_of(pair), scale);
+#if WHOLE
+    return whole_of(low) | whole_of(high) << 8;
+#else
+    return two_codes(low, high);
+#endif
+}
 
 // The token to `to` in shared memory, for all threads; its scale is returned, or 1. Waits for the kernel in front.
 __device__ __forceinline__ float prepare(const Given& given, u32 to, float* scratch) {
@@ -126,17 +124,16 @@ __device__ __forceinline__ float prepare(const Given& given, u32 to, float* scra
             most = high > most ? high : most;
         }
     }
-    scale = __uint_as_float(most_of_block(most, reinterpret_cast<u32*>(scratch) + SCRATCH)) / 448.0f;
+    scale = divided(__uint_as_float(most_of_block(most, reinterpret_cast<u32*>(scratch) + SCRATCH)), WHOLE ? 127.5f : 448.0f);
     scale = scale == 0.0f ? 1.0f : scale;
-    const Codes codes(scale);
 #endif
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int at = (threadIdx.x + i * THREADS) * 8;
         if (at >= K) continue;
 #if ROUNDED
-        store_shared(to + at, codes.of(x[i][0]) | codes.of(x[i][1]) << 16);
-        store_shared(to + at + 4, codes.of(x[i][2]) | codes.of(x[i][3]) << 16);
+        store_shared(to + at, codes_of(x[i][0], scale) | codes_of(x[i][1], scale) << 16);
+        store_shared(to + at + 4, codes_of(x[i][2], scale) | codes_of(x[i][3], scale) << 16);
 #else
 #pragma unroll
         for (int j = 0; j < 4; ++j) store_shared(to + at * 2 + 4 * j, x[i][j]);

@@ -35,6 +35,15 @@ class Inside:
 
 NOTHING = Inside()
 
+_LEAST_ROOM = 64 << 10
+
+
+def room_of(shared: int, resident: int) -> int:
+    """Bytes of a multiprocessor's memory that a kernel for a few tokens asks for, of whose blocks with so many shared
+    bytes so many are to run side by side: what all of these kernels ask for, where that is enough.
+    """
+    return max(_LEAST_ROOM, resident * (shared + 1024))  # 1 KB of each block is the driver's
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alone:

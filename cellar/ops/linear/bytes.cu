@@ -24,7 +24,7 @@ using Sum = float;
 
 constexpr int OUT_ROWS = GATED ? ROWS / 2 : ROWS;  // of the result, in a tile
 
-static_assert(!(WHOLE && GROUPED) && !((ALONE || GATED) && (WHOLE || GROUPED)));
+static_assert(!(WHOLE && GROUPED) && !((ALONE || GATED) && GROUPED));
 static_assert(K % 16 == 0 && TOKENS % 8 == 0 && 128 % ROWS == 0);
 
 struct Weights {

@@ -14,7 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import hopper_source, multiprocessors
-from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside
+from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside, room_of
 
 TOKENS = (8, 16, 32, 64)
 """Numbers of tokens that a kernel is made for; it takes fewer."""
@@ -63,8 +63,8 @@ def bytes_linear(
 def bytes_alone(
     token: Alone, weight: Tensor, scales: Tensor, bias: Tensor | None, sizes: Bytes, *, gate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One token in bfloat16, behind its norm if it has one, rounded here, times a matrix [n, k] in e4m3 with scales
-    [n] -> (product [1, n], x + delta). With `gate` silu of the upper half's product times the lower half's.
+    """One token in bfloat16, behind its norm if it has one, rounded here, times a matrix [n, k] in e4m3 or int8 with
+    scales [n] -> (product [1, n], x + delta). With `gate` silu of the upper half's product times the lower half's.
     """
     token = token.contiguous()
     total = token.total()
@@ -147,5 +147,7 @@ def _function(
     device: torch.device,
 ) -> Function:
     cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype, inside))
+    shared = sizes.shared(tokens) + inside.shared(k)
     with torch.cuda.device(device):
-        return Function(cubin, "product_of_bytes", 32 * sizes.warps, sizes.shared(tokens) + inside.shared(k), 1)
+        room = room_of(shared, sizes.resident)
+        return Function(cubin, "product_of_bytes", 32 * sizes.warps, shared, 1, room)

@@ -264,17 +264,6 @@ def open_local(
         return thread.submit(_open, config, directory, placement, identify, place).result()
 
 
-def check_kept(kv_cache_dtype: str, device: torch.device) -> None:
-    """K and V are kept as offloaded models may keep them there, or ConfigError. On a GPU the same code would run, from
-    one layout of bytes for both sides, but it has not been compared with the resident engine yet.
-    """
-    if device.type != "cpu" and kv_cache_dtype != "auto":
-        raise ConfigError(
-            f"kv_cache_dtype {kv_cache_dtype} beside weights or KV outside of the device runs on a CPU so far, but the "
-            f"device is {device}; leave it out, set device to cpu, or plan for a model that fits."
-        )
-
-
 def _open(
     config: EngineConfig,
     directory: Path | None,
@@ -324,8 +313,6 @@ def _open(
             check_offloaded(placement, spec, device)
         else:
             check_resident(placement, spec)
-    if offloads:
-        check_kept(config.cache.kv_cache_dtype, device)
     if device.type != "cpu" and model_config.quantization == "w8a8":
         raise ConfigError(f"quantization w8a8 runs on a CPU so far, but the device is {device}; take int8 or fp8.")
     sparse_v = config.offload.sparse_v
