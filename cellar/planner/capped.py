@@ -11,6 +11,7 @@ is predicted (`passes.py`), and how many sequences end within a bound.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -256,12 +257,15 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
         fixed += (-(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs) * a_layer
     rest_of_model = ((n, t) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
     fixed += sum(_aligned(_nbytes(t, 0, t.shape[0], room.kind)) for _, t in rest_of_model)
-    layers = [_matrices(layer) for layer in spec.layers]
+    layers = _kinds(spec.layers)
     apart = max((_apart(t, room.kind) for layer in layers for t in layer), default=0)
 
     def on_device(share: float) -> int:
-        kept = [[(t, _rows(layer, k, share)) for k, t in enumerate(layer)] for layer in layers]
-        resident = sum(_aligned(_nbytes(t, 0, rows, room.kind)) for layer in kept for t, rows in layer)
+        resident = sum(
+            count * _aligned(_nbytes(t, 0, _rows(layer, k, share), room.kind))
+            for layer, count in layers.items()
+            for k, t in enumerate(layer)
+        )
         here = share + warm(share) if room.kind == "cpu" else share
         come = [[(t, _rows(layer, k, here)) for k, t in enumerate(layer)] for layer in layers]
         slot = max(sum(_aligned(_nbytes(t, rows, t.shape[0], room.kind)) for t, rows in layer) for layer in come)
@@ -272,9 +276,12 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
 
     def in_host(kept: float, share: float) -> int:
         cuts = [
-            (t, _rows(layer, k, kept), _rows(layer, k, share + kept)) for layer in layers for k, t in enumerate(layer)
+            (t, _rows(layer, k, kept), _rows(layer, k, share + kept), count)
+            for layer, count in layers.items()
+            for k, t in enumerate(layer)
         ]
-        return sum(_aligned(_nbytes(t, first, last, room.kind)) for t, first, last in cuts) + len(layers) * apart
+        found = sum(count * _aligned(_nbytes(t, first, last, room.kind)) for t, first, last, count in cuts)
+        return found + len(spec.layers) * apart
 
     limit = room.host
     if limit is not None and place == "host":
@@ -343,6 +350,13 @@ def _matrices(layer: LayerSpec) -> list[TensorSpec]:
     found = [t for t in layer.tensors if len(t.shape) == 2]
     largest = max(found, key=lambda t: t.nbytes, default=None)
     return sorted(found, key=lambda t: t is largest)
+
+
+def _kinds(layers: Sequence[LayerSpec]) -> Counter[tuple[TensorSpec, ...]]:
+    """Matrices of layers that differ in more than what their tensors are called in the checkpoint, and how many layers
+    have such: what a division takes is the same for all of a kind.
+    """
+    return Counter(tuple(replace(t, stored=("",) * len(t.stored)) for t in _matrices(layer)) for layer in layers)
 
 
 def _in_layer(name: str) -> bool:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
 from cellar.core.pieces import cut_at_most, format_name
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.planner.saved import Limits, SavedPlan, geometry_of
 
 PLACES = ("device", "host", "disk")
 
 BOTH = {"both": ("host", "device")}
+
+
+@lru_cache(maxsize=256)
+def rows_to_cut_at(tensor: TensorSpec) -> NDArray[np.int64]:
+    """The rows at which a tensor may be cut; of a seed's thousand placements of few models, once a tensor."""
+    rows = range(1, tensor.shape[0])
+    return np.array([row for row in rows if not tensor.formats or cut_at_most(tensor, row) == row], np.int64)
 
 
 def random_placement(
@@ -39,9 +48,7 @@ def random_placement(
         if not name.startswith("layers."):
             weights.append(Placed(name, "device", 0, rows, form))
             continue
-        allowed = np.arange(1, rows)
-        if tensor.formats:
-            allowed = np.array([row for row in allowed if cut_at_most(tensor, int(row)) == row], np.int64)
+        allowed = rows_to_cut_at(tensor)
         cuts = 0 if whole else min(len(allowed), int(random.integers(0, 4)))
         inner = random.choice(allowed, cuts, replace=False)
         ends = [0, *sorted(inner.tolist()), rows]

@@ -360,12 +360,10 @@ class World:
             worker.submit(plan)
             self.steps += 1
             moved = True
-            self.check()
         flying = worker.in_flight or self.scheduler.next_event(self.now) is not None
         for result in self.runtime.poll(0):
             if isinstance(result, CopyResult):
                 self.scheduler.commit_copy(result, self.now)
-                self.check()
                 continue
             result = dataclasses.replace(result, seconds=0.3 * (result.step * 7919 % 7))
             names = self.scheduler._rows.ids[self.scheduler._plans.in_flight[0].sampled].tolist()
@@ -374,7 +372,7 @@ class World:
                 wanted = [n for n, flag in zip(names, result.flags, strict=True) if n in self.live and not flag]
                 assert output.ids == wanted, "a token is lost, or somebody got one who should not"
             self.take(result, output)
-            self.check()
+        self.check()
         return moved or bool(flying)
 
     def plan(self) -> StepPlan | None:

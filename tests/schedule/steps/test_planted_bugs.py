@@ -37,7 +37,7 @@ BUGS: dict[str, tuple[Plant, dict[str, Any]]] = {}
 
 
 def bug(**where: Any) -> Callable[[Plant], Plant]:
-    """`where` says in what settings the bug shows, so that the hunt is short."""
+    """`where` says in what settings the bug shows, and in which case first, so that the hunt is short."""
 
     def register(plant: Plant) -> Plant:
         BUGS[plant.__name__] = plant, where
@@ -146,7 +146,7 @@ def decode_gets_its_chunk_one_token_late(patch: pytest.MonkeyPatch) -> None:
 # -- identity ------------------------------------------------------------------------------------------
 
 
-@bug(pressure=False, caching=True, run_ahead=4, row_depth=None)
+@bug(pressure=False, caching=True, run_ahead=4, row_depth=None, first=17)
 def identity_comes_from_tokens_not_committed(patch: pytest.MonkeyPatch) -> None:
     def completed(rows: Rows, of: Index) -> Index:
         return of[rows.planned[of] >= rows.next_named[of]]
@@ -185,7 +185,7 @@ def whole_prompt_is_taken_from_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 @bug(pressure=False, caching=True)
 def scored_prompts_use_the_cache(patch: pytest.MonkeyPatch) -> None:
-    def reserve(prompts: Prompts, state: RequestState) -> object:
+    def reserve(prompts: Prompts, state: RequestState, step_tokens: int) -> object:
         holders = prompts._holders
         found = holders.store.find(state.chain, state.known)
         keep_free = prompts._keep_free if holders.running else 0
@@ -260,7 +260,7 @@ def waiting_rows_never_suspend_anyone(patch: pytest.MonkeyPatch) -> None:
 
 @bug()
 def reserve_is_demanded_of_an_empty_batch(patch: pytest.MonkeyPatch) -> None:
-    def reserve(prompts: Prompts, state: RequestState) -> object:
+    def reserve(prompts: Prompts, state: RequestState, step_tokens: int) -> object:
         holders = prompts._holders
         return holders.store.reserve(None, len(state.known), prompts._keep_free, now=holders.now)
 
@@ -315,7 +315,7 @@ def small_requests_overtake_large_ones(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "remove", remove)
 
 
-@bug()
+@bug(first=16)
 def long_prompts_beside_decodes_take_the_whole_budget(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Prompts, "_share", lambda prompts, batch: None)
 
@@ -504,7 +504,7 @@ def hole_of_a_failed_load_is_not_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVStore, "commit_copy", silent)
 
 
-@bug(tiers=True, max_copy_delay=5)
+@bug(tiers=True, max_copy_delay=5, first=61)
 def aborted_load_gives_its_slots_back_at_once(patch: pytest.MonkeyPatch) -> None:
     drop = Shelves.drop
 
@@ -518,7 +518,7 @@ def aborted_load_gives_its_slots_back_at_once(patch: pytest.MonkeyPatch) -> None
     patch.setattr(Shelves, "drop", hasty)
 
 
-@bug(tiers=True, max_copy_delay=5)
+@bug(tiers=True, max_copy_delay=5, first=26)
 def aborted_load_keeps_its_references(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Holders, "unload", lambda holders, state: holders.loading.remove(state))
 
@@ -555,12 +555,12 @@ def tail_covers_the_token_whose_logits_are_wanted(patch: pytest.MonkeyPatch) -> 
     patch.setattr(KVStore, "find", lambda store, chain, tokens: find(store, chain, np.append(tokens, np.int32(0))))
 
 
-@bug(tiers=True)
+@bug(tiers=True, first=107)
 def tail_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVStore, "_is_free_to_write", lambda store, chunks: store._shelves.directory.slot[0, chunks] >= 0)
 
 
-@bug(tiers=True)
+@bug(tiers=True, first=14)
 def tail_is_said_to_be_longer_than_its_kv(patch: pytest.MonkeyPatch) -> None:
     """The last sampled token has no KV yet."""
     release = Holders.release
@@ -588,12 +588,12 @@ def place_of_a_copy_is_mixed_up(patch: pytest.MonkeyPatch) -> None:
 # -- tails on the device alone -------------------------------------------------------------------------
 
 
-@bug(caching=True)
+@bug(caching=True, first=29)
 def tail_of_the_device_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
     tail_is_found_whatever_its_tokens(patch)
 
 
-@bug(caching=True)
+@bug(caching=True, first=324)
 def tail_of_the_device_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
     tail_is_written_on_by_two(patch)
 
@@ -606,7 +606,7 @@ def tail_of_the_device_is_said_to_be_longer_than_its_kv(patch: pytest.MonkeyPatc
 # -- tiers that outlive the process --------------------------------------------------------------------
 
 
-@bug(tiers=True, disk=60)
+@bug(tiers=True, disk=60, first=245)
 def forgotten_chunk_stays_on_the_disk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotPool, "vacate", SlotPool.give_back)
 
@@ -718,8 +718,9 @@ def who_is_put_off_waits_though_nothing_runs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Movement, "puts_off", lambda movement, missing, *rest: missing > 0)
 
 
-def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, **fixed: Any) -> None:
-    for seed in range(cases):
+def hunt(cases: int, pressure: bool | None = None, tiers: bool = False, first: int = 0, **fixed: Any) -> None:
+    """All cases, from the `first` on and then those before it: where another finds it first, it takes longer."""
+    for seed in (*range(first, cases), *range(first)):
         setting, ops = random_case(seed, pressure=pressure, tiers=tiers)
         drive(dataclasses.replace(setting, **{"recovery": "load"} | fixed), ops)
 

@@ -167,15 +167,15 @@ def test_who_has_its_memory_starts_though_all_who_ran_gave_theirs_back() -> None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("first", range(0, 600, 150))
+@pytest.mark.parametrize("first", range(0, 300, 75))
 def test_hundreds_of_cases_with_tiers(first: int) -> None:
     """Each is hundreds of turns; the books are checked after every one."""
     loads = stores = 0
-    for seed in range(first, first + 150):
+    for seed in range(first, first + 75):
         world = drive(*random_case(seed, tiers=True))
         loads, stores = loads + world.loads, stores + world.stores
-    assert loads > 150, "hardly anything comes back, though three of four cases load"
-    assert stores > 3_000, "hardly anything leaves"
+    assert loads > 75, "hardly anything comes back, though three of four cases load"
+    assert stores > 1_500, "hardly anything leaves"
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2, 3, 4])
