@@ -271,8 +271,17 @@ def head_of_a_conversation_is_compared_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Candidates, "_settle", same)
 
 
-def hunt(cases: int) -> None:
-    for seed in range(cases):
+FIRST = {
+    "forget_takes_the_identity_of_shared_chunks": 83,
+    "shared_chunk_counts_for_one_conversation_alone": 663,
+    "idle_times_have_no_floor": 390,
+}
+"""Bugs that show in few cases, and the case that finds each first: there the hunt begins."""
+
+
+def hunt(cases: int, first: int = 0) -> None:
+    """All cases, from the `first` on and then those before it: where another finds it first, it takes longer."""
+    for seed in (*range(first, cases), *range(first)):
         drive(*random_case(seed))
 
 
@@ -281,7 +290,7 @@ def hunt(cases: int) -> None:
 def test_bug_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS[name](monkeypatch)
     with pytest.raises((AssertionError, CellarError, KeyError, IndexError)):
-        hunt(1_000)
+        hunt(1_000, FIRST.get(name, 0))
 
 
 def test_without_a_bug_nothing_is_found() -> None:

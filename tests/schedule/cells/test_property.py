@@ -36,7 +36,7 @@ def test_every_promise_is_kept(case: Case) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("block", range(4))
 def test_every_promise_is_kept_for_long(block: int) -> None:
-    for k in range(120):
+    for k in range(60):
         rng = random.Random(10_000 * block + k)
         drive(
             Case(
