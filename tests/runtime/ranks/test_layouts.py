@@ -199,9 +199,9 @@ def check(path: Path, layouts: Layouts) -> SchedulerStats:
         homes = ranks.capacity.homes
         assert ranks.capacity.num_slots == CHUNKS
         one, many = scheduler_of(alone(path), 40, ROWS, 64), scheduler_of(ranks, 8 * homes, max(ROWS, 3 * homes), 64)
-        for seed in (3, 3):
-            requests = some_requests(seed, 4 * max(2, homes), 40)
-            expected, _ = answers(alone(path), one, requests, frozenset())
+        requests = some_requests(3, 4 * max(2, homes), 40, most=26)
+        expected, _ = answers(alone(path), one, requests, frozenset())
+        for _ in range(2):
             found, stats = answers(ranks, many, requests, frozenset())
             assert found == expected, layouts
         assert stats.prefix_hits > 0
@@ -236,7 +236,7 @@ def test_any_requests_over_homes_are_as_on_one_device(
     each = data.draw(st.integers(8, 14), label="chunks of a home")
     rows = count * data.draw(st.integers(1, 3), label="rows of a home")
     tokens = data.draw(st.sampled_from([16, 40, 128]), label="tokens of a step")
-    requests = some_requests(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 4 * count)), 60, most=24)
+    requests = some_requests(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 4 * count)), 60, most=18)
     dropped = frozenset(data.draw(st.sets(st.integers(0, 11), max_size=2), label="dropped"))
     expected, _ = answers(one, scheduler_of(one, 40, ROWS, 64), requests, frozenset())
     found, _ = answers(ranks, scheduler_of(ranks, each * count, rows, tokens * count), requests, dropped)
