@@ -58,6 +58,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(command: list[str], folder: Path) -> str:
     """A command in the clone as in a terminal of one's own; -> what it printed; -rP shows it, and its time."""
     strange = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "XDG_DATA_HOME", "XDG_STATE_HOME")
+    strange += ("PYTHONDONTWRITEBYTECODE",)
     environment = {name: value for name, value in os.environ.items() if name not in strange}
     environment |= {"HOME": str(folder.parent), "PIP_CACHE_DIR": str(Path.home() / ".cache" / "pip")}
     started = time.monotonic()

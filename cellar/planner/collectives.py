@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import nnls
 
 from cellar.core.collectives import OURS, SEND
 from cellar.core.hardware import Table
@@ -114,6 +113,8 @@ def fit(way: str, kind: str, ranks: int, points: Sequence[tuple[float, float, bo
 
 def _line(seen: np.ndarray) -> tuple[Line, float]:
     """The line with the least squared relative errors, neither start nor slope below 0, and their sum."""
+    from scipy.optimize import nnls  # a tenth of the seconds in which a server's process starts, which fits no lines
+
     sent, seconds = seen[:, 0], seen[:, 1]
     unit = float(sent.max())
     (start, each), norm = nnls(np.stack((1 / seconds, sent / unit / seconds), 1), np.ones(len(seen)))

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.machines import Machine
@@ -130,6 +129,8 @@ def solve(p: Problem, max_seconds: float | None = None) -> OffloadPlan | None:
 
     Variables: the shares, then the seconds of one layer of prefill and of decode.
     """
+    from scipy.optimize import linprog  # not with the module: see planner/collectives.py
+
     n = len(SHARES)
     repeats = [p.repeats("prefill"), p.repeats("decode")]
     rows, limits = [], []

@@ -366,11 +366,11 @@ main()
 
 
 @pytest.mark.long
-def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
+def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path, fake: list[EngineConfig]) -> None:
     source = write(tmp_path / "in.jsonl", [request(str(k), max_tokens=10, ignore_eos=True) for k in range(160)])
     output = tmp_path / "out.jsonl"
     batch = ["batch", str(source), "-o", str(output), "--max-in-flight", "8"]
-    killed, whole = ([sys.executable, "-c", _OVER_THE_FAKE, last, *batch] for last in ("60", "-1"))
+    killed = [sys.executable, "-c", _OVER_THE_FAKE, "60", *batch]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     kept = 0
     for _ in range(2):
@@ -381,15 +381,15 @@ def test_killed_again_and_again_it_comes_to_the_end(tmp_path: Path) -> None:
         process.wait(SECONDS)
         kept = len(by_id_torn(output))
         assert kept < 160
-    last = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert last.returncode == 0, last.stderr
+    last = run(source, output)
+    assert last.exit_code == 0, last.stderr
     assert f"{160 - kept} succeeded, 0 failed, {kept} were done before" in last.stdout
     assert set(by_id(output)) == {str(k) for k in range(160)}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int) -> None:
+def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int, fake: list[EngineConfig]) -> None:
     """The first finishes what runs, here nothing but the device's last step; the second drops it."""
     source = write(tmp_path / "in.jsonl", [request(str(k), max_tokens=10, ignore_eos=True) for k in range(160)])
     output = tmp_path / "out.jsonl"
@@ -415,8 +415,7 @@ def test_ctrl_c_records_no_cancellation_as_a_result(tmp_path: Path, presses: int
     found = by_id(output)
     assert {response["status_code"] for response in found.values()} == {200}
     assert 16 <= len(found) < 160
-    whole = [sys.executable, "-c", _OVER_THE_FAKE, "-1", *batch]
-    last = subprocess.run(whole, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    last = run(source, output)
     assert f"{160 - len(found)} succeeded, 0 failed, {len(found)} were done before" in last.stdout
     assert set(by_id(output)) == {str(k) for k in range(160)}
 

@@ -27,6 +27,7 @@ ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",  # 30 s otherwise, for load balancers that are slow to hear
+    "RAY_prestart_worker_first_driver": "0",  # a process for each CPU otherwise, all of them at once
     "OMP_NUM_THREADS": "1",
 }
 STATUS = "cellar: "
@@ -167,7 +168,7 @@ def main(directory: str, existing: str) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     if existing == "local":  # never one that happens to run here
-        # Of CPUs more than deployments ask for; Ray starts a process for each at once.
+        # Of CPUs more than deployments ask for.
         own = {"num_cpus": 12, "include_dashboard": False, "object_store_memory": MEMORY, "_temp_dir": directory}
         ray.init("local", log_to_driver=False, **own)
     else:

@@ -6,7 +6,6 @@ what asks for a model, GPUs and more processors than there are.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -16,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -138,7 +138,8 @@ def shell() -> Iterator[Shell]:
             CELLAR_KV_REMOTE=cache.url,
             CELLAR_KV_REMOTE_KEY=os.urandom(32).hex(),
         )
-        shell = Shell({**environment, "OMP_NUM_THREADS": "1"}, directory)
+        # Ray starts a process for each CPU otherwise, all of them at once.
+        shell = Shell({**environment, "OMP_NUM_THREADS": "1", "RAY_prestart_worker_first_driver": "0"}, directory)
         ending.callback(shell.end)
         yield shell
 
@@ -177,7 +178,9 @@ def test_start_deploy_upgrade_and_drain(shell: Shell) -> None:
             with streaming(url):
                 shell.run(*command("serve deploy")[:-1], prepared(shell.directory, port, max_num_seqs=200))
                 until(lambda: is_running(shell))
+            assert yaml.safe_load(shell.run("serve", "status"))["applications"]["cellar"]["status"] == "RUNNING"
             (other,) = (node for node, is_head in nodes(shell).items() if not is_head)
+            assert other in shell.run("ray", "list", "nodes")
             with streaming(url):
                 shell.run(*drain(other))
                 until(lambda: other not in nodes(shell) or not busy(shell, other))
@@ -201,10 +204,19 @@ def answers(url: str, shell: Shell) -> bool:
     return True
 
 
-def listed(shell: Shell, *what: str) -> list[dict[str, Any]]:
-    """What Ray has of these; where there is nothing yet, it says so in a sentence."""
-    said = shell.run("ray", "list", *what, "--format", "json")
-    return json.loads(said) if said.startswith("[") else []
+def told(shell: Shell, path: str) -> Any:
+    """What Ray's dashboard says. `ray list` and `serve status` ask it the same, as processes of seconds each."""
+    address, token = shell.environment["RAY_DASHBOARD_ADDRESS"], shell.environment["RAY_AUTH_TOKEN"]
+    time.sleep(0.2)
+    answer = httpx.get(f"{address}{path}", headers={"authorization": f"Bearer {token}"}, timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def listed(shell: Shell, what: str) -> list[dict[str, Any]]:
+    """What Ray has of these."""
+    found: list[dict[str, Any]] = told(shell, f"/api/v0/{what}?limit=1000")["data"]["result"]["result"]
+    return found
 
 
 def nodes(shell: Shell) -> dict[str, bool]:
@@ -216,13 +228,13 @@ def busy(shell: Shell, node: str) -> bool:
     """Whether engines or fronts run there."""
     return any(
         actor["node_id"] == node and actor["state"] == "ALIVE" and "ServeReplica" in actor["class_name"]
-        for actor in listed(shell, "actors", "--limit", "1000")
+        for actor in listed(shell, "actors")
     )
 
 
 def is_running(shell: Shell) -> bool:
     """Whether all of the application is as its YAML says."""
-    (application,) = yaml.safe_load(shell.run("serve", "status"))["applications"].values()
+    (application,) = told(shell, "/api/serve/applications/")["applications"].values()
     assert "FAILED" not in application["status"], application
     states = [one["status"] for one in application["deployments"].values()]
     return application["status"] == "RUNNING" and set(states) == {"HEALTHY"}

@@ -37,7 +37,7 @@ CHOSEN: dict[str, Any] = {
     "block_size": CHUNK,
 }
 FIRST = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=1200, ignore_eos=True)
+LONG = SamplingParams(temperature=1.0, seed=5, max_tokens=400, ignore_eos=True)
 
 
 @dataclass
@@ -121,7 +121,7 @@ async def drained(replicas: Replicas) -> tuple[list[list[int]], list[RequestOutp
         answer = await replicas.ask(prompt, FIRST, talk)
         were.append(replicas.asked(gone) > before)
         histories.append([*prompt, *answer.outputs[0].token_ids, 7, 8])
-    undisturbed = [await replicas.ask([talk + 3, 5], LONG, 100 + talk) for talk in range(TALKS)]
+    undisturbed = await asyncio.gather(*(replicas.ask([talk + 3, 5], LONG, 100 + talk) for talk in range(TALKS)))
     streams = [asyncio.create_task(replicas.ask([talk + 3, 5], LONG, 200 + talk)) for talk in range(TALKS)]
     await eventually(lambda: all(replicas.running(one) for one in replicas.engines))
     await replicas.drain(gone)

@@ -137,9 +137,11 @@ def test_one_set_of_metrics_and_a_drain() -> None:
 
 
 @pytest.mark.long
-def test_the_limit_is_that_of_all_fronts() -> None:
-    limits = {"max_queued_requests": 3, "shutdown_timeout": 1}
-    with fronts(2, latency=0.05, num_rows=1, limits=limits, **ROOMY) as (_, url):
+def test_the_limit_is_that_of_all_fronts_and_nothing_is_left_of_a_killed_server() -> None:
+    process, url = started(fronts=2, latency=0.05, num_rows=1, limits={"max_queued_requests": 3}, **ROOMY)
+    try:
+        all_of_them = children_of(process.pid)
+        assert len(all_of_them) == 3
         first = Streams(url, [[9]])
         statuses: list[int] = []
         threads = [
@@ -157,6 +159,12 @@ def test_the_limit_is_that_of_all_fronts() -> None:
         first.leave()
         join_all(threads)
         assert Counter(statuses) == {200: 3, 503: 9}
+        streams = Streams(url, [[5, 3]])
+    finally:
+        process.kill()
+        process.communicate(timeout=SECONDS)
+    until(lambda: not any(path.exists() for path in all_of_them))
+    streams.join()
 
 
 @pytest.mark.long
@@ -218,16 +226,6 @@ def test_a_killed_engine_is_down_at_every_front_and_back_at_every_front(tmp_path
         os.kill(int(front.name), signal.SIGKILL)
         until(lambda: of(retry(lambda: metrics(url)), "front_restarts_total") == 1)
         assert of(retry(lambda: metrics(url)), "engine_restarts_total") == 1
-
-
-@pytest.mark.long
-def test_nothing_is_left_of_a_killed_server() -> None:
-    process, _ = started(fronts=2, latency=0.02)
-    all_of_them = children_of(process.pid)
-    assert len(all_of_them) == 3
-    process.kill()
-    process.communicate(timeout=SECONDS)
-    until(lambda: not any(path.exists() for path in all_of_them))
 
 
 def retry(ask: Callable[[], Any]) -> Any:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -28,20 +29,34 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG: dict[str, Any] = {"model": "fake", "prompt": [1, 2, 3], "max_tokens": ENDLESS, "ignore_eos": True}
 
 
-@pytest.fixture
-def host() -> Iterator[Supervisor]:
+@contextmanager
+def supervised() -> Iterator[Supervisor]:
     found = supervise(latency=0.01, **ROOMY)
     yield found
     asyncio.run(found.close())
     assert found.llm is None
 
 
-def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
+@pytest.fixture
+def host() -> Iterator[Supervisor]:
+    """For a test that kills it."""
+    with supervised() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def calm() -> Iterator[Supervisor]:
+    """For those that let it live."""
+    with supervised() as found:
+        yield found
+
+
+def test_the_same_tokens_as_in_one_process(calm: Supervisor) -> None:
     async def one(k: int) -> None:
-        assert host.llm is not None
+        assert calm.llm is not None
         prompt = [k + 3, 5] * (1 + k % 9)
         stop = {"stop": TEXT.decode(plain(prompt, 12))[4:7]} if k % 3 == 0 else {}
-        async for output in host.llm.generate(prompt, GREEDY.clone(n=1 + k % 2, **stop)):
+        async for output in calm.llm.generate(prompt, GREEDY.clone(n=1 + k % 2, **stop)):
             last = output
         for made in last.outputs:
             if stop:
@@ -51,15 +66,15 @@ def test_the_same_tokens_as_in_one_process(host: Supervisor) -> None:
 
     async def run() -> None:
         await asyncio.gather(*(one(k) for k in range(30)))
-        assert host.llm is not None
+        assert calm.llm is not None
         # Nobody may wait for ever for an id in use or a prompt that never fits.
-        first = host.llm.generate([1], GREEDY.clone(max_tokens=ENDLESS), "same")
+        first = calm.llm.generate([1], GREEDY.clone(max_tokens=ENDLESS), "same")
         await anext(first)
         with pytest.raises(CellarError, match="in use"):
-            await anext(host.llm.generate([1], GREEDY, "same"))
+            await anext(calm.llm.generate([1], GREEDY, "same"))
         await first.aclose()  # type: ignore[attr-defined]
-        await eventually(lambda: (stats := host.stats()) is not None and stats.running + stats.waiting == 0)
-        stats = host.stats()
+        await eventually(lambda: (stats := calm.stats()) is not None and stats.running + stats.waiting == 0)
+        stats = calm.stats()
         assert stats is not None
         assert stats.free_chunks + stats.cached_chunks == stats.total_chunks
 
@@ -222,11 +237,11 @@ def test_an_engine_ends_when_its_server_is_killed() -> None:
     until(lambda: not any(engine.exists() for engine in engines))
 
 
-def test_outputs_are_picklable_whatever_they_hold(host: Supervisor) -> None:
+def test_outputs_are_picklable_whatever_they_hold(calm: Supervisor) -> None:
     async def run() -> None:
-        assert host.llm is not None
+        assert calm.llm is not None
         params = GREEDY.clone(logprobs=1, prompt_logprobs=1)
-        (*_, last) = [o async for o in host.llm.generate("Once upon a time", params)]
+        (*_, last) = [o async for o in calm.llm.generate("Once upon a time", params)]
         assert isinstance(last, RequestOutput)
         assert last.outputs[0].logprobs is not None
         assert last.prompt_logprobs is not None

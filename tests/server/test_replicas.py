@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,52 +49,59 @@ def kill(process: Path) -> None:
     os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[Any, str]]:
+    """Two engines behind one front. The first test reads counts from zero, the second kills both engines."""
+    with fronts(1, replicas=2, latency=0.02, **ROOMY) as served:
+        yield served
+
+
 @pytest.mark.long
-def test_streams_outlive_each_engine() -> None:
+def test_a_conversation_stays_where_its_memory_is_and_figures_tell_engines_apart(two: tuple[Any, str]) -> None:
+    _, url = two
+    prompt = list(range(3, 80))
+    for turn in range(3):
+        for k in range(4):
+            asked = complete(url, [k, *prompt], {"x-session-id": f"c{k}"}, model="fake")
+            cached = asked["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
+            assert cached == (64 if turn else 0)
+    until(lambda: of_engine(metrics(url), RUNNING) == [0, 0])
+    found = metrics(url)
+    made = of_engine(found, "generation_tokens_total")
+    assert sum(made) == 96
+    assert min(made) > 0
+    assert of_engine(found, "generation_tokens_total", prefix="vllm") == made
+    assert 'cellar:generation_tokens_total{model_name="fake"}' not in found
+    assert found['vllm:e2e_request_latency_seconds_count{engine="all",model_name="fake"}'] == 12
+    chosen = {why: found[f'cellar:router_choices_total{{model_name="fake",reason="{why}"}}'] for why in Why}
+    assert sum(chosen.values()) == found['cellar:router_choice_seconds_count{model_name="fake"}'] == 12
+    assert chosen["new"] == 4
+    assert found['cellar:requests_migrated_total{model_name="fake"}'] == 0
+    assert httpx.get(f"{url}/engine/status", timeout=SECONDS).json()["engine"]["generation_tokens"] == 96
+
+
+@pytest.mark.long
+def test_streams_outlive_each_engine(two: tuple[Any, str]) -> None:
     """Both engines have some of them; one after the other is killed, and is back before the next one is."""
-    with fronts(1, replicas=2, latency=0.02, **ROOMY) as (process, url):
-        engines = engines_of(process.pid, 2)
-        streams = Streams(url, [[k + 3, 5, k] for k in range(12)], 400)
-        until(lambda: min(of_engine(metrics(url), RUNNING)) > 0)  # both are used
-        kill(engines[0])
-        until(lambda: of_engine(metrics(url), "engine_up").count(0) == 1 or restarts(url) == 1)
-        assert httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200
-        until(lambda: of_engine(metrics(url), "engine_up") == [1, 1])
-        kill(engines[1])
-        streams.join()
-        for prompt in streams.texts:
-            assert prompt in streams.ended
-            streams.check(prompt)
-        until(lambda: of_engine(metrics(url), "engine_up") == [1, 1] and restarts(url) == 2)
-        assert metrics(url)['cellar:requests_migrated_total{model_name="fake"}'] > 0
+    process, url = two
+    engines = engines_of(process.pid, 2)
+    streams = Streams(url, [[k + 3, 5, k] for k in range(12)], 400)
+    until(lambda: min(of_engine(metrics(url), RUNNING)) > 0)  # both are used
+    kill(engines[0])
+    until(lambda: of_engine(metrics(url), "engine_up").count(0) == 1 or restarts(url) == 1)
+    assert httpx.get(f"{url}/health", timeout=SECONDS).status_code == 200
+    until(lambda: of_engine(metrics(url), "engine_up") == [1, 1])
+    kill(engines[1])
+    streams.join()
+    for prompt in streams.texts:
+        assert prompt in streams.ended
+        streams.check(prompt)
+    until(lambda: of_engine(metrics(url), "engine_up") == [1, 1] and restarts(url) == 2)
+    assert metrics(url)['cellar:requests_migrated_total{model_name="fake"}'] > 0
 
 
 def restarts(url: str) -> float:
     return metrics(url)['cellar:engine_restarts_total{model_name="fake"}']
-
-
-@pytest.mark.long
-def test_a_conversation_stays_where_its_memory_is_and_figures_tell_engines_apart() -> None:
-    with fronts(1, replicas=2, latency=0.001, **ROOMY) as (_, url):
-        prompt = list(range(3, 80))
-        for turn in range(3):
-            for k in range(4):
-                asked = complete(url, [k, *prompt], {"x-session-id": f"c{k}"}, model="fake")
-                cached = asked["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
-                assert cached == (64 if turn else 0)
-        until(lambda: of_engine(metrics(url), RUNNING) == [0, 0])
-        found = metrics(url)
-        made = of_engine(found, "generation_tokens_total")
-        assert sum(made) == 96
-        assert min(made) > 0
-        assert of_engine(found, "generation_tokens_total", prefix="vllm") == made
-        assert 'cellar:generation_tokens_total{model_name="fake"}' not in found
-        assert found['vllm:e2e_request_latency_seconds_count{engine="all",model_name="fake"}'] == 12
-        chosen = {why: found[f'cellar:router_choices_total{{model_name="fake",reason="{why}"}}'] for why in Why}
-        assert sum(chosen.values()) == found['cellar:router_choice_seconds_count{model_name="fake"}'] == 12
-        assert chosen["new"] == 4
-        assert found['cellar:requests_migrated_total{model_name="fake"}'] == 0
-        assert httpx.get(f"{url}/engine/status", timeout=SECONDS).json()["engine"]["generation_tokens"] == 96
 
 
 @pytest.mark.long
@@ -106,11 +113,11 @@ def test_all_start_or_none(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_stories_outlive_a_killed_replica() -> None:
-    """`cellar serve` as users run it: conversations find their KV, and 20 stories are told as if nobody was killed."""
+    """`cellar serve` as users run it: conversations find their KV, and stories are told as if nobody was killed."""
     options = ("--replicas", "2", "--kv-cache-memory-bytes", str(128 << 20))
     with demo_process(*options, "--dtype", "float32") as (pid, url):
         engines = engines_of(pid, 2)
-        prompts = [f"Once upon a time there were {k} friends" for k in range(20)]
+        prompts = [f"Once upon a time there were {k} friends" for k in range(8)]
         for turn in range(3):
             for k in range(4):
                 sent = f"There were {k} cats and {k} dogs. " * 10
