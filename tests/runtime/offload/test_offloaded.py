@@ -204,7 +204,7 @@ def test_tokens_in_many_placements(
     kind: str, models: Callable[[str], Path], expected: Callable[[str], list[RequestOutput]], tmp_path: Path
 ) -> None:
     wanted, spec = tokens_of(expected(kind)), spec_of(models(kind))
-    for seed in range(10, 14):
+    for seed in range(10, 12):
         placement = random_placement(spec, seed, batch=1 + seed % 4, order="diagonal" if seed % 2 else "zigzag")
         assert tokens_of(answers_of(models(kind), placement, tmp_path)) == wanted
 
@@ -595,7 +595,7 @@ def answered(folder: Path) -> list[str]:
 @pytest.mark.long
 def test_a_batch_that_was_killed_goes_on(models: Callable[[str], Path], tmp_path: Path) -> None:
     """kill -9 in the middle: nothing is left on the disk, and the same command does the rest, each line once."""
-    arguments = batch_of(tmp_path, models(DEEP), 150)
+    arguments = batch_of(tmp_path, models(DEEP), 60)
     command = [sys.executable, "-m", "cellar", *arguments]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -604,11 +604,11 @@ def test_a_batch_that_was_killed_goes_on(models: Callable[[str], Path], tmp_path
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
     before = answered(tmp_path)
-    assert 3 <= len(before) < 150
+    assert 3 <= len(before) < 60
     assert not list((tmp_path / "disk").iterdir())
     output = cellar(*arguments)
-    assert f"{150 - len(before)} succeeded, 0 failed, {len(before)} were done before" in " ".join(output.split())
-    assert sorted(answered(tmp_path), key=int) == [str(k) for k in range(150)]
+    assert f"{60 - len(before)} succeeded, 0 failed, {len(before)} were done before" in " ".join(output.split())
+    assert sorted(answered(tmp_path), key=int) == [str(k) for k in range(60)]
 
 
 @pytest.mark.long
