@@ -54,9 +54,9 @@ def test_random_plans_are_placed_to_the_byte(tmp_path: Path, count: int) -> None
         memory = HeldMemory("device", device_nbytes(spec, rows, 0))
         homes, found = opened_homes(spec, rows, memory, tmp_path, dummy_reader(CPU, seed))
         homes.close()
-        planned = dict.fromkeys(("device", "host", "disk"), 0)
+        planned, tensors = dict.fromkeys(("device", "host", "disk"), 0), dict(spec.named_tensors())
         for part in placement.weights:
-            tensor = dict(spec.named_tensors())[part.tensor]
+            tensor = tensors[part.tensor]
             planned[part.device] += (part.stop - part.start) * tensor.nbytes // tensor.shape[0]
         assert dict(found.nbytes) == planned == planned_nbytes(rows)
         assert sum(planned.values()) == spec.nbytes()

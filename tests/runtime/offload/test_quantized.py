@@ -253,7 +253,7 @@ def test_plans_take_no_more_than_there_is(name: str, kind: str) -> None:
         spec = open_model(config, "float32", 16, 64, name).spec
     else:
         spec = open_model(config | {"quantization_config": CASES[name][0]}, "float32", 16, 64).spec
-    limits = Limits(2, 16, 64)
+    limits, tensors = Limits(2, 16, 64), dict(spec.named_tensors())
     kv = 1_000_000
     room = Room(0, 0, 10**10, kv, kind)
     first = 0 if kind == "cpu" else LIBRARIES
@@ -270,9 +270,7 @@ def test_plans_take_no_more_than_there_is(name: str, kind: str) -> None:
             assert device_nbytes(spec, rows, plan.placement.num_chunks) <= device
             assert host is None or found["host"] <= host
             assert {part.format for part in plan.placement.weights} == {format_name(t) for t in spec.tensors()}
-            for part in plan.placement.weights:
-                tensor = dict(spec.named_tensors())[part.tensor]
-                assert cut_at_most(tensor, part.start) == part.start
+            assert all(cut_at_most(tensors[part.tensor], part.start) == part.start for part in plan.placement.weights)
             if host == 0:
                 assert found["device"] >= last
                 last = found["device"]

@@ -69,7 +69,7 @@ def crowd() -> tuple[list[list[int]], list[SamplingParams]]:
     prompts = [prefix[: 40 * (k % 2)] + rng.integers(3, 420, rng.integers(1, 70)).tolist() for k in range(10)]
     params = [
         SamplingParams(
-            max_tokens=int(rng.integers(1, 28)),
+            max_tokens=int(rng.integers(1, 40)),
             temperature=0.0,
             ignore_eos=True,
             logprobs=3,
