@@ -93,7 +93,7 @@ def run_of_two(served: Served, count: int) -> tuple[Client, Client]:
     return ann, bob
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(60, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.long)])
 def test_nothing_of_one_reaches_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixture, count: int) -> None:
     caplog.set_level(logging.DEBUG)
     options = {"api_key": KEYS, "data_dir": str(tmp_path / "data"), "enable_log_requests": True, "log_level": "debug"}
