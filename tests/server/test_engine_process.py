@@ -152,9 +152,12 @@ def test_a_loop_that_ends_says_why_to_every_front(tmp_path: Path, caplog: pytest
 
         engine_of(exchange.opened).scheduler.commit = broken  # type: ignore[method-assign]
         await eventually(lambda: [link.llm for link in exchange.links] == [None, None])
-        told = [one.getMessage() for one in caplog.records if "an engine is lost" in one.getMessage()]
-        assert len(told) == 2
-        assert all("a defect" in line for line in told)
+
+        def told() -> list[str]:
+            return [one.getMessage() for one in caplog.records if "an engine is lost" in one.getMessage()]
+
+        await eventually(lambda: len(told()) == 2)  # each front says it a moment after it has let go of the engine
+        assert all("a defect" in line for line in told())
         assert not any(task.done() for task in tasks)
         for link in exchange.links:
             await link.close()
