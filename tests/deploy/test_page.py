@@ -211,7 +211,7 @@ def answers(url: str, shell: Shell) -> bool:
 def told(shell: Shell, path: str) -> Any:
     """What Ray's dashboard says. `ray list` and `serve status` ask it the same, as processes of seconds each."""
     address, token = shell.environment["RAY_DASHBOARD_ADDRESS"], shell.environment["RAY_AUTH_TOKEN"]
-    time.sleep(0.2)
+    time.sleep(0.2)  # who waits asks again at once
     answer = httpx.get(f"{address}{path}", headers={"authorization": f"Bearer {token}"}, timeout=SECONDS)
     assert answer.status_code == 200, answer.text
     return answer.json()

@@ -13,12 +13,14 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation.definition import gated_definition
 from cellar.ops.cuda.hopper import hopper_available
-from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside
+from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside, room_of
 from cellar.ops.linear.bytes import Bytes, bytes_alone, bytes_source, tokens_of
 from cellar.ops.linear.nibbles import Nibbles, nibbles_alone, nibbles_gate, nibbles_linear, nibbles_source
 from cellar.ops.norm.definition import add_rms_norm_definition
 from cellar.quant.activations import rounded
+from cellar.quant.byte_choice import default_product
 from cellar.quant.bytes import ByteWeight
+from cellar.quant.choice import default_nibbles
 from cellar.quant.fragments import fragments
 from cellar.quant.matrix import Quantized, dequantized, quantized
 from cellar.quant.nibbles import NibbleWeight
@@ -259,6 +261,22 @@ def test_tokens_of_any_size_are_rounded(size: float) -> None:
     emulated.launch(library, 1, 1, 32 * of.sizes.warps, shared, (*pointers, *counts, *NOBODY))
     meant = rounded(given.x, FP8).double() @ dequantized(given.matrix).double().t()
     torch.testing.assert_close(out.double(), meant, rtol=2**-7, atol=1e-3 * float(meant.abs().max()))
+
+
+def test_kernels_of_up_to_eight_tokens_divide_memory_alike_and_those_of_more_have_room() -> None:
+    """Matrices of Llama-3-8B: the norm is inside where k is the model's width, the rounding everywhere."""
+    for n, k in ((28672, 4096), (4096, 14336), (6144, 4096), (4096, 4096)):
+        for m in (1, 2, 8):
+            inside = Inside(normed=k == 4096) if m == 1 else NOTHING
+            four, eight = default_nibbles(n, k).at(m), default_product(n, k, m)
+            assert isinstance(four, Nibbles)
+            assert isinstance(eight, Bytes)
+            assert room_of(four.shared(8) + inside.shared(k), four.resident) == 64 << 10
+            rounded = Inside(rounded=m == 1).shared(k)
+            assert room_of(eight.shared(8) + rounded, eight.resident) == 64 << 10
+    wide = default_nibbles(4096, 14336).at(32)
+    assert isinstance(wide, Nibbles)
+    assert room_of(wide.shared(32), wide.resident) > wide.resident * wide.shared(32) > 64 << 10
 
 
 def test_what_a_tile_cannot_hold_has_its_gate_apart() -> None:

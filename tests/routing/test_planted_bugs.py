@@ -606,8 +606,7 @@ def more_is_written_than_there_is_time_for(patch: pytest.MonkeyPatch) -> None:
 @bug
 def first_chunks_are_written_instead_of_the_last(patch: pytest.MonkeyPatch) -> None:
     move = drain_module._move
-    turned = lambda held: replace(held, ends=held.ends[::-1])  # noqa: E731
-    patch.setattr(drain_module, "_move", lambda index, held, *rest: move(index, turned(held), *rest))
+    patch.setattr(drain_module, "_move", lambda k, held, *rest: move(k, replace(held, ends=held.ends[::-1]), *rest))
 
 
 @bug
@@ -619,11 +618,7 @@ def chance_to_go_on_does_not_count(patch: pytest.MonkeyPatch) -> None:
 @bug
 def writing_costs_nothing(patch: pytest.MonkeyPatch) -> None:
     move = drain_module._move
-    patch.setattr(
-        drain_module,
-        "_move",
-        lambda index, held, prices, room: move(index, held, replace(prices, move=0.0), room),
-    )
+    patch.setattr(drain_module, "_move", lambda k, held, prices, room: move(k, held, replace(prices, move=0.0), room))
 
 
 # -- routers that know nothing of chunks ---------------------------------------------------------------

@@ -39,8 +39,8 @@ _LEAST_ROOM = 64 << 10
 
 
 def room_of(shared: int, resident: int) -> int:
-    """Bytes of a multiprocessor's memory that a kernel for a few tokens asks for, of whose blocks with so many shared
-    bytes so many are to run side by side: what all of these kernels ask for, where that is enough.
+    """Bytes of a multiprocessor's memory that a kernel for a few tokens asks for: `resident` blocks side by side of
+    `shared` bytes each, and at least as much as the other kernels of its kind (decision 0080).
     """
     return max(_LEAST_ROOM, resident * (shared + 1024))  # 1 KB of each block is the driver's
 

@@ -148,6 +148,6 @@ def _function(
 ) -> Function:
     cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype, inside))
     shared = sizes.shared(tokens) + inside.shared(k)
+    room = room_of(shared, sizes.resident)
     with torch.cuda.device(device):
-        room = room_of(shared, sizes.resident)
         return Function(cubin, "product_of_bytes", 32 * sizes.warps, shared, 1, room)

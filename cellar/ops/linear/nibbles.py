@@ -184,8 +184,8 @@ def _product(
 ) -> Function:  # fmt: skip
     cubin = compile_cuda(*nibbles_source(sizes, k, group, tokens, zeros, bias, dtype, scales, inside))
     shared = sizes.shared(tokens) + inside.shared(k)
+    room = room_of(shared, sizes.resident)
     with torch.cuda.device(device):
-        room = room_of(shared, sizes.resident)
         return Function(cubin, "product_of_nibbles", 32 * sizes.warps, shared, sizes.sharers, room)
 
 
