@@ -13,6 +13,7 @@ operands where `interpreted(x)` is true; mask with a large negative number, not 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import threading
 import types
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.errors import DeviceError
+from cellar.ops.triton_launches import Launches
 
 
 def triton_available() -> bool:
@@ -45,9 +47,12 @@ def dependent_launch(x: Tensor) -> dict[str, Any]:
     A kernel that is launched so has a constexpr PDL and, where that is true, calls `gdc_wait` before it touches what
     earlier kernels of the step read or write. PDL is true on NVIDIA's GPUs from sm_90 on.
     """
-    if x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0):
-        return {"PDL": True, "launch_pdl": True}
-    return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if x.is_cuda and _launches_early(x.device.index) else {"PDL": False}
+
+
+@functools.cache
+def _launches_early(index: int) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,10 @@ def noted_launches() -> Iterator[list[Launch]]:
 
 
 class Kernel:
-    """A Triton kernel that is not turned into one before its first launch."""
+    """A Triton kernel that is not turned into one before its first launch.
+
+    Positional arguments are a launch's own, keywords are constants and options.
+    """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         self.fn = fn
@@ -89,7 +97,7 @@ class Kernel:
         def launch(*args: Any, **kwargs: Any) -> Any:
             first = next(a for a in args if isinstance(a, Tensor))
             if first.is_cuda:
-                return self.compiled[grid](*args, **kwargs)
+                return self._launches.launch(first.device.index, grid, args, kwargs)
             if first.is_meta:
                 notes = _NOTES.get()
                 if notes is not None:
@@ -114,6 +122,10 @@ class Kernel:
                 if self._compiled is None:
                     self._compiled = triton.jit(self._bound())
         return self._compiled
+
+    @cached_property
+    def _launches(self) -> Launches:
+        return Launches(self.compiled)
 
     @cached_property
     def _interpreted(self) -> Any:
