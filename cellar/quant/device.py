@@ -18,7 +18,7 @@ from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, default_choice, default_spans
 from cellar.quant.matrix import Quantized, dequantized, in_order
 from cellar.quant.nibbles import NibbleWeight, multiplies_nibbles
-from cellar.quant.packed import Packed, packed, packs, unpacked
+from cellar.quant.packed import Packed, packed, packs, rows_at_most, unpacked
 from cellar.quant.spans import multiplies_spans, spans
 from cellar.quant.triton import multiply_packed
 from cellar.quant.weight import QuantizedWeight, StackedWeight
@@ -65,7 +65,7 @@ class PackedWeight(LinearWeight):
             return x.new_empty((0, self.out_features))
         if self.order is not None:
             x = x[:, self.order]
-        if self.matrix.format.activations:
+        if self.matrix.format.activations and not x.is_meta:
             x = rounded(x, self.matrix.format).to(x.dtype)
         kernel = self.kernel(x)
         if not isinstance(kernel, Mixed):
@@ -101,7 +101,7 @@ class PackedWeight(LinearWeight):
 def on_device(weight: LinearWeight, choice_of: ChoiceOf = lambda shape: None) -> LinearWeight:
     """A quantized weight in the form that a GPU multiplies, with its choice (None: what its shape suggests).
 
-    What has no such form stays as it is.
+    What has no such form stays as it is; what is too large for kernels to index is several under one another.
     """
     if isinstance(weight, StackedWeight):
         return StackedWeight([on_device(part, choice_of) for part in weight.parts])
@@ -113,6 +113,10 @@ def on_device(weight: LinearWeight, choice_of: ChoiceOf = lambda shape: None) ->
     shape = Shape(*weight.matrix.shape, format.name, format.group)
     if weight.order is None and multiplies_nibbles(weight.matrix):
         return NibbleWeight(weight.matrix, choice_of(shape))
+    rows, most = weight.matrix.shape[0], rows_at_most(weight.matrix.shape[1])
+    if rows > most > 0:
+        pieces = [range(start, min(start + most, rows)) for start in range(0, rows, most)]
+        return StackedWeight([on_device(weight.slice(0, piece), choice_of) for piece in pieces])
     if not packs(weight.matrix):
         return weight
     return PackedWeight(packed(weight.matrix), weight.order, choice_of(shape))

@@ -80,6 +80,10 @@ def span_of(format: Format) -> int:
     return _SHORT if format.group == _SHORT else _LONG
 
 
+INDEXED = 1 << 31
+"""Kernels count a matrix's numbers by integers below this."""
+
+
 def packs(matrix: Quantized) -> bool:
     """True for matrices that have such a form: groups are whole spans of neighbours, and whole in every row."""
     group, rows = matrix.format.group, matrix.format.rows
@@ -88,8 +92,13 @@ def packs(matrix: Quantized) -> bool:
         and group in (0, 32, 64, 128)
         and (not group or matrix.shape[1] % group == 0)
         and (rows <= 1 or matrix.zeros is None)
-        and 0 < matrix.shape[0] * (matrix.shape[1] + 256) < 1 << 31
+        and 0 < matrix.shape[0] * (matrix.shape[1] + 256) < INDEXED
     )
+
+
+def rows_at_most(columns: int) -> int:
+    """So many rows of so many columns have such a form, in whole tiles."""
+    return (INDEXED - 1) // (columns + 256) // 256 * 256
 
 
 def packed(matrix: Quantized) -> Packed:

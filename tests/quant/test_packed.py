@@ -16,6 +16,7 @@ from cellar.ops.linear.mixed import Kind, Mixed
 from cellar.ops.linear.nibbles import Nibbles
 from cellar.ops.room import room_on
 from cellar.ops.triton_support import noted_launches
+from cellar.quant import packed as packed_module
 from cellar.quant import spans as spans_module
 from cellar.quant import triton as kernels
 from cellar.quant.choice import (
@@ -149,6 +150,19 @@ def test_stacked_parts_are_put_on_the_device_one_by_one_and_what_has_no_form_sta
     assert isinstance(stacked, StackedWeight)
     assert stacked.parts[0] is odd
     assert isinstance(stacked.parts[1], PackedWeight)
+
+
+@interpreter
+def test_a_matrix_too_large_for_kernels_to_index_is_several_under_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the head of Command-R is: 256,000 x 8,192."""
+    monkeypatch.setattr(packed_module, "INDEXED", 300 * (96 + 256))
+    plain = QuantizedWeight(quantized(random(600, 96), Format("int8")))
+    weight = on_device(plain)
+    assert isinstance(weight, StackedWeight)
+    assert [(type(part), part.out_features) for part in weight.parts] == [(PackedWeight, n) for n in (256, 256, 88)]
+    assert torch.equal(weight.dense(), plain.dense())
+    x, bias = random(3, 96), random(600, seed=1)
+    torch.testing.assert_close(weight.multiply(x, bias), plain.multiply(x, bias), atol=1e-4, rtol=1e-4)
 
 
 def test_a_choice_is_looked_up_by_shape_format_and_group() -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cellar.core.specs import ModelSpec
 from cellar.models import loader
@@ -101,20 +103,60 @@ def kernels_of(
     share the model, of which this is one's share.
     """
     spec = model.spec
-    forward = _forward(model, prepare, AbsentRanks(spec.vocab_size) if ranks > 1 else None)
-    forward.keep_maximum([j for j in wide if j < len(forward.weights.layers)])
     dtype = getattr(torch, spec.dtype)
-    with noted_launches() as notes, torch.inference_mode():
-        _run_captured(forward, machine, num_rows, most_tokens)
-    first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
-    with noted_launches() as notes, torch.inference_mode():
-        _run_transfers()
-        _run_rehearsal(spec, dtype)
-    first += notes
-    with noted_launches() as notes, torch.inference_mode():
-        _run_rare(spec, dtype)
-    cuda = tuple(dict.fromkeys(_cuda_jobs(forward, dtype))) if machine.hopper else ()
+    with Shapes(), torch.inference_mode():
+        forward = _forward(model, prepare, AbsentRanks(spec.vocab_size) if ranks > 1 else None)
+        forward.keep_maximum([j for j in wide if j < len(forward.weights.layers)])
+        with noted_launches() as notes:
+            _run_captured(forward, machine, num_rows, most_tokens)
+        first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
+        with noted_launches() as notes:
+            _run_transfers()
+            _run_rehearsal(spec, dtype)
+        first += notes
+        with noted_launches() as notes:
+            _run_rare(spec, dtype)
+        cuda = tuple(dict.fromkeys(_cuda_jobs(forward, dtype))) if machine.hopper else ()
     return Kernels(tuple(first), tuple(notes), cuda)
+
+
+class Shapes(TorchFunctionMode):
+    """What a sum, a product or a copy makes of tensors on the meta device. Torch's own way there imports its compiler
+    and a library for algebra: one to three seconds of a start.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As torch does it, but for these operations."""
+        made = _MADE.get(func)
+        tensors = [x for x in (args[0] if func is torch.cat else args) if isinstance(x, Tensor)] if made else []
+        if made is None or kwargs or not all(x.is_meta for x in tensors):
+            return func(*args, **(kwargs or {}))
+        return made(*args)
+
+
+def _by_number(x: Tensor | float, y: Tensor | float) -> Tensor:
+    like = x if isinstance(x, Tensor) else y
+    assert isinstance(like, Tensor)
+    shapes = [t.shape for t in (x, y) if isinstance(t, Tensor)]
+    return like.new_empty(np.broadcast_shapes(*shapes), dtype=torch.result_type(x, y))
+
+
+def _joined(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(x.shape[dim] for x in tensors)
+    return tensors[0].new_empty(shape)
+
+
+def _alike(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_MADE: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.Tensor.add: _by_number,
+    torch.Tensor.mul: _by_number,
+    torch.cat: _joined,
+    torch.empty_like: _alike,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from cellar.ops.triton_support import Kernel, Launch
 from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import shipped
 from cellar.runtime.steps.local import _preparing
-from cellar.runtime.steps.warmup import CudaJob, Kernels, Listing, Machine, Warmup, distinct, kernels_of
+from cellar.runtime.steps.warmup import CudaJob, Kernels, Listing, Machine, Shapes, Warmup, distinct, kernels_of
 from tests.limits import SECONDS, join_all
 
 H200, PORTABLE = Machine(264, hopper=True), Machine(264)
@@ -48,6 +51,51 @@ def names(launches: tuple[Launch, ...]) -> Counter[str]:
 REHEARSED = {"_choose_kernel", "_penalize_kernel", "_target_kernel", "_copy_kernel", "_push_kernel"}
 """Of the largest steps, which are tried before memory is counted; so is the best token of each row. The last two bring
 words to the device, and results back."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("quantization", [None, "fp8", "int8", "int4"])
+def test_no_list_imports_torchs_compiler_or_algebra(quantization: str | None) -> None:
+    """They take one to three seconds of a start; sums and the like on meta tensors ask for them."""
+    code = f"""
+import sys
+from cellar.models.registry import open_model, shipped_config
+from cellar.runtime.steps.local import _preparing
+from cellar.runtime.steps.warmup import Machine, kernels_of
+for name in ("llama-3-8b", "opt-6.7b", "falcon-7b", "command-r", "chatglm2-6b", "starcoder", "qwen3-8b"):
+    model = open_model(shipped_config(name), "bfloat16", quantization={quantization!r})
+    for hopper in (False, True):
+        for ranks in (1, 2):
+            change = _preparing(lambda shape: None, lambda shape: None)
+            kernels_of(model, change, Machine(264, hopper), 64, 2048, (), ranks)
+    found = [module for module in ("torch._dynamo", "sympy") if module in sys.modules]
+    assert not found, (name, found)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_shapes_of_sums_are_those_of_torch() -> None:
+    whole, short, column = (torch.empty(*args, device="meta") for args in (((3, 4),), ((4,),), ((3, 1),)))
+    numbers = torch.empty((3, 4), dtype=torch.int64, device="meta")
+    halves = torch.empty((3, 4), dtype=torch.bfloat16, device="meta")
+    made: list[Callable[[], torch.Tensor]] = [
+        lambda: whole + short,
+        lambda: column + short,
+        lambda: numbers + 2,
+        lambda: numbers * 0.5,
+        lambda: halves * 0.5,
+        lambda: halves + whole,
+        lambda: torch.cat([halves, halves]),
+        lambda: torch.cat([halves, halves], 1),
+        lambda: torch.empty_like(halves),
+        lambda: torch.empty_like(halves, dtype=torch.int8),
+        lambda: torch.ones(3, 1) + torch.ones(4),
+    ]
+    for make in made:
+        meant = make()
+        with Shapes():
+            found = make()
+        assert (found.shape, found.dtype, found.device) == (meant.shape, meant.dtype, meant.device)
 
 
 def test_a_list_has_every_kernel_of_the_model_and_no_other() -> None:
