@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Protocol
 
 import numpy as np
@@ -186,7 +187,7 @@ def _exchange(spec: ModelSpec, device: torch.device, seconds: float) -> float:
     rows = torch.ones((16, _largest(spec).shape[1]), dtype=dtype)
     weight = HostRows(DenseWeight(rows), Exchange(device, Channel()))
     x = torch.ones((1, weight.in_features), dtype=dtype, device=device)
-    return 1 / _rate(lambda _: weight.multiply(x), 1, seconds)
+    return usual_seconds(lambda: weight.multiply(x), seconds)
 
 
 def _largest(spec: ModelSpec) -> TensorSpec:
@@ -231,6 +232,17 @@ def _kv_rows(spec: ModelSpec) -> tuple[torch.dtype, int]:
     """The type of a cache's elements, and bytes of a row of K or V."""
     group = spec.kv.groups[0]
     return cache_type(group.dtype), group.row_nbytes
+
+
+def usual_seconds(work: Callable[[], object], seconds: float) -> float:
+    """What a call takes, the median over `seconds` of them: one that stood still for a moment does not count."""
+    work()
+    took, begin = list[float](), time.perf_counter()
+    while not took or sum(took) < seconds:
+        work()
+        took.append(time.perf_counter() - begin)
+        begin += took[-1]
+    return median(took)
 
 
 def _rate(work: Callable[[int], object], nbytes: int, seconds: float) -> float:

@@ -12,7 +12,7 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.rates import fill_with_ones, measured_rates
+from cellar.runtime.offload.rates import fill_with_ones, measured_rates, usual_seconds
 from cellar.runtime.offload.reads import DiskReads
 from tests.limits import until
 from tests.tiny_checkpoint import CONFIG
@@ -67,3 +67,8 @@ def test_what_is_multiplied_and_attended_to_are_ones(dtype: torch.dtype) -> None
     fill_with_ones(memory, dtype)
     numbers = memory[: 1027 // dtype.itemsize * dtype.itemsize].view(dtype)
     assert torch.equal(numbers, torch.ones_like(numbers))
+
+
+def test_a_call_that_stood_still_does_not_make_all_of_them_long() -> None:
+    calls = iter([0.0, 0.002, 0.3, *[0.002] * 1000])
+    assert 0.002 <= usual_seconds(lambda: time.sleep(next(calls)), 0.4) < 0.02
