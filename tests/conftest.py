@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,18 @@ else:  # how long an example takes says nothing on a busy machine
 # A job in a shell's background ignores Ctrl-C, and so do all that it starts; some tests press it.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection() -> None:
+    """What modules and tests are made of stays: a collector that walks through it takes a sixth of these seconds."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Nor is there anything in it for the collections that tests and servers ask for."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,6 +17,11 @@ from torch import Tensor
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "cellar" / "ops"
+# With what `pytest --cache-clear` takes away.
+KEPT = HERE.parents[1] / ".pytest_cache" / "d" / "emulated"
+KEPT_DAYS = 14
+HEADER = HERE / "hopper_emulated.h"
+OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-w")
 
 # What stands behind a kernel: its arguments as C++ declares them, and their names.
 _RUN = """
@@ -36,9 +43,55 @@ def compiler() -> str | None:
 
 
 @functools.cache
+def version() -> str:
+    """The compiler's."""
+    return subprocess.run([str(compiler()), "--version"], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
 def folder() -> Path:
-    """Where compiled kernels are for as long as the tests run."""
-    return Path(tempfile.mkdtemp(prefix="emulated-"))
+    """Where compiled kernels are kept from one run to the next; those that no run has used for long are removed."""
+    try:
+        KEPT.mkdir(parents=True, exist_ok=True)
+        for file in KEPT.iterdir():
+            if file.is_file() and file.stat().st_mtime < time.time() - 86400 * KEPT_DAYS:
+                file.unlink(missing_ok=True)
+        return KEPT
+    except OSError:  # a tree that may not be written
+        return Path(tempfile.mkdtemp(prefix="emulated-"))
+
+
+def name_of(text: str) -> str:
+    """Of what the text is compiled to here."""
+    return hashlib.sha256("\0".join([text, version(), *OPTIONS]).encode()).hexdigest()[:24]
+
+
+def compile_to(place: Path, source: Path, *options: str) -> None:
+    """Compile, and put the result there when it is whole: other test processes may look for it."""
+    with tempfile.TemporaryDirectory(dir=place.parent) as beside:
+        made = Path(beside) / place.name
+        command = [str(compiler()), *OPTIONS, *options, str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:  # no AssertionError: a planted defect that does not compile is not found
+            raise RuntimeError(done.stderr[-3000:])
+        os.replace(made, place)
+
+
+@functools.cache
+def library_headers() -> Path:
+    """What the emulator includes of the standard library, compiled once for all kernels: a .gch beside this file."""
+    text = "".join(f"{line}\n" for line in HEADER.read_text().splitlines() if line.startswith("#include <"))
+    place = folder() / f"{name_of(text)}.h"
+    ahead = place.with_suffix(".h.gch")
+    if not ahead.exists():
+        with tempfile.TemporaryDirectory(dir=folder()) as aside:
+            source = Path(aside) / place.name
+            source.write_text(text)
+            compile_to(ahead, source, "-x", "c++-header")
+            os.replace(source, place)
+    os.utime(place)
+    os.utime(ahead)
+    return place
 
 
 def build(
@@ -59,16 +112,16 @@ def build(
     declared = ", ".join(f"{kind} {name}" for kind, name in arguments)
     names = ", ".join(f"*{name}" if kind.endswith("&*") else name for kind, name in arguments)
     declared = declared.replace("&*", "*")
-    text = (HERE / "hopper_emulated.h").read_text() + body
-    text += _RUN.format(declared=declared, names=names, kernel=kernel)
-    options = [f"-D{name}={value}" for name, value in sorted(constants.items())]
-    name = hashlib.sha256("\0".join([text, *options]).encode()).hexdigest()[:24]
-    library, source = folder() / f"{name}.so", folder() / f"{name}.cpp"
-    if not library.exists():
-        source.write_text(text)
-        command = [str(compiler()), "-std=c++17", "-O1", "-shared", "-fPIC", "-w", *options, str(source)]
-        done = subprocess.run([*command, "-o", str(library)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+    text = "".join(f"#define {name} {value}\n" for name, value in sorted(constants.items()))
+    text += HEADER.read_text() + body + _RUN.format(declared=declared, names=names, kernel=kernel)
+    library = folder() / f"{name_of(text)}.so"
+    if library.exists():
+        os.utime(library)
+    else:
+        with tempfile.TemporaryDirectory() as aside:
+            source = Path(aside) / "kernel.cpp"
+            source.write_text(f'#include "{library_headers()}"\n{text}')
+            compile_to(library, source)
     return ctypes.CDLL(str(library))
 
 
