@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,9 +89,15 @@ def _part(module: str) -> str:
     return names[1] if len(names) > 1 else "__init__"
 
 
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """Of those kinds that are looked at here."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Global, ast.ClassDef, ast.Constant)
+    return tuple(node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, kinds))
+
+
 def _imports(path: Path) -> Iterator[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -155,18 +162,13 @@ def test_cuda_is_named_only_where_devices_are() -> None:
     for path in FILES:
         if _part(_module(path)) in allowed:
             continue
-        names = [
-            node.value
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            if isinstance(node, ast.Constant) and node.value == "cuda"
-        ]
+        names = [node.value for node in _nodes(path) if isinstance(node, ast.Constant) and node.value == "cuda"]
         assert not names, f'{path} says "cuda"'
 
 
 def test_no_ambient_state() -> None:
     for path in FILES:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        assert not any(isinstance(node, ast.Global) for node in ast.walk(tree)), f"{path} uses global"
+        assert not any(isinstance(node, ast.Global) for node in _nodes(path)), f"{path} uses global"
 
 
 MOST_METHODS = 25
@@ -185,7 +187,7 @@ def test_no_class_has_too_many_methods() -> None:
             isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in node.body
         )
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in _nodes(path)
         if isinstance(node, ast.ClassDef)
     }
     too_large = {name: n for name, n in methods.items() if n > LARGER.get(name, MOST_METHODS)}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,20 +72,24 @@ def missing_modules(text: str) -> list[str]:
     return found
 
 
-def wrong_options(text: str) -> list[str]:
-    """Verbs of `cellar` that there are not, and options that their verb does not have."""
-    import click
+@functools.cache
+def cellar_command() -> Any:
+    """All verbs and options there are."""
     import typer
 
     from cellar.cli.main import build
 
-    root = typer.main.get_command(build())
+    return typer.main.get_command(build())
+
+
+def wrong_options(text: str) -> list[str]:
+    """Verbs of `cellar` that there are not, and options that their verb does not have."""
     found = []
     for line in command_lines(text):
         words = line.split()
         if len(words) < 2 or words[0].removeprefix(".venv/bin/") != "cellar" or not re.fullmatch("[a-z]+", words[1]):
             continue
-        command: click.Command = root
+        command = cellar_command()
         rest = words[1:]
         while rest and hasattr(command, "commands"):
             there = command.commands
