@@ -74,6 +74,9 @@ class MeteredRuntime:
     def supply(self, step: int, masks: Mapping[int, NDArray[np.int32] | None]) -> None:
         self._inner.supply(step, masks)
 
+    def masking(self, threads: int) -> None:
+        self._inner.masking(threads)
+
     def close(self) -> None:
         self._inner.close()
 

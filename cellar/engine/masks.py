@@ -21,15 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.priority import yield_to_steps
+from cellar.engine.patience import STEP_SECONDS
 from cellar.text.masker import MaskRow, Wanted
 
 logger = logging.getLogger(__name__)
 
 Supply = Callable[[int, Mapping[int, NDArray[np.int32] | None]], None]
 Told = Callable[[MaskRow, str | None], None]
-
-STEP_SECONDS = 0.05
-"""How long a step waits for a mask at most, from when it can be computed."""
+Masking = Callable[[int], None]
 
 QUICK_AGAIN = 16
 """After so many masks in a fifth of that time a grammar that was slow is no longer."""
@@ -54,12 +53,21 @@ class _Job:
 
 class MaskDesk:
     """`supply` gets each mask, or None for a late one; `told` hears of late masks that are there after all, or why a
-    request must end: its masks have taken `budget` seconds. Both are called in any thread.
+    request must end: its masks have taken `budget` seconds. `masking` hears how many threads compute masks, whenever
+    that changes. All are called in any thread.
     """
 
-    def __init__(self, supply: Supply, told: Told, budget: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        supply: Supply,
+        told: Told,
+        masking: Masking,
+        budget: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._supply = supply
         self._told = told
+        self._masking = masking
         self._budget = budget
         self._clock = clock
         self._changed = threading.Lock()
@@ -69,6 +77,7 @@ class MaskDesk:
         self._numbers = count()
         self._open: list[tuple[float, int, _Job]] = []  # a heap of those not handed yet, by deadline
         self._running: set[_Job] = set()
+        self._num_computing = 0
         self._slowness: dict[tuple[object, ...], int] = {}
         self._num_threads = 0  # for quick ones
         self._closed = False
@@ -153,12 +162,19 @@ class MaskDesk:
             if job.handed:
                 self._for_keeper.notify()
             self._running.add(job)
+            self._compute(+1)
             return job
+
+    def _compute(self, change: int) -> None:
+        """So many more threads compute; with the lock."""
+        self._num_computing += change
+        self._masking(self._num_computing)
 
     def _computed(self, job: _Job, mask: NDArray[np.int32]) -> None:
         state = job.wanted.state
         with self._changed:
             self._running.discard(job)
+            self._compute(-1)
             seconds = self._clock() - job.begun
             self._learn(state.grammar, seconds)
             late, job.handed = job.handed, True

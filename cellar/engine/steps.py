@@ -119,7 +119,7 @@ def step_engine(
     With `lookup` a tier that other engines write to is asked for what a request lacks. `leaving` chooses what is
     written to one at the end, all by default.
     """
-    structured = StructuredOutput(masker, runtime.supply)
+    structured = StructuredOutput(masker, runtime.supply, runtime.masking)
     engine = StepEngine(
         scheduler,
         runtime,

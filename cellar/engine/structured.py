@@ -13,14 +13,12 @@ from cellar.core.errors import RequestError
 from cellar.core.messages import Request, StepPlan, StepResult
 from cellar.core.sampling import StructuredOutputsParams
 from cellar.engine.client import Message
-from cellar.engine.masks import STEP_SECONDS, MaskDesk
+from cellar.engine.masks import MaskDesk
+from cellar.engine.patience import Patience
 from cellar.text.masker import MaskRow, Wanted, sampled_rows
 
 Resume = Callable[[Exception | None], None]
 Supply = Callable[[int, Mapping[int, NDArray[np.int32] | None]], None]
-
-LEAST_PATIENCE = STEP_SECONDS / 4
-"""How long a step waits for masks, however short it is: threads take a moment to wake up."""
 
 
 class Masking(Protocol):
@@ -59,17 +57,19 @@ class Owner(Protocol):
 
 
 class StructuredOutput:
-    """Implements the engine's `Companion`. Masks go to the runtime by `supply`.
+    """Implements the engine's `Companion`. Masks go to the runtime by `supply`, which hears by `masking` how many
+    threads compute them.
 
     Without a `masker` requests for structured output are refused: there is no tokenizer.
     """
 
-    def __init__(self, masker: Masking | None, supply: Supply) -> None:
+    def __init__(self, masker: Masking | None, supply: Supply, masking: Callable[[int], None]) -> None:
         self.masker = masker
         self._supply = supply
+        self._masking = masking
         self._held: dict[str, Request] = {}
-        self._masked: dict[int, bool] = {}  # steps on their way that have masks: whether others wait with them
-        self._step_seconds = 0.0  # what the last one took by itself
+        self._masked: dict[int, int] = {}  # tokens of the steps on their way that have masks
+        self._patience = Patience()
         self._owner: Owner | None = None
         self._desk: MaskDesk | None = None
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="cellar-grammar")  # starts its thread when used
@@ -110,14 +110,14 @@ class StructuredOutput:
         """Have the masks handed in that can be known by now."""
         if self.masker is not None and (plan.opens or plan.masked_rows):
             if plan.masked_rows:
-                self._masked[plan.step] = len(sampled_rows(plan)) > len(plan.masked_rows)
+                self._masked[plan.step] = int((plan.spans.stop - plan.spans.start).sum())
+                self._patience.planned(len(sampled_rows(plan)) > len(plan.masked_rows))
             self._ask(self.masker.submitted(plan))
 
     def committed(self, result: StepResult) -> None:
         """Have the masks handed in that can be known now."""
         if self.masker is not None and result.step in self._masked:
-            del self._masked[result.step]
-            self._step_seconds = result.seconds
+            self._patience.measured(self._masked.pop(result.step), result.seconds)
             self._ask(self.masker.committed(result))
             for state in self.masker.newly_parked():
                 self._go_on(state)
@@ -131,18 +131,16 @@ class StructuredOutput:
     def attach(self, owner: Owner, budget: float) -> None:
         """Whom to tell of late masks; one sequence's may take `budget` seconds."""
         self._owner = owner
-        self._desk = MaskDesk(self._supply, self._told, budget)
+        self._desk = MaskDesk(self._supply, self._told, self._masking, budget)
 
     def _ask(self, wanted: Sequence[Wanted]) -> None:
-        """Rows without masks wait for those of others no longer than their step takes by itself."""
+        """Hand them to the desk, step by step, with how long each step waits for them."""
         assert self._desk is not None
         by_step = dict[int, list[Wanted]]()
         for one in wanted:
             by_step.setdefault(one.step, []).append(one)
         for step, there in by_step.items():
-            seconds = self._step_seconds if self._masked.get(step, False) else 0.0
-            patience = max(LEAST_PATIENCE, 2 * seconds) if seconds > 0 else STEP_SECONDS
-            self._desk.ask(there, min(STEP_SECONDS, patience))
+            self._desk.ask(there, self._patience.of(self._masked[step]))
 
     def _told(self, state: MaskRow, refusal: str | None) -> None:
         """In any thread: a late mask is there, or will not be waited for."""

@@ -91,3 +91,8 @@ class Runtime(Workers[PlanT_contra, StepResult], Protocol[PlanT_contra]):
 
         None: the row's mask is late. Nothing is chosen for it, and its result says so (`Flag.LATE`).
         """
+
+    def masking(self, threads: int) -> None:
+        """So many threads of this process compute masks from now on; in any thread. Steps on the same cores may leave
+        them one.
+        """

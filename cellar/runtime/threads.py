@@ -44,21 +44,24 @@ class ThreadChoice:
 
     def __init__(self, most: int) -> None:
         self._counts = counts_up_to(most)
+        self._counts_beside = counts_up_to(max(1, most - 1))
         self._bill = _Bill()
-        self._kinds: dict[Hashable, _Kind] = {}
+        self._kinds: dict[tuple[Hashable, bool], _Kind] = {}
         self._now: _Kind | None = None
         self._size = 0.0
         self._begun = 0.0
 
-    def begin(self, kind: Hashable, size: float, now: float, work: float | None = None) -> int:
+    def begin(self, kind: Hashable, size: float, now: float, work: float | None = None, *, beside: bool = False) -> int:
         """A piece of work begins whose laps have `size` each. -> threads for its first lap
 
-        `work` compares pieces of different kinds; without it their sizes do.
+        `work` compares pieces of different kinds; without it their sizes do. `beside`: others of the same process are
+        known to keep a core busy. Then laps are a kind of their own, and leave them that core.
         """
-        found = self._kinds.get(kind)
+        found = self._kinds.get((kind, beside))
         if found is None:
             work = size if work is None else work
-            found = self._kinds[kind] = _Kind(self._counts, self._guess(work), self._bill, work)
+            counts = self._counts_beside if beside else self._counts
+            found = self._kinds[kind, beside] = _Kind(counts, self._guess(work, beside), self._bill, work)
         self._now, self._size, self._begun = found, size, now
         return found.running
 
@@ -70,11 +73,14 @@ class ThreadChoice:
         self._begun = now
         return kind.running
 
-    def _guess(self, work: float) -> int:
+    def _guess(self, work: float, beside: bool) -> int:
         """What suits the kind whose work is most like it; all threads if every one has far less. A single token goes
         best on one thread, and a prompt of 2,000 after it would take twice as long there."""
-        likest = min(self._kinds.values(), key=lambda one: abs(math.log(one.work / work)), default=None)
-        return self._counts[-1] if likest is None or likest.work * ALIKE < work else likest.settled
+        alike = [kind for (_, there), kind in self._kinds.items() if there == beside]
+        likest = min(alike, key=lambda one: abs(math.log(one.work / work)), default=None)
+        if likest is None or likest.work * ALIKE < work:
+            return self._counts_beside[-1] if beside else self._counts[-1]
+        return likest.settled
 
 
 def counts_up_to(most: int) -> tuple[int, ...]:

@@ -192,6 +192,9 @@ class SimulatedRuntime:
         """Raises IntegrityError: simulated requests are not structured."""
         raise IntegrityError(f"step {step} has no masks.")
 
+    def masking(self, threads: int) -> None:
+        """Nobody computes masks for simulated requests."""
+
     def close(self) -> None:
         """Forget what is under way."""
         self.pending.clear()

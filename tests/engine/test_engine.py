@@ -266,7 +266,7 @@ def structured(id: str, prompt: list[int], grammar: str) -> Request:
 
 
 def held_by(engine: StepEngine, masker: SlowGrammars) -> StructuredOutput:
-    engine.companion = StructuredOutput(masker, lambda step, masks: None)
+    engine.companion = StructuredOutput(masker, lambda step, masks: None, lambda threads: None)
     engine.companion.attach(engine, SECONDS)
     return engine.companion
 

@@ -14,8 +14,9 @@ import pytest
 from cellar.core.messages import Emit, Flag, Source, Spans, StepPlan, StepResult, TableUpdate
 from cellar.core.priority import NICER
 from cellar.engine import structured as structured_module
-from cellar.engine.masks import STEP_SECONDS, MaskDesk
-from cellar.engine.structured import LEAST_PATIENCE, StructuredOutput
+from cellar.engine.masks import MaskDesk
+from cellar.engine.patience import LEAST_PATIENCE, STEP_SECONDS
+from cellar.engine.structured import StructuredOutput
 from cellar.text.masker import MaskRow, Wanted
 from tests.limits import SECONDS
 
@@ -47,6 +48,7 @@ class Told:
 
     def __init__(self) -> None:
         self.given: list[tuple[int, bool]] = []  # step, and whether there was a mask
+        self.computing: list[int] = []  # threads
         self.changed = threading.Condition()
 
     def supply(self, step: int, masks: Mapping[int, Any]) -> None:
@@ -59,6 +61,11 @@ class Told:
         with self.changed:
             self.changed.notify_all()
 
+    def masking(self, threads: int) -> None:
+        with self.changed:
+            self.computing.append(threads)
+            self.changed.notify_all()
+
     def until(self, count: int) -> list[tuple[int, bool]]:
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.given) >= count, SECONDS)
@@ -66,7 +73,7 @@ class Told:
 
 
 def desk_of(told: Told) -> MaskDesk:
-    return MaskDesk(told.supply, told.told, budget=SECONDS)
+    return MaskDesk(told.supply, told.told, told.masking, budget=SECONDS)
 
 
 class Threads:
@@ -97,6 +104,22 @@ def test_a_step_that_waits_less_hears_first() -> None:
     assert told.until(2)[1] == (1, True)
     desk.close()
     threads.settle()
+
+
+def test_it_is_told_how_many_threads_compute() -> None:
+    """Those whose mask is late, too, and whose request has ended."""
+    go, told, threads = threading.Event(), Told(), Threads()
+    desk = desk_of(told)
+    desk.ask([Wanted(1, 0, row("held", Held(go)))], 0.001)
+    assert told.until(1) == [(1, False)]
+    with told.changed:
+        assert told.changed.wait_for(lambda: told.computing == [1], SECONDS)
+    go.set()
+    desk.ask([Wanted(2, 0, row("next", Held(go)))], SECONDS)
+    assert told.until(2)[1] == (2, True)
+    desk.close()
+    threads.settle()
+    assert told.computing in ([1, 0, 1, 0], [1, 2, 1, 0])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads of one process have one priority elsewhere")
@@ -165,7 +188,7 @@ class Masking:
 @pytest.mark.parametrize(
     ("others", "seconds", "patience"),
     [
-        (1, 0.01, 0.02),
+        (1, 0.02, 0.02),
         (1, 0.001, LEAST_PATIENCE),
         (1, 0.2, STEP_SECONDS),
         (1, 0.0, STEP_SECONDS),
@@ -175,9 +198,9 @@ class Masking:
 def test_others_wait_no_longer_than_their_step_takes(
     monkeypatch: pytest.MonkeyPatch, others: int, seconds: float, patience: float
 ) -> None:
-    """As long again as the step itself, from when it begins; nobody is hurried who waits for its own masks."""
+    """Masks have as long as the step itself, from when it begins; nobody is hurried who waits for its own masks."""
     monkeypatch.setattr(structured_module, "MaskDesk", Asked)
-    output = StructuredOutput(Masking(), lambda step, masks: None)  # type: ignore[arg-type]
+    output = StructuredOutput(Masking(), lambda step, masks: None, lambda threads: None)  # type: ignore[arg-type]
     output.attach(None, 5.0)  # type: ignore[arg-type]
     rows = np.arange(1 + others, dtype=np.int32)
     ones = np.ones(len(rows), np.int32)

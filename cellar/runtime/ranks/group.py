@@ -125,6 +125,9 @@ class RankGroup:
         order = Masks(step, masks)
         self._ranks[self._sampler].send(order, Packed(order))
 
+    def masking(self, threads: int) -> None:
+        """Ranks hear nothing of it: their own laps say how many threads suit them."""
+
     def poll(self, timeout: float | None) -> list[StepResult | CopyResult]:
         """Results that all ranks have answered, in order; waits for a first one, or for a wake."""
         self._check()

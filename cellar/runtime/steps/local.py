@@ -194,6 +194,10 @@ class LocalRuntime:
         """Token bit masks for the masked rows of a submitted step; see `masks.py`. Rows may come one by one."""
         self._masks.supply(step, masks)
 
+    def masking(self, threads: int) -> None:
+        """So many threads compute masks now: a worker on a processor takes that into account; see `company.py`."""
+        self._masks.company.now(threads, time.perf_counter())
+
     def close(self) -> None:
         """Stop the worker after the step it is at, drop later plans, free the memory. A second call does nothing."""
         if self._closed:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.runtime.company import Company
+
 Mask = NDArray[np.int32]
 
 
@@ -19,12 +21,14 @@ class MaskBox:
     """Joins the thread that computes masks with the one that samples.
 
     mask: int32 [ceil(vocab / 32)]; token t is allowed if bit t % 32 of word t // 32 is set. None: it is late.
+    `company`: who computes masks beside the steps.
     """
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._steps: dict[int, dict[int, Mask | None]] = {}
         self._closed = False
+        self.company = Company()
 
     def expect(self, step: int) -> None:
         """Masks for `step` may come from now on."""

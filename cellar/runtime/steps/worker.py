@@ -104,7 +104,7 @@ class StepWorker:
 
     def _launch_all(self) -> None:
         with _thread_settings(self._device):
-            pace = Pace(self._num_threads) if self._device.type == "cpu" else None
+            pace = Pace(self._num_threads, company=self._masks.company) if self._device.type == "cpu" else None
             while (plan := self._plans.get()) is not None and not self._closed:
                 try:
                     finish = self._executor.launch(plan, self._masks, pace)

@@ -192,6 +192,9 @@ class FakeRuntime:
             self._advance()
             self._signal.notify_all()
 
+    def masking(self, threads: int) -> None:
+        """Nothing is computed here."""
+
     def close(self) -> None:
         """Drop everything; a waiting `poll` returns."""
         if self.comm is not None:
