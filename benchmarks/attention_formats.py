@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 continue
             first, step = map(int, options.part.split("/"))
             for sizes in SWEEP[first::step]:
-                with patch("cellar.ops.attention.hopper.default_sizes", lambda shape, sizes=sizes: sizes):
+                with patch("cellar.ops.attention.hopper.sizes_for", lambda *_, sizes=sizes: sizes):
                     measure(shape, "fp8", f"w {sizes.warps} st {sizes.stages} x {sizes.at_once} t {sizes.tiles}")
     print(json.dumps(lines))
     if options.json is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from cellar.ops.attention.hopper import (
     cache_map,
     decode_arguments,
     decode_files,
+    decode_name,
     decode_source,
     default_sizes,
     hopper_decode,
@@ -35,6 +37,7 @@ from cellar.ops.attention.hopper import (
     prompt_shared,
     prompt_source,
     query_map,
+    sizes_for,
 )
 from cellar.ops.attention.plan import work_items
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
@@ -126,23 +129,30 @@ def _emulated(
     blocks: int,
     seeds: int = 1,
     edits: Sequence[tuple[str, str]] = (),
+    padding: int = 0,
 ) -> None:
-    """Run the kernel in the emulator, and compare results and cache with the definition's."""
+    """Run the kernel in the emulator, and compare results and cache with the definition's. So many tokens more, which
+    are in no list, must be left as they are.
+    """
     for seed in range(seeds):
         given, wanted = (case.make(torch.device("cpu"), dtype) for _ in range(2))
         work, table = given["work"], given["table"]
         _, constants = decode_source(work.shape, sizes, dtype)
         takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-        files = decode_files(work.shape.kv_format == "fp8")
-        library = emulated.build(files, constants, "decode_attention", takes, edits)
+        files = decode_files(work.shape.kv_format == "fp8", sizes)
+        library = emulated.build(files, constants, decode_name(sizes), takes, edits)
         q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
+        q, k, v = (torch.cat((x, x[:1].expand(padding, -1, -1))) for x in (q, k, v))
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
         maps = [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
         shared, threads = sizes.shared(work.shape), 32 * sizes.warps + 32
         blocks = min(blocks, len(work.items.table) * work.shape.kv_heads)
-        emulated.launch(library, blocks, 1, threads, shared, (*maps, ctypes.byref(arguments)), seed)
-        _compare(out, given, wanted, dtype)
+        if sizes.sharers > 1:
+            blocks = len(q) * work.shape.kv_heads * sizes.sharers
+        emulated.launch(library, blocks, sizes.sharers, threads, shared, (*maps, ctypes.byref(arguments)), seed)
+        assert out[len(q) - padding :].isnan().all()
+        _compare(out[: len(q) - padding], given, wanted, dtype)
 
 
 def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
@@ -217,6 +227,95 @@ def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, case:
 @pytest.mark.parametrize("case", [LONG, ALONE, FAR], ids=lambda case: case.name)
 def test_without_defects_the_same_passes(case: Case) -> None:
     _emulated(case, torch.bfloat16, Sizes(4, 2, 2), blocks=2, seeds=2)
+
+
+# -- few tokens, a cluster for each and each KV head ------------------------------------------------------------------
+
+ONE = attention_cases.decode_case("one", (1024,), 128, heads=(8, 2, 128), chunk=32)
+SEVEN = attention_cases.decode_case("groups of seven", (65, 1, 300, 64, 129), 64, heads=(14, 2, 64), chunk=64)
+EACH = attention_cases.decode_case("as many KV heads", (77, 500), 128, heads=(2, 2, 128), chunk=16)
+OF_FP8 = attention_cases.decode_case("few, fp8", (300, 17), 128, heads=(8, 2, 128), chunk=32, kv_format="fp8")
+FEW_CASES = (
+    (LONG, Sizes(4, 2, 2, sharers=8)),
+    (ALONE, Sizes(4, 3, 2, sharers=4)),
+    (ONE, Sizes(4, 3, 2, sharers=8)),
+    (SEVEN, Sizes(4, 1, 2, sharers=2)),
+    (EACH, Sizes(4, 3, 2, sharers=8)),
+    (FAR, Sizes(4, 2, 2, sharers=2)),
+    (OF_FP8, Sizes(4, 2, 2, 2, sharers=8)),
+)
+
+
+@compiled
+@pytest.mark.parametrize(("case", "sizes"), FEW_CASES, ids=[case.name for case, _ in FEW_CASES])
+def test_blocks_of_a_cluster_share_a_token(case: Case, sizes: Sizes) -> None:
+    _emulated(case, torch.bfloat16, sizes, blocks=0, seeds=2)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize(("case", "sizes"), FEW_CASES, ids=[case.name for case, _ in FEW_CASES])
+def test_blocks_of_a_cluster_share_a_token_on_the_device(case: Case, sizes: Sizes, dtype: torch.dtype) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    for of in (None, sizes):
+        given, wanted = (case.make(device, dtype) for _ in range(2))
+        for _ in range(2):
+            out = hopper_decode(**given, sizes=of)
+        _compare(out, given, wanted, dtype)
+
+
+@compiled
+def test_padding_is_in_no_list_and_is_left_alone() -> None:
+    given = LONG.make(torch.device("cpu"), torch.bfloat16)
+    words = np.zeros(given["work"].items.num_words, np.int32)
+    given["work"].items.write(words)
+    assert words[2:12].tolist() == [0, 599, 1, 32, 2, 0, 3, 69, -1, -1]
+    _emulated(LONG, torch.bfloat16, Sizes(4, 2, 2, sharers=8), blocks=0, padding=2)
+
+
+def test_few_tokens_are_shared_where_their_blocks_fill_the_device() -> None:
+    shape = AttentionShape(32, 8, 128, 32)
+    assert [sizes_for(shape, n, 132).sharers for n in (1, 2, 4, 8, 16, 132)] == [8, 8, 8, 4, 1, 1]
+    assert sizes_for(AttentionShape(32, 32, 128, 32), 2, 132).sharers == 4
+    assert sizes_for(AttentionShape(8, 1, 128, 32), 1, 132).sharers == 1, "eight blocks would be too few"
+    assert sizes_for(replace(shape, window=100), 1, 132).sharers == 1
+    assert sizes_for(AttentionShape(8, 2, 256, 32), 4, 132) == Sizes(4, 3, 1, sharers=8)
+    for n in range(1, 20):
+        for of in (
+            shape,
+            AttentionShape(14, 2, 64, 32),
+            AttentionShape(8, 2, 256, 32),
+            replace(shape, kv_format="fp8"),
+        ):
+            sizes = sizes_for(of, n, 132)
+            assert sizes.shared(of) <= MAX_SHARED[sizes.at_once]
+            assert sizes.sharers == 1 or n * of.kv_heads * sizes.sharers <= sizes.at_once * 132
+
+
+PLANTED_FEW = (
+    ("sums are read before they have come", "cluster_sync<true>();", "sync_threads(0, THREADS + 32);", LONG),
+    ("who adds up has another's dimensions", "place = rank * OWN_SLOTS + slot", "place = slot", LONG),
+    ("each block adds the newest", "rank == CLUSTER - 1 ? start + 1 : stop", "start + 1", LONG),
+    ("no block adds the newest", "rank == CLUSTER - 1 ? start + 1 : stop", "stop", LONG),
+    ("a stage is loaded before it was read", "(at / STAGES - 1) & 1", "at / STAGES & 1", LONG),
+    (
+        "what lies behind the last token counts",
+        "const int stop = end < start ? end : start;",
+        "const int stop = end;",
+        LONG,
+    ),
+    ("all blocks take the same turns", "turns * rank / CLUSTER * TURN", "0", LONG),
+    ("of the weights' sum only this block's", "found.extents[i][slot][1]", "found.extents[rank][slot][1]", LONG),
+)
+
+
+@pytest.mark.long
+@compiled
+@pytest.mark.parametrize(("what", "old", "new", "case"), PLANTED_FEW, ids=[planted[0] for planted in PLANTED_FEW])
+def test_the_emulator_finds_planted_defects_of_few(what: str, old: str, new: str, case: Case) -> None:
+    with pytest.raises(AssertionError):
+        _emulated(case, torch.bfloat16, Sizes(4, 1, 2, sharers=4), blocks=0, seeds=30, edits=((old, new),))
 
 
 # -- K and V in FP8 ---------------------------------------------------------------------------------------------------

@@ -27,13 +27,13 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
     const u32 told = shared_address(shared.told), heard = shared_address(shared.heard);
     // There are no more blocks than the list has room for, so that the first one is read before it is known to count.
-    int mine = a.meta[(blockIdx.x / KV_HEADS + 1) * FIELDS + lane % FIELDS];
+    int mine = a.meta[HEADER + blockIdx.x / KV_HEADS * FIELDS + lane % FIELDS];
     const int count = a.meta[0] * KV_HEADS;
     u32 at = 0, items = 0;
     for (int index = blockIdx.x;; ++items) {
         const bool end_of_list = index >= count;
         const int head = end_of_list ? -1 : index % KV_HEADS;
-        if (items > 0 && !end_of_list) mine = a.meta[(index / KV_HEADS + 1) * FIELDS + lane % FIELDS];
+        if (items > 0 && !end_of_list) mine = a.meta[HEADER + index / KV_HEADS * FIELDS + lane % FIELDS];
         if (end_of_list || lane == FIELDS - 1) mine = head;
         if (items >= 2) barrier_wait(heard + 8 * (items % 2), (items / 2 - 1) & 1);
         if (lane < FIELDS) shared.items[items % 2][lane] = mine;
@@ -45,16 +45,7 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
         const int row = __shfl_sync(~0u, mine, 0), start = __shfl_sync(~0u, mine, 4), first = __shfl_sync(~0u, mine, 5);
         const int last = __shfl_sync(~0u, mine, 6), stop = last < start ? last : start;
         const int begin = first / CHUNK, end = stop > first ? (stop - 1) / CHUNK + 1 : begin;
-        const int* slots = a.table + row * a.table_row;
-        int known = 0;  // slots of 32 chunks, one a lane
-        for (int chunk = begin; chunk < end; chunk += PER_TURN, ++at) {
-            const int ahead = (chunk - begin) % 32;
-            if (ahead == 0) known = chunk + lane < end ? slots[chunk + lane] : 0;
-            const int here = end - chunk < PER_TURN ? end - chunk : PER_TURN;
-            const u32 s = at % STAGES;
-            if (at >= STAGES) barrier_wait(empty + 8 * s, (at / STAGES - 1) & 1);
-            load_turn(keys, values, a, stages, s, full + 8 * s, head, known, ahead, here, lane);
-        }
+        load_chunks(keys, values, a, stages, full, empty, row, head, begin, end, at, lane);
         index = __shfl_sync(~0u, next, 0);
     }
     if (a.early) let_next_kernel_start();
@@ -69,18 +60,7 @@ __device__ __forceinline__ void finish(const Arguments& a, const Item& item, Sha
     u16* out = a.out + item.token * a.out_token + item.head * GROUP * a.out_head;
     for (int i = thread; i < GROUP * DIM / 4; i += THREADS) {
         const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
-        Part all = {LOWEST};
-        if (newest) {
-            all.top = shared.new_score[g], all.total = 1.0f;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) all.sum[j] = shared.new_value[d + j];
-        }
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            Part one = {shared.tops[w][g], shared.totals[w][g]};
-            load_shared(shared_address(&shared.sums[w][g][d]), one.sum);
-            all.add(one);
-        }
+        const Part all = of_block(shared, newest, g, d);
         if (whole) {
             all.write(out + g * a.out_head + d);
         } else {

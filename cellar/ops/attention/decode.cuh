@@ -18,7 +18,8 @@ constexpr int THREADS = WARPS * 32;              // that compute
 constexpr int SUM_PITCH = DIM + 4;               // floats: lanes of different queries write to different banks
 constexpr int Q_PITCH = DIM + 8;                 // 16-bit: eight queries are read from different banks
 constexpr int TILE = 16;                         // rows of a part in the scratch
-constexpr int FIELDS = 16;                       // of an item in the list, and of the list's header
+constexpr int HEADER = 32;                       // of the list, in words
+constexpr int FIELDS = 16;                       // of an item in it
 constexpr float FAR = 8.0f, LOWEST = -1.0e30f;
 
 static_assert(DIM % 64 == 0 && TURN % CHUNK == 0 && WARPS % 4 == 0 && GROUP <= 8);

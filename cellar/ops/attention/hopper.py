@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cellar.ops.attention.contexts import contexts_fit, plain_contexts, written_out
-from cellar.ops.attention.plan import AttentionShape, AttentionWork
+from cellar.ops.attention.plan import FEW, AttentionShape, AttentionWork
 from cellar.ops.attention.triton import LOG2E, launched
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Function, TensorMap, tensor_map
@@ -33,6 +33,7 @@ from cellar.ops.cuda.hopper import (
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 MAX_GROUP = 8
+_SHARERS = (8, 4, 2)
 _PROMPT_TURN = 128
 _PARTS = "attention/parts.cuh"
 
@@ -42,13 +43,15 @@ class Sizes:
     """Of decodes: warps that compute, stages in flight, and blocks a multiprocessor runs at once.
 
     Four warps are a team, each with stages of its own: there are as many for each. Of a stage a warp has so many
-    `tiles` of 16 tokens.
+    `tiles` of 16 tokens. So many `sharers` are a cluster, which has one token and KV head (`decode_few.cu`); 1: blocks
+    work through the list (`decode.cu`).
     """
 
     warps: int
     stages: int
     at_once: int
     tiles: int = 1
+    sharers: int = 1
 
     def shared(self, shape: AttentionShape) -> int:
         """Bytes of dynamic shared memory: the stages, and what is beside them (`Shared`)."""
@@ -57,7 +60,8 @@ class Sizes:
         queries = 2 * 8 * (shape.head_dim + 8)
         row = 2 * shape.head_dim if shape.kv_format == "plain" else shape.head_dim + 1
         stages = self.stages * (2 * 64 * self.tiles * row + 16)
-        return 1024 + stages + sums + newest + queries + 256  # the last: two items and their barriers, and alignment
+        found = 8 * shape.group * shape.head_dim if self.sharers > 1 else 0
+        return 1024 + stages + sums + newest + queries + found + 256  # two items and their barriers, and alignment
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
@@ -67,6 +71,22 @@ def default_sizes(shape: AttentionShape) -> Sizes:
     else:
         candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
     return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
+
+
+def sizes_for(shape: AttentionShape, tokens: int, processors: int) -> Sizes:
+    """Of steps with so many tokens: clusters where there are few tokens, and blocks enough for a third of the
+    multiprocessors, but not more than two for each.
+    """
+    sizes = default_sizes(shape)
+    if tokens > FEW or shape.window is not None:
+        return sizes
+    pairs = tokens * shape.kv_heads
+    for sharers in _SHARERS:
+        at_once = -(-pairs * sharers // processors)
+        if at_once <= 2 and 3 * pairs * sharers >= processors:
+            candidates = (Sizes(4, stages, at_once, sizes.tiles, sharers) for stages in (3, 2))
+            return next((few for few in candidates if few.shared(shape) <= MAX_SHARED[at_once]), sizes)
+    return sizes
 
 
 class DecodeArguments(ctypes.Structure):
@@ -220,12 +240,15 @@ def hopper_decode(
     """`decode_attention`; arguments as there."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     shape = work.shape
-    sizes = sizes or default_sizes(shape)
+    if sizes is None:
+        few = work.split is None  # who asks for cuts at fixed places gets them
+        sizes = sizes_for(shape, len(q), multiprocessors(q.device)) if few else default_sizes(shape)
     arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
     programs = sum(count for _, _, count in work.launches)
     if programs:
+        at_once = sizes.at_once * multiprocessors(q.device)
         _decode_function(shape, sizes, q.dtype, q.device).launch(
-            min(programs, sizes.at_once * multiprocessors(q.device)),
+            min(programs, at_once) if sizes.sharers == 1 else len(q) * shape.kv_heads,
             (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
             torch.cuda.current_stream(q.device).cuda_stream,
             dependent=True,
@@ -301,13 +324,21 @@ def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tu
     fp8 = shape.kv_format == "fp8"
     constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages, "TILES": sizes.tiles}
     constants |= {"AT_ONCE": sizes.at_once, "FP8": int(fp8)}
-    return hopper_source(*decode_files(fp8)), constants
+    if sizes.sharers > 1:
+        constants["CLUSTER"] = sizes.sharers
+    return hopper_source(*decode_files(fp8, sizes)), constants
 
 
-def decode_files(fp8: bool) -> tuple[str, ...]:
+def decode_files(fp8: bool, sizes: Sizes) -> tuple[str, ...]:
     """What the kernel for decodes consists of."""
     form = "attention/decode_fp8.cuh" if fp8 else "attention/decode_plain.cuh"
-    return _PARTS, "attention/decode.cuh", form, "attention/decode.cu"
+    kernel = "attention/decode.cu" if sizes.sharers == 1 else "attention/decode_few.cu"
+    return _PARTS, "attention/decode.cuh", form, "attention/decode_both.cuh", kernel
+
+
+def decode_name(sizes: Sizes) -> str:
+    """Of the kernel."""
+    return "decode_attention" if sizes.sharers == 1 else "decode_attention_of_few"
 
 
 def prompt_source(shape: AttentionShape, tile: int, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
@@ -341,7 +372,7 @@ def _constants(shape: AttentionShape, dtype: torch.dtype) -> dict[str, int]:
 def _decode_function(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Function:
     cubin = compile_cuda(*decode_source(shape, sizes, dtype))
     with torch.cuda.device(device):
-        return Function(cubin, "decode_attention", 32 * sizes.warps + 32, sizes.shared(shape), 1)
+        return Function(cubin, decode_name(sizes), 32 * sizes.warps + 32, sizes.shared(shape), sizes.sharers)
 
 
 @functools.cache

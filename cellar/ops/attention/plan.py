@@ -6,7 +6,10 @@ a range of KV positions, for each KV head. Two classes of tiles: NARROW (all row
 decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where whole tiles would not
 fill the device; its partial results are summed up by whichever program arrives last.
 
-    meta    [ 0: narrow items | 1: wide items | unused ... | item | item | ... ]      int32, narrow items first
+    meta    [ 0: narrow items | 1: wide items | ROW, START of token 0 | of token 1 ... | item | item | ... ]      int32
+
+Narrow items stand first. Of the first FEW tokens the header says where each stands, if it is a narrow span of its own;
+its row is -1 if not.
     item    ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER (ITEM_FIELDS each)
 
 Within a class the costly items stand first: cost = 2 * tile + KV length.
@@ -32,8 +35,9 @@ from cellar.ops.upload import Upload, by_copies
 
 IntArray = NDArray[np.int32]
 
-HEADER = 16
+HEADER = 32
 ITEM_FIELDS = 16
+FEW = (HEADER - 2) // 2
 ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER = range(11)
 
 NARROW_TILE = 16
@@ -117,6 +121,12 @@ class Items:
         size = self.num_words
         words[0] = self.narrow
         words[1] = len(self.table) - self.narrow
+        words[2:HEADER] = -1
+        firsts = self.table[: self.narrow][self.table[: self.narrow, PART] == 0]
+        if len(firsts) <= FEW:
+            firsts = firsts[firsts[:, TOKEN] < FEW]
+            words[2 + 2 * firsts[:, TOKEN]] = firsts[:, ROW]
+            words[3 + 2 * firsts[:, TOKEN]] = firsts[:, START]
         words[HEADER:size] = self.table.reshape(-1)
         return size
 

@@ -47,7 +47,7 @@ struct Item {
 };
 
 __device__ __forceinline__ Item item_at(const int* meta, int number) {
-    const int* at = meta + 16 + number * 16;
+    const int* at = meta + 32 + number * 16;
     return {at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], at[8], at[9], at[10]};
 }
 

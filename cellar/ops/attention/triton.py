@@ -349,7 +349,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     count = (tl.load(meta + 1) if WIDE else narrow) * KV_HEADS
     if index < count:
         head = index % KV_HEADS
-        item = meta + 16 + (begin + index // KV_HEADS) * 16
+        item = meta + 32 + (begin + index // KV_HEADS) * 16
         row = tl.load(item)
         token = tl.load(item + 1)
         first = tl.load(item + 2)

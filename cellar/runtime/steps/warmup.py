@@ -26,8 +26,8 @@ from cellar.models import loader
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Model
 from cellar.ops.attention import AttentionBuffers, AttentionShape, AttentionWork
-from cellar.ops.attention.hopper import decode_source, default_sizes, hopper_decodes_shape, prompt_source
-from cellar.ops.attention.plan import GRAPH_TILE, HOPPER_TILE, Captured
+from cellar.ops.attention.hopper import decode_source, hopper_decodes_shape, prompt_source, sizes_for
+from cellar.ops.attention.plan import FEW, GRAPH_TILE, HOPPER_TILE, Captured
 from cellar.ops.compile_jobs import key_of, on_target
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.hopper import DTYPES, hopper_available
@@ -116,7 +116,7 @@ def kernels_of(
         first += notes
         with noted_launches() as notes:
             _run_rare(spec, dtype)
-        cuda = tuple(dict.fromkeys(_cuda_jobs(forward, dtype))) if machine.hopper else ()
+        cuda = tuple(dict.fromkeys(_cuda_jobs(forward, dtype, machine.programs // 2))) if machine.hopper else ()
     return Kernels(tuple(first), tuple(notes), cuda)
 
 
@@ -304,12 +304,14 @@ def _matrices(forward: Forward) -> list[DeviceWeight]:
     return [weight for weights in of for weight in weights.values() if isinstance(weight, DeviceWeight)]
 
 
-def _cuda_jobs(forward: Forward, dtype: torch.dtype) -> Iterator[CudaJob]:
+def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterator[CudaJob]:
     if dtype not in DTYPES:
         return
     for shape in forward.shapes:
         if hopper_decodes_shape(shape):
-            yield _cuda_job(*decode_source(shape, default_sizes(shape), dtype))
+            counts = (*(n for n in batch_sizes(FEW + 1) if n <= FEW), FEW + 1)  # the last stands for all others
+            for decodes in dict.fromkeys(sizes_for(shape, n, processors) for n in counts):
+                yield _cuda_job(*decode_source(shape, decodes, dtype))
         plain = replace(shape, kv_format="plain")  # as contexts are written out
         if plain.suits_hopper:
             yield _cuda_job(*prompt_source(plain, HOPPER_TILE, dtype))

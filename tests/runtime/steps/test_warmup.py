@@ -14,6 +14,8 @@ import torch
 
 from cellar.models.model import Model
 from cellar.models.registry import open_model, shipped_config
+from cellar.ops.attention import AttentionShape
+from cellar.ops.attention.hopper import sizes_for
 from cellar.ops.compile_jobs import jobs_of, key_of
 from cellar.ops.linear.choice import Shape
 from cellar.ops.triton_support import Kernel, Launch
@@ -144,12 +146,14 @@ def test_a_hopper_compiles_its_own_kernels_in_place_of_tritons() -> None:
     assert len(hopper.cuda) == len(set(hopper.cuda))
     sources = Counter("prompt_attention" in j.source for j in hopper.cuda)
     assert sources[True] >= 1
-    # Every wide product that the profile chose, once; decodes; prompts.
+    # Every wide product that the profile chose, once; decodes, few and many; prompts.
     choose = chooser_of([shipped("h200")])
     shapes = [Shape(n, k) for n, k in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))]
     choices = [choose(shape) for shape in shapes]
     wide = {(w, shape.n == 28672) for shape, c in zip(shapes, choices, strict=True) if c for _, w in c.wide if w}
-    assert len(hopper.cuda) == len(wide) + 2
+    decodes = {sizes_for(AttentionShape(32, 8, 128, 32), n, H200.programs // 2) for n in (1, 2, 4, 8, 16)}
+    assert len({sizes.sharers for sizes in decodes}) > 1
+    assert len(hopper.cuda) == len(wide) + len(decodes) + 1
     ours = [launch for launch in hopper.first if launch.kernel.__name__ == "_attention_kernel"]
     assert ours, "tiles of few rows stay Triton's"
     assert not any(launch.kwargs["NEW"] or launch.kwargs["WIDE"] for launch in ours)
