@@ -132,7 +132,9 @@ class ScheduleConfig:
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
     decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
-    mask_timeout: float = _option(5.0, "Seconds that late masks of a sequence's structured output may take in all.")
+    mask_timeout: float = _option(
+        5.0, "Seconds that late masks of a sequence's structured output may take in all, by themselves."
+    )
 
     def __post_init__(self) -> None:
         _check_types(self)

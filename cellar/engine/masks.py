@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -20,6 +19,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
+from cellar.core.cores import num_cores
 from cellar.core.priority import yield_to_steps
 from cellar.engine.patience import STEP_SECONDS
 from cellar.text.masker import MaskRow, Wanted
@@ -43,18 +43,28 @@ MAX_SLOW = 1024
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A mask to be computed for a step, or for nobody any more (`handed`); its grammar is known to be `slow`."""
+    """A mask to be computed for a step that waits `patience` seconds for it, or for nobody any more (`handed`); its
+    grammar is known to be `slow`.
+    """
 
     wanted: Wanted
+    patience: float
     slow: bool = False
     handed: bool = False
     begun: float = 0.0
 
+    def own(self, now: float) -> float:
+        """Seconds that count against its sequence: none while the step would have waited for as long as it has been
+        computed. What stood in the line before it is not its own.
+        """
+        seconds = now - self.begun
+        return seconds if seconds > self.patience else 0.0
+
 
 class MaskDesk:
     """`supply` gets each mask, or None for a late one; `told` hears of late masks that are there after all, or why a
-    request must end: its masks have taken `budget` seconds. `masking` hears how many threads compute masks, whenever
-    that changes. All are called in any thread.
+    request must end: its masks that were late by themselves have taken `budget` seconds. `masking` hears how many
+    threads compute masks, whenever that changes. All are called in any thread.
     """
 
     def __init__(
@@ -97,7 +107,7 @@ class MaskDesk:
                     known.setdefault(one.step, {})[one.row] = state.mask
                 else:
                     state.computing = True
-                    job = _Job(one, state.grammar in self._slowness)
+                    job = _Job(one, patience, state.grammar in self._slowness)
                     if job.slow:
                         job.handed = True
                         known.setdefault(one.step, {})[one.row] = None
@@ -175,11 +185,11 @@ class MaskDesk:
         with self._changed:
             self._running.discard(job)
             self._compute(-1)
-            seconds = self._clock() - job.begun
-            self._learn(state.grammar, seconds)
+            now = self._clock()
+            self._learn(state.grammar, now - job.begun)
             late, job.handed = job.handed, True
             if late:
-                state.seconds += seconds
+                state.seconds += job.own(now)
             state.mask, state.computing = mask, False
         try:
             if not late:
@@ -204,7 +214,7 @@ class MaskDesk:
                         job.handed = True
                         late.append(job)
                 for job in self._running:
-                    if job.handed and job.wanted.state.seconds + now - job.begun > self._budget:
+                    if job.handed and job.wanted.state.seconds + job.own(now) > self._budget:
                         over.append(job)
                 if late and self._quick and self._num_threads < self._most_threads(now):
                     self._add_thread()
@@ -230,7 +240,7 @@ class MaskDesk:
     def _most_threads(self, now: float) -> int:
         """As many as there are cores beside that of the steps, and those that one mask keeps for long."""
         held = sum(not job.slow and _is_long(job, now) for job in self._running)
-        return min(MAX_THREADS, max(1, (os.cpu_count() or 1) - 1) + held)
+        return min(MAX_THREADS, max(1, num_cores() - 1) + held)
 
     def _learn(self, grammar: tuple[object, ...], seconds: float) -> None:
         """Which grammars are slow; those that are quick again get another chance."""

@@ -13,6 +13,7 @@ import pytest
 
 from cellar.core.messages import Emit, Flag, Source, Spans, StepPlan, StepResult, TableUpdate
 from cellar.core.priority import NICER
+from cellar.engine import masks as masks_module
 from cellar.engine import structured as structured_module
 from cellar.engine.masks import MaskDesk
 from cellar.engine.patience import LEAST_PATIENCE, STEP_SECONDS
@@ -138,7 +139,7 @@ def test_threads_that_compute_masks_step_back() -> None:
 
 def test_a_mask_that_is_held_up_has_a_thread_of_its_own_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """On two cores one thread computes masks; who is late because of their number gets no second one."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(masks_module, "num_cores", lambda: 2)
     go, quick, told, threads = threading.Event(), threading.Event(), Told(), Threads()
     quick.set()
     desk = desk_of(told)
@@ -156,6 +157,51 @@ def test_a_mask_that_is_held_up_has_a_thread_of_its_own_for_as_long(monkeypatch:
     assert len(threads.now()) == 3
     desk.ask([Wanted(3, 0, row("last", Held(quick)))])
     assert told.until(6)[5] == (3, True)
+    desk.close()
+    threads.settle()
+
+
+def test_a_mask_is_charged_for_its_own_time_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is late because others stood before it costs its sequence nothing; one that would have been late costs
+    what it took, in the line or not.
+    """
+    monkeypatch.setattr(masks_module, "num_cores", lambda: 2)
+    seconds, patience, told, threads = 0.0, 1.0, Told(), Threads()
+    clock = threading.Condition()
+
+    def now() -> float:
+        return seconds
+
+    class Takes(Held):
+        """A matcher that computes for so long, by the clock, from when it may go."""
+
+        def __init__(self, takes: float) -> None:
+            super().__init__(threading.Event())
+            self.begun = threading.Event()
+            self.takes = takes
+
+        def mask(self) -> Any:
+            nonlocal seconds
+            self.begun.set()
+            assert self.go.wait(SECONDS)
+            with clock:
+                seconds += self.takes
+            return MASK
+
+    desk = MaskDesk(told.supply, told.told, told.masking, budget=SECONDS, clock=now)
+    monkeypatch.setattr(masks_module, "_is_long", lambda job, now: False)  # one thread all the while
+    first, second, third = Takes(2.0), Takes(0.25), Takes(3.0)
+    states = [row(name, matcher) for name, matcher in (("first", first), ("second", second), ("third", third))]
+    desk.ask([Wanted(1, k, state) for k, state in enumerate(states)], patience)
+    assert first.begun.wait(SECONDS)
+    seconds = 1.5  # all three are late now
+    desk.ask([Wanted(2, 0, row("other", second))], -1.0)  # the keeper looks at once
+    assert [given for given in told.until(4) if given[0] == 1] == [(1, False)] * 3
+    for matcher in (first, second, third):
+        matcher.go.set()
+    with told.changed:
+        assert told.changed.wait_for(lambda: not any(state.computing for state in states), SECONDS)
+    assert [state.seconds for state in states] == [3.5, 0.0, 3.0]
     desk.close()
     threads.settle()
 

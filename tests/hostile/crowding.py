@@ -4,13 +4,15 @@ A client asks for 8 tokens every 0.2 s, first alone, then while an attack of one
 server's processes took, is one line per case: `back` is what each of them has a minute later, as a ratio, and `new_MB`
 what those have that were started meanwhile. `back` and `peak_MB` leave out the KV cache, which is promised to the
 engine at its start, and whose pages the system hands out when they are first used: `kv_MB` is how much more of it is in
-use. `--tree` serves from another checkout, for a figure from before.
+use. `--tree` serves from another checkout, for a figure from before. `--turns` names a file that runs beside each other
+share: one at a time has its attack, while the others wait for their memory. `crowds.py` runs all cases so.
 The clients share the machine with the server: on a busy one compare ratios within a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import multiprocessing
 import os
@@ -22,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +198,23 @@ def honest(port: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def one(tree: Path, case: str, seconds: float, after: float, options: list[str]) -> dict[str, Any]:
+@contextmanager
+def turn(file: Path | None) -> Iterator[None]:
+    """Wait until nobody else has this file's turn, and have it; without a file at once."""
+    with nullcontext() if file is None else file.open("w") as held:
+        if held is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def one(
+    tree: Path, case: str, seconds: float, after: float, options: list[str], turns: Path | None = None
+) -> dict[str, Any]:
     context = multiprocessing.get_context("spawn")
-    with served(tree, *options) as (pid, port):
+    with ExitStack() as stack:
+        attacks = stack.enter_context(ExitStack())
+        attacks.enter_context(turn(turns))
+        pid, port = stack.enter_context(served(tree, *options))
         honest(port, 2.0)
         before, kv = resident(pid), cached(pid)
         start = sum(before.values())
@@ -221,6 +237,7 @@ def one(tree: Path, case: str, seconds: float, after: float, options: list[str])
         peak = watcher_end.recv()
         for process in (watcher, *(process for _, process in ends)):
             process.join(10)
+        attacks.close()
         time.sleep(after)
         then, kv_then = resident(pid), cached(pid)
     return {
@@ -244,12 +261,17 @@ def cached(pid: int) -> dict[str, float]:
     found: dict[str, float] = {}
     number = 0
     for process in (pid, *children(pid)):
-        if b"resource_tracker" in Path(f"/proc/{process}/cmdline").read_bytes():
+        try:
+            command = Path(f"/proc/{process}/cmdline").read_bytes()
+            mappings = Path(f"/proc/{process}/smaps").read_text().splitlines()
+        except OSError:  # it has ended meanwhile
+            continue
+        if b"resource_tracker" in command:
             continue
         name = "server" if process == pid else f"child {number}"
         number += 1
         size = 0
-        for line in Path(f"/proc/{process}/smaps").read_text().splitlines():
+        for line in mappings:
             field, _, value = line.partition(":")
             if field == "Size":
                 size = int(value.split()[0])
@@ -274,10 +296,11 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, default=ROOT)
     parser.add_argument("--seconds", type=float, default=12.0, help="how long each attack lasts")
     parser.add_argument("--after", type=float, default=60.0, help="seconds until memory is looked at again")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="whose holder alone attacks")
     parser.add_argument("--option", action="append", default=[], help="of cellar serve, as --option=--name=value")
     options = parser.parse_args()
     for case in options.cases or CASES:
-        found = one(options.tree.resolve(), case, options.seconds, options.after, options.option)
+        found = one(options.tree.resolve(), case, options.seconds, options.after, options.option, options.turns)
         print(json.dumps({k: round(v, 3) if isinstance(v, float) else v for k, v in found.items()}), flush=True)
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, pairwise
@@ -327,17 +327,24 @@ def resident(pid: int) -> dict[str, float]:
     """Bytes of a server's processes by what they are."""
     found = {}
     for p in (pid, *children(pid)):
-        line = Path(f"/proc/{p}/cmdline").read_bytes()
+        try:
+            line = Path(f"/proc/{p}/cmdline").read_bytes()
+            pages = int(Path(f"/proc/{p}/statm").read_text().split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
         if b"resource_tracker" not in line:
             name = "server" if p == pid else f"child {len(found)}"
-            pages = int(Path(f"/proc/{p}/statm").read_text().split()[1])
             found[name] = float(pages * os.sysconf("SC_PAGE_SIZE"))
     return found
 
 
 def children(pid: int) -> list[int]:
-    """Processes that a process has started, and those that they have."""
-    found = [int(p) for t in Path(f"/proc/{pid}/task").iterdir() for p in (t / "children").read_text().split()]
+    """Processes that a process has started, and those that they have; none of a process or thread that has ended."""
+    found = list[int]()
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
     return sorted(found + [grand for child in found for grand in children(child)])
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import nn
 
+from cellar.core.cores import num_cores
 from cellar.core.errors import ConfigError, IntegrityError
 from cellar.core.messages import TierOrder
 from cellar.core.tasks import CellCapacity, CellModelSpec, TaskResult
@@ -89,7 +89,7 @@ class LocalCellRuntime:
         hosts = sum(place.type == "cpu" for place in places)
         if hosts > 1 and num_threads is None:
             # Teams of several workers on the same cores would wait for each other.
-            num_threads = max(1, (os.cpu_count() or 1) // hosts)
+            num_threads = max(1, num_cores() // hosts)
         opened = partial(GraphExecutor, capture=not enforce_eager, answer_tasks=answer_tasks)
         try:
             for k, place in enumerate(places):

@@ -8,7 +8,6 @@ the capture finds every kernel made and loaded. Kernels that only some requests 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from cellar.core.cores import num_cores
 from cellar.core.specs import ModelSpec
 from cellar.models import loader
 from cellar.models.loader import LoadedWeights
@@ -382,7 +382,7 @@ class Warmup:
             with torch.cuda.device(device):
                 _ = made.run
 
-        return cls(kernels, target, compile_launch, min(MOST_THREADS, os.cpu_count() or 1), load)
+        return cls(kernels, target, compile_launch, min(MOST_THREADS, num_cores()), load)
 
     def wait(self) -> None:
         """Until all that the first step needs is there."""

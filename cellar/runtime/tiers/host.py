@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import os
 import threading
 import time
 from collections import deque
@@ -24,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from cellar.core.cores import num_cores
 from cellar.core.errors import CapacityError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
@@ -106,7 +106,7 @@ class HostTier:
     def _take(self) -> None:
         """Have all pages, and say what the system has given."""
         begin, registers = time.perf_counter(), self._registers
-        with ThreadPoolExecutor(min(_TAKERS, max(1, (os.cpu_count() or 1) // 2)), "cellar-host-pages") as threads:
+        with ThreadPoolExecutor(min(_TAKERS, max(1, num_cores() // 2)), "cellar-host-pages") as threads:
             for part, given in self._given(threads):
                 if self._closing.is_set():
                     return

@@ -53,6 +53,11 @@ class Holders:
         """True if slots will come back without another suspension."""
         return bool(self._releasing or self.store.num_returning) or self.rows.any_draining()
 
+    @property
+    def are_arriving(self) -> bool:
+        """True while somebody waits for a row, and there is one."""
+        return len(self.queue) > 0 and self.rows.num_free > 0
+
     # -- who comes --------------------------------------------------------------------------------
 
     def load(self, state: RequestState, reservation: Reservation) -> None:

@@ -30,7 +30,7 @@ class Portions:
         how many rows are enough.
         """
         self._made += 1
-        shares, most = self._holders.shares, pace.enough(len(ready))
+        shares, most = self._holders.shares, pace.enough(len(ready), self._holders.are_arriving)
         if most >= len(ready):
             return ready
         comes = self._holders.queue.first(shares) is not None

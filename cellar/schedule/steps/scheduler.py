@@ -277,7 +277,7 @@ class StepScheduler:
         if result.error is None:
             self._store.measured(record.prompts, result.seconds)
             if len(record.prompts):
-                self._prompts.pace.measured(record.cost, result.seconds)
+                self._prompts.pace.measured(record.cost, result.seconds, len(record.rows))
             elif record.num_decodes:
                 self._prompts.pace.decoded(record.num_decodes, result.seconds)
             self._take_in(record, result, output)

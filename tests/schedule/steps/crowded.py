@@ -120,7 +120,7 @@ class Crowd:
             asked.gap, asked.last = max(asked.gap, now - asked.last), now
         for id in output.finished:
             if asked is not None and id == asked.id:
-                if asked.begun > BEGIN:
+                if now > BEGIN:
                     self.waits.wholes.append(now - asked.begun)
                     self.waits.gaps.append(asked.gap)
                 self._asked = None

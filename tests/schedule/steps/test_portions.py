@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cellar.schedule.steps.pace import LATEST, PRICE, Pace
 from cellar.schedule.steps.portions import Portions, level
@@ -20,11 +22,11 @@ def measured(few: tuple[int, float], many: tuple[int, float], limit: float | Non
     return pace
 
 
-def holders(owners: list[str], waiting: str | None = None) -> Any:
-    """Rows of these owners, and one who waits."""
+def holders(owners: list[str], waiting: str | None = None, arriving: bool = False) -> Any:
+    """Rows of these owners, and one who waits; `arriving`: rows are opened."""
     rows = SimpleNamespace(num_rows=len(owners), state=lambda row: SimpleNamespace(owner=owners[row]))
     queue = SimpleNamespace(first=lambda without: None if waiting is None or waiting in without else waiting)
-    return SimpleNamespace(rows=rows, shares=Counter(owners), queue=queue)
+    return SimpleNamespace(rows=rows, shares=Counter(owners), queue=queue, are_arriving=arriving)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.003, 0.05])
@@ -66,6 +68,24 @@ def test_about_as_many_rows_tell_how_many_are_enough() -> None:
     assert pace.enough(127) == 127, "half as many were not seen"
 
 
+def test_turns_are_taken_while_a_crowd_arrives() -> None:
+    """No step of it is one of decodes alone until all of it is there: steps with its rows say what rows take."""
+    pace = measured((1, 0.0032), (3, 0.0037))
+    for count in (36, 69):
+        pace.measured(count, 0.003 + 0.00023 * count, count)
+    assert pace.enough(60, arriving=True) < 40
+    assert pace.enough(200, arriving=True) < 100, "as those say that were seen"
+    assert pace.enough(200) == 200, "once they can be measured by themselves, they are"
+    pace.decoded(200, 0.0032)
+    assert pace.enough(200, arriving=True) == 200, "and that counts more"
+
+
+def test_steps_with_long_pieces_of_prompts_say_nothing_about_rows() -> None:
+    pace = measured((1, 0.0032), (3, 0.0037))
+    pace.measured(64, 0.02, 3)
+    assert pace.enough(60, arriving=True) == 60
+
+
 @pytest.mark.parametrize(
     ("shares", "most", "each"),
     [([255, 1], 70, 69), ([64, 64, 64, 63, 1], 69, 17), ([1] * 100, 70, 1), ([3, 2], 10, 3), ([10, 10], 1, 1)],
@@ -90,6 +110,36 @@ def test_who_has_many_rows_takes_turns_fairly() -> None:
         counts = [seen[row] for row in range(256) if owners[row] == owner]
         assert max(counts) - min(counts) <= 1
         assert min(counts) > 5
+
+
+@given(
+    st.lists(st.sampled_from("abcde"), min_size=2, max_size=60),
+    st.integers(1, 40),
+    st.floats(0.0, 0.01),
+    st.floats(0.0, 0.001),
+    st.booleans(),
+    st.sampled_from([None, "new"]),
+)
+def test_nobody_starves(
+    owners: list[str], there: int, step: float, row: float, arriving: bool, waiting: str | None
+) -> None:
+    """Rows that come one after another: each is in a step again after as many as there are rows, at the latest, and
+    somebody is in every one.
+    """
+    pace = measured((1, step + row), (1000, step + 1000 * row))
+    pace.measured(40, step + 41 * row, 40)
+    found = holders(owners, waiting, arriving)
+    portions, waits = Portions(found), Counter[int]()
+    for k in range(4 * len(owners)):
+        ready = np.arange(min(len(owners), there + k))
+        found.shares = Counter(owners[: len(ready)])
+        chosen = portions.of(ready, pace)
+        assert len(chosen)
+        assert set(chosen) <= set(ready)
+        waits.update(set(ready.tolist()) - set(chosen.tolist()))
+        for one in chosen.tolist():
+            waits[one] = 0
+        assert max(waits.values(), default=0) <= len(owners)
 
 
 @pytest.mark.parametrize(
