@@ -41,8 +41,9 @@ from cellar.runtime.transfer import to_host, uploader
 SCORED_NBYTES = 64 * 2**20
 
 LAYERED_TOKENS = 512
-"""A step of so many tokens or more that waits for chunks waits layer by layer, without its graph. Launching the layers
-of a shorter one would take longer than they do, so all of it waits, in the device's queue.
+"""A step of so many tokens or more that waits for chunks, and has no graph in pieces, waits layer by layer, each
+launched for itself. In a shorter one launching takes longer than the layers do, so all of it waits, in the device's
+queue.
 """
 
 
@@ -174,8 +175,8 @@ class StepExecutor:
         later = bool(plan.masked_rows) and self._device.type == "cpu" and self._samples
         groups = [] if later else self._groups(plan, inputs)
         awaited = self._awaited(inputs)
-        gate = None
-        if awaited and (self._graphs is None or inputs.num_tokens >= LAYERED_TOKENS):
+        gate: Gate | None = None
+        if awaited and self._waits_by_layers(inputs):
             gate = _gate(awaited)
             pace = None  # a layer that waits says nothing about threads
             clock = _not_measured(clock)
@@ -205,7 +206,7 @@ class StepExecutor:
             for rows, tokens in self._stages.told(inputs.feed_rows):
                 (where,) = self._upload([rows])
                 self.rows.last.index_copy_(0, where, tokens)
-        h = None if self._graphs is None or gate is not None else self._graphs.hidden(inputs)
+        h = None if self._graphs is None else self._graphs.hidden(inputs, gate)
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
@@ -249,6 +250,11 @@ class StepExecutor:
         used = [self.rows.table_host[row, :end] for row, end in zip(inputs.row.tolist(), ends.tolist(), strict=True)]
         return self._arrivals.touching(np.concatenate(used)) if used else []
 
+    def _waits_by_layers(self, inputs: StepInputs) -> bool:
+        """Whether the layers of a step that has to wait do so for their own parts: in pieces, or one by one."""
+        graphs = self._graphs
+        return graphs is None or inputs.num_tokens >= LAYERED_TOKENS or graphs.waits_in_pieces(inputs)
+
     def _replay(
         self,
         step: int,
@@ -275,14 +281,16 @@ class StepExecutor:
             outcomes = self._chosen(step, logits, [group], [tensors[len(delta) :]], masks)
         return _Finish(step, outcomes, {}, {}, clock())
 
-    def capture(self, most_rows: int, most_tokens: int, *, ran: bool = False) -> None:
+    def capture(self, most_rows: int, most_tokens: int, *, parts: Sequence[int] = (), ran: bool = False) -> None:
         """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
-        a GPU; none of a stage, which waits for another in between. `ran`: see `StepGraphs`.
+        a GPU; none of a stage, which waits for another in between, and no pieces of a rank, whose sums would be in
+        each. `parts`, `ran`: see `StepGraphs`.
         """
         whole = None if self._stages is not None else self._whole
         if whole is not None and self._device.type == "cuda":
+            parts = parts if self._comm is None else ()
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, ran=ran)
+                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, parts=parts, ran=ran)
 
     def release(self) -> None:
         """Let go of the captured steps."""

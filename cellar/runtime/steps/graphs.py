@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: one per size, captured at start, replayed with no Python in between.
 
     host words -> [one small kernel] -> fixed words -> [graph: layers] -> hidden state of every token
+    where loads come in parts:                         wait [graph: layers] wait [graph: layers] ... -> the same
     of decodes alone:                                  [graph: layers, head] -> logits -> [graph: best token] -> tokens
 
 A step of n tokens takes the graph of the next larger size. The tokens it lacks are padding: they read a spare row's
@@ -37,8 +38,9 @@ from cellar.ops.attention.plan import (
 )
 from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
-from cellar.runtime.steps.forward import Forward
+from cellar.runtime.steps.forward import Forward, Gate
 from cellar.runtime.steps.inputs import StepInputs
+from cellar.runtime.steps.layer_graphs import LayerGraphs
 from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.transfer import pull
 
@@ -87,11 +89,13 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graphs of one size, and where they leave their results. Steps with prompts have no logits."""
+    """The graphs of one size, and where they leave their results. Steps with prompts have no logits, and may be in
+    pieces.
+    """
 
     size: int
     limits: Sequence[Captured]
-    layers: torch.cuda.CUDAGraph
+    layers: LayerGraphs
     hidden: Hidden | None = None
     logits: Tensor | None = None
     best: torch.cuda.CUDAGraph | None = None
@@ -102,7 +106,9 @@ class StepGraphs:
     """Graphs for steps in which up to `most_rows` rows compute one token each, their last one, and all are sampled; and
     for other steps of up to `most_tokens` tokens.
 
-    `ran`: graphs of the same sizes were captured before in this process, so all kernels are loaded.
+    `parts` [layer]: the parts in which loads bring the layers' chunks, if they do: steps with prompts have a graph for
+    each, and can wait before it. `ran`: graphs of the same sizes were captured before in this process, so all kernels
+    are loaded.
     """
 
     def __init__(
@@ -113,9 +119,11 @@ class StepGraphs:
         most_tokens: int,
         device: torch.device,
         *,
+        parts: Sequence[int] = (),
         ran: bool = False,
     ) -> None:
         self._forward = forward
+        self._parts = parts
         self._rows = rows
         self._device = device
         self._programs = default_programs(device)
@@ -139,6 +147,12 @@ class StepGraphs:
         count = inputs.num_tokens
         return count == len(inputs.feed) and 0 < count <= self._most_rows and inputs.all_sampled
 
+    def waits_in_pieces(self, inputs: StepInputs) -> bool:
+        """Whether `hidden` has pieces for a step of this size, and it is none of decodes alone."""
+        if not self._prompts or not 0 < inputs.num_tokens <= self._prompts[-1].size:
+            return False
+        return len(_of(self._prompts, inputs.num_tokens).layers) > 1 and not self.serves(inputs)
+
     def logits(self, inputs: StepInputs) -> Tensor:
         """Start a step of decodes; -> its logits [tokens, vocab], which the next step overwrites."""
         captured = _of(self._decodes, inputs.num_tokens)
@@ -155,19 +169,23 @@ class StepGraphs:
         captured.best.replay()
         return Sampled(captured.chosen.tokens[:count], captured.chosen.finite[:count])
 
-    def hidden(self, inputs: StepInputs) -> Hidden | None:
-        """Start any step; -> the hidden state of its tokens, which the next step overwrites.
+    def hidden(self, inputs: StepInputs, gate: Gate | None = None) -> Hidden | None:
+        """Start any step; -> the hidden state of its tokens, which the next step overwrites. `gate` is called before
+        each piece, with its last layer.
 
-        None if it is too large for a graph; then nothing was started.
+        None if it is too large for a graph, or its graph is whole and there is a gate; then nothing was started.
         """
         if not self._prompts or not 0 < inputs.num_tokens <= self._prompts[-1].size:
             return None
-        captured, lists = _of(self._prompts, inputs.num_tokens), self._lists(inputs)
+        captured = _of(self._prompts, inputs.num_tokens)
+        if gate is not None and len(captured.layers) == 1:
+            return None
+        lists = self._lists(inputs)
         room = zip(self._buffers, captured.limits, lists, strict=True)
         if not all(buffers.holds(items) and limit.holds(items) for buffers, limit, items in room):
             return None
         self._send(inputs, captured.size, lists)
-        captured.layers.replay()
+        captured.layers.replay(gate)
         h, count = captured.hidden, inputs.num_tokens
         assert h is not None
         return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
@@ -208,7 +226,7 @@ class StepGraphs:
 
     # -- capture --------------------------------------------------------------------------------------------------
 
-    def _layers(self, size: int, limits: Sequence[Captured], *, given_too: bool) -> Hidden:
+    def _layers(self, size: int, limits: Sequence[Captured], *, given_too: bool, gate: Gate | None = None) -> Hidden:
         feed, positions, slots, given = self._stage.there[: 8 * size].view(torch.int64).view(4, size)
         works = [
             AttentionWork.for_graph(shape, buffers.placed_at(self._stage.there[self._meta_at(size, k) :]), limit)
@@ -217,7 +235,7 @@ class StepGraphs:
         tokens = self._rows.last.index_select(0, feed)
         if given_too:
             tokens = torch.where(given < 0, tokens, given)
-        return self._forward.run(works, tokens, positions, slots, self._rows.table)
+        return self._forward.run(works, tokens, positions, slots, self._rows.table, gate=gate)
 
     def _clear(self, size: int) -> None:
         """Padding alone, which touches nobody's cache."""
@@ -237,10 +255,9 @@ class StepGraphs:
         if not self._ran:
             self._layers(size, limits, given_too=True)
             torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with self._recording(graph):
-            hidden = self._layers(size, limits, given_too=True)
-        return _Captured(size, limits, graph, hidden)
+        pieces = LayerGraphs(self._parts)
+        hidden = pieces.record(lambda gate: self._layers(size, limits, given_too=True, gate=gate), self._recording)
+        return _Captured(size, limits, pieces, hidden)
 
     def _capture_decodes(self, size: int) -> _Captured:
         self._clear(size)
@@ -260,9 +277,8 @@ class StepGraphs:
         if not self._ran:
             best(layers())
             torch.cuda.synchronize(self._device)
-        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._recording(first):
-            logits = layers()
+        first, second = LayerGraphs(), torch.cuda.CUDAGraph()
+        logits = first.record(lambda _: layers(), self._recording)
         with self._recording(second):
             chosen = best(logits)
         return _Captured(size, limits, first, logits=logits, best=second, chosen=chosen)
