@@ -63,8 +63,14 @@ def apart(arguments: Sequence[str], home: Path) -> dict[str, float]:
 def start(model: str, device: str, max_model_len: int | None) -> dict[str, float]:
     """Open the model in this process: -> seconds by phase, their sum under `ready`, and kernels compiled."""
     begin = time.perf_counter()
+    from cellar.core.collector import collector_rests
     from cellar.core.config import DeviceConfig, EngineConfig, ModelConfig
-    from cellar.runtime.steps.local import open_local
+    from cellar.core.driver import retain_context
+
+    # As the commands do it.
+    retain_context(DeviceConfig(device=device))
+    with collector_rests():
+        from cellar.runtime.steps.local import open_local
 
     imported = time.perf_counter() - begin
     chosen = ModelConfig(model=model, load_format="dummy", max_model_len=max_model_len)
