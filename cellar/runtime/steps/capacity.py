@@ -24,6 +24,7 @@ from cellar.runtime.ranks.place import Seat
 from cellar.runtime.steps import arena
 from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.tiers.arena import ArenaChunks
 
 # Everything that takes memory when tokens are chosen, all at once.
 _COSTLY = SamplingParams(
@@ -90,6 +91,7 @@ def plan_slots(
             seat=seat,
             offloaded=offloaded,
             wide_layers=wide_layers,
+            in_parts=cache.kv_offloading_size is not None,
         )
         used = device_used(device) + graphs
         free = device_total(device) - used
@@ -128,9 +130,11 @@ def rehearse(
     seat: Seat | None = None,
     offloaded: Offloaded | None = None,
     wide_layers: Collection[int] = (),
+    in_parts: bool = False,
 ) -> int:
     """Run the largest steps that the schedule allows: many requests at once, and one long prompt.
 
+    `in_parts`: chunks come from the host's memory in parts, for each of which captured prompts can wait.
     Returns the bytes that captured steps take, which are given back; what the largest steps took stays taken.
     Raises CapacityError if the device has too little memory for them.
     """
@@ -155,7 +159,8 @@ def rehearse(
         with torch.inference_mode(), torch.cuda.device(device):
             graphs = 0
             if capture:
-                executor.capture(rows, tokens)
+                parts = ArenaChunks(executor.arena, device).part_of_layer if in_parts else ()
+                executor.capture(rows, tokens, parts=parts)
                 torch.cuda.empty_cache()
                 taken, reserved = device_used(device), torch.cuda.memory_reserved(device)
                 missing = executor.missing()

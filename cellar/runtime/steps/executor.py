@@ -42,8 +42,9 @@ from cellar.runtime.transfer import to_host, uploader
 SCORED_NBYTES = 64 * 2**20
 
 LAYERED_TOKENS = 512
-"""A step of so many tokens or more that waits for chunks waits layer by layer, without its graph. Launching the layers
-of a shorter one would take longer than they do, so all of it waits, in the device's queue.
+"""A step of so many tokens or more that waits for chunks, and has no graph in pieces, waits layer by layer, each
+launched for itself. In a shorter one launching takes longer than the layers do, so all of it waits, in the device's
+queue.
 """
 
 
@@ -181,8 +182,8 @@ class StepExecutor:
         later = bool(plan.masked_rows) and self._device.type == "cpu" and self._samples
         groups = [] if later else self._groups(plan, inputs)
         awaited = self._awaited(inputs)
-        gate = None
-        if awaited and (self._graphs is None or inputs.num_tokens >= LAYERED_TOKENS):
+        gate: Gate | None = None
+        if awaited and self._waits_by_layers(inputs):
             gate = _gate(awaited)
             pace = None  # a layer that waits says nothing about threads
             clock = _not_measured(clock)
@@ -212,7 +213,7 @@ class StepExecutor:
             for rows, tokens in self._stages.told(inputs.feed_rows):
                 (where,) = self._upload([rows])
                 self.rows.last.index_copy_(0, where, tokens)
-        h = None if self._graphs is None or gate is not None else self._graphs.hidden(inputs)
+        h = None if self._graphs is None else self._graphs.hidden(inputs, gate)
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
@@ -256,6 +257,11 @@ class StepExecutor:
         used = [self.rows.table_host[row, :end] for row, end in zip(inputs.row.tolist(), ends.tolist(), strict=True)]
         return self._arrivals.touching(np.concatenate(used)) if used else []
 
+    def _waits_by_layers(self, inputs: StepInputs) -> bool:
+        """Whether the layers of a step that has to wait do so for their own parts: in pieces, or one by one."""
+        graphs = self._graphs
+        return graphs is None or inputs.num_tokens >= LAYERED_TOKENS or graphs.waits_in_pieces(inputs)
+
     def _replay(
         self,
         step: int,
@@ -282,17 +288,19 @@ class StepExecutor:
             outcomes = self._chosen(step, logits, [group], [tensors[len(delta) :]], masks)
         return _Finish(step, outcomes, {}, {}, clock())
 
-    def capture(self, most_rows: int, most_tokens: int, *, ran: bool = False) -> None:
+    def capture(self, most_rows: int, most_tokens: int, *, parts: Sequence[int] = (), ran: bool = False) -> None:
         """Capture decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on a
         GPU: the first ones now, the others by `prepare` and as steps meet them. Ranks record the same at the same time,
-        all of it now. A stage captures none: it waits for another in between. `ran`: see `StepGraphs`.
+        all of it now, and no pieces, whose sums would be in each. A stage captures none: it waits for another in
+        between. `parts`, `ran`: see `StepGraphs`.
         """
         whole = None if self._stages is not None else self._whole
         if whole is not None and self._device.type == "cuda":
+            parts = parts if self._comm is None else ()
             with torch.inference_mode(), torch.cuda.device(self._device):
                 together = self._comm is not None
                 self._graphs = StepGraphs(
-                    whole, self.rows, most_rows, most_tokens, self._device, whole=together, ran=ran
+                    whole, self.rows, most_rows, most_tokens, self._device, parts=parts, whole=together, ran=ran
                 )
 
     def prepare(self) -> bool:

@@ -325,12 +325,13 @@ class Forward:
         slot_mapping: Tensor,
         table: Tensor,
         pace: Pace | None = None,
+        gate: Gate | None = None,
     ) -> Hidden:
         """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]. `planned` by `plan`.
 
-        Each layer is a lap of `pace`.
+        Each layer is a lap of `pace`; `gate` is called with its number before it.
         """
-        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace)[0]
+        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace, gate)[0]
 
     def context(
         self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor

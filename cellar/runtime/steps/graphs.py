@@ -1,6 +1,7 @@
 """Steps as CUDA graphs: one per size, captured once, replayed with no Python in between.
 
     host words -> [one small kernel] -> fixed words -> [graph: layers] -> hidden state of every token
+    where loads come in parts:                         wait [graph: layers] wait [graph: layers] ... -> the same
     of decodes alone:                                  [graph: layers, head] -> logits -> [graph: best token] -> tokens
 
 A step of n tokens takes the graph of the next larger size. The tokens it lacks are padding: they read a spare row's
@@ -36,9 +37,10 @@ from cellar.ops.attention.plan import (
 )
 from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
-from cellar.runtime.steps.forward import Forward
+from cellar.runtime.steps.forward import Forward, Gate
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.steps.ladder import Ladder
+from cellar.runtime.steps.layer_graphs import LayerGraphs
 from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.transfer import pull
 
@@ -100,9 +102,11 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """The graphs of one size, and where they leave their results. Steps with prompts have no logits."""
+    """The graphs of one size, and where they leave their results. Steps with prompts have no logits, and may be in
+    pieces.
+    """
 
-    layers: torch.cuda.CUDAGraph
+    layers: LayerGraphs
     hidden: Hidden | None = None
     logits: Tensor | None = None
     best: torch.cuda.CUDAGraph | None = None
@@ -145,8 +149,9 @@ class StepGraphs:
 
     Those of `first_batch_sizes` and `first_prompt_sizes` are captured at once, or all if `whole`; the others by
     `prepare`, or when steps meet them (see `Ladder`). A step without a graph has its kernels launched one by one, with
-    the same padding, so its sums are the same. `ran`: graphs of the first sizes were captured before in this process,
-    so all that they need is loaded.
+    the same padding, so its sums are the same. `parts` [layer]: the parts in which loads bring the layers' chunks, if
+    they do: steps with prompts have a graph for each, and can wait before it. `ran`: graphs of the first sizes were
+    captured before in this process, so all that they need is loaded.
     """
 
     def __init__(
@@ -158,9 +163,11 @@ class StepGraphs:
         device: torch.device,
         *,
         whole: bool = False,
+        parts: Sequence[int] = (),
         ran: bool = False,
     ) -> None:
         self._forward = forward
+        self._parts = parts
         self._rows = rows
         self._device = device
         self._programs = default_programs(device)
@@ -193,6 +200,11 @@ class StepGraphs:
         count = inputs.num_tokens
         return count == len(inputs.feed) and 0 < count <= self._most_rows and inputs.all_sampled
 
+    def waits_in_pieces(self, inputs: StepInputs) -> bool:
+        """Whether the layers of a step of this size wait in `hidden`, and it is none of decodes alone."""
+        size = self._prompts.size(inputs.num_tokens) if inputs.num_tokens else None
+        return size is not None and len(LayerGraphs(self._parts)) > 1 and not self.serves(inputs)
+
     def logits(self, inputs: StepInputs) -> tuple[Tensor, Callable[[], Sampled]]:
         """Start a step of decodes; -> its logits [tokens, vocab], which the next step overwrites, and what chooses the
         best token of each row from them, remembered as its last.
@@ -217,14 +229,17 @@ class StepGraphs:
 
         return captured.logits[:count], best
 
-    def hidden(self, inputs: StepInputs) -> Hidden | None:
-        """Start any step; -> the hidden state of its tokens, which the next step overwrites.
+    def hidden(self, inputs: StepInputs, gate: Gate | None = None) -> Hidden | None:
+        """Start any step; -> the hidden state of its tokens, which the next step overwrites. `gate` is called before
+        each piece, with its last layer.
 
-        None if it is too large for a graph; then nothing was started.
+        None if it is too large for a graph, or its graph is whole and there is a gate; then nothing was started.
         """
         count = inputs.num_tokens
         size = self._prompts.size(count) if count else None
         if size is None:
+            return None
+        if gate is not None and len(LayerGraphs(self._parts)) == 1:
             return None
         limits, lists = self._prompt_limits(size), self._lists(inputs)
         room = zip(self._buffers, limits, lists, strict=True)
@@ -233,9 +248,9 @@ class StepGraphs:
         self._send(inputs, size, lists)
         captured = self._prompts.take(size, self._record_prompts)
         if captured is None:
-            h = self._layers(size, limits, given_too=True)
+            h = self._layers(size, limits, given_too=True, gate=gate)
         else:
-            captured.layers.replay()
+            captured.layers.replay(gate)
             assert captured.hidden is not None
             h = captured.hidden
         return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
@@ -293,7 +308,7 @@ class StepGraphs:
 
     # -- capture --------------------------------------------------------------------------------------------------
 
-    def _layers(self, size: int, limits: Sequence[Captured], *, given_too: bool) -> Hidden:
+    def _layers(self, size: int, limits: Sequence[Captured], *, given_too: bool, gate: Gate | None = None) -> Hidden:
         feed, positions, slots, given = self._stage.there[: 8 * size].view(torch.int64).view(4, size)
         works = [
             AttentionWork.for_graph(shape, buffers.placed_at(self._stage.there[self._meta_at(size, k) :]), limit)
@@ -302,7 +317,7 @@ class StepGraphs:
         tokens = self._rows.last.index_select(0, feed)
         if given_too:
             tokens = torch.where(given < 0, tokens, given)
-        return self._forward.run(works, tokens, positions, slots, self._rows.table)
+        return self._forward.run(works, tokens, positions, slots, self._rows.table, gate=gate)
 
     def _clear(self, size: int) -> None:
         """Padding alone, which touches nobody's cache."""
@@ -339,16 +354,14 @@ class StepGraphs:
         self._best(size, self._decode(size))
 
     def _record_prompts(self, size: int) -> _Captured:
-        graph = torch.cuda.CUDAGraph()
-        with self._recording(graph):
-            hidden = self._layers(size, self._prompt_limits(size), given_too=True)
-        return _Captured(graph, hidden)
+        limits, pieces = self._prompt_limits(size), LayerGraphs(self._parts)
+        hidden = pieces.record(lambda gate: self._layers(size, limits, given_too=True, gate=gate), self._recording)
+        return _Captured(pieces, hidden)
 
     def _record_decodes(self, size: int) -> _Captured:
         self._rows.plain(size)  # whose zeros and ones are no part of the recording
-        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with self._recording(first):
-            logits = self._decode(size)
+        first, second = LayerGraphs(), torch.cuda.CUDAGraph()
+        logits = first.record(lambda _: self._decode(size), self._recording)
         with self._recording(second):
             chosen = self._best(size, logits)
         return _Captured(first, logits=logits, best=second, chosen=chosen)

@@ -121,15 +121,17 @@ class LocalRuntime:
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
+        chunks = ArenaChunks(self.executor.arena, device) if tiers else None
         # A captured step has its weights at fixed addresses.
         if not enforce_eager and offloaded is None:
-            self.executor.capture(num_rows, most_tokens, ran=rehearsed)
+            parts = chunks.part_of_layer if chunks is not None and Tier.HOST in tiers else ()
+            self.executor.capture(num_rows, most_tokens, parts=parts, ran=rehearsed)
         if device.type != "cpu":
             # Weights and arena were filled by this thread; the worker's first step must find them.
             torch.cuda.synchronize(device)
         self._copier: Copier | None = None
-        if tiers:
-            self._copier = Copier(ArenaChunks(self.executor.arena, device), tiers, self._results.put, arrivals)
+        if chunks is not None:
+            self._copier = Copier(chunks, tiers, self._results.put, arrivals)
         shared = tiers.get(Tier.REMOTE)
         self.lookup: Lookup | None = Lookup(shared) if isinstance(shared, RemoteTier) else None
         self._capacity = Capacity(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,10 @@ from cellar.runtime.pace import Pace
 from cellar.runtime.probes.context import ProbeContext
 from cellar.runtime.probes.registry import measure
 from cellar.runtime.steps import capacity
+from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.local import LocalRuntime, open_local
 from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.tiers.arrivals import Arrival, EventMark
 from tests.limits import until
 from tests.runtime.steps.steps import CONFIG, Step, prompt_of, results, run, runtime_of, story, tiny_model, tokens_of
 
@@ -150,6 +152,73 @@ def test_steps_and_recording_take_turns() -> None:
     assert found == expected
 
 
+def coming(arena: Arena, slots: int) -> Arrival:
+    """The first slots' keys and values, taken away, and brought back layer by layer by a queue that takes its time."""
+    kept = [(k[:slots].clone(), v[:slots].clone()) for k, v in zip(arena.k, arena.v, strict=True)]
+    for cache in (*arena.k, *arena.v):
+        cache[:slots].fill_(torch.nan)
+    torch.cuda.synchronize()
+    marks = [EventMark() for _ in kept]
+    stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        for k, v, (keys, values), mark in zip(arena.k, arena.v, kept, marks, strict=True):
+            torch.cuda._sleep(5_000_000)  # type: ignore[no-untyped-call]
+            k[:slots].copy_(keys)
+            v[:slots].copy_(values)
+            for tensor in (keys, values):
+                tensor.record_stream(stream)
+            mark.record()
+    return Arrival(np.arange(slots, dtype=np.int32), marks, range(len(marks)))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, ONE_KV_HEAD])
+def test_pieces_give_the_tokens_of_whole_graphs(shape: dict[str, int]) -> None:
+    """Prompts of several sizes behind two chunks, which are there, or on their way and no numbers until they come."""
+    model, weights = tiny_model("float32", **shape)
+
+    def moved(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.to("cuda") for name, tensor in values.items()}
+
+    there = LoadedWeights(moved(weights.embedding), [moved(layer) for layer in weights.layers], moved(weights.head))
+    runtime = runtime_of(model, there, num_slots=64, device="cuda:0")
+    executor = runtime.executor
+    assert executor is not None
+    params = SamplingParams(temperature=0.0, logprobs=3)
+    found = []
+    pieces: list[Sequence[int]] = [(), (0, 0, 1), (0, 1, 2)]
+    for parts in pieces:
+        executor.release()
+        executor.capture(8, 200, parts=parts)
+        torch.cuda.synchronize()
+        assert executor._graphs is not None
+        assert {len(captured.layers) for captured in executor._graphs._prompts.recorded.values()} == {
+            max(1, len(set(parts)))
+        }
+        first = Step(0).open(0).place(0, [0, 1]).prompt(0, prompt_of(32, 9))
+        first.closes = (0,)
+        run(runtime, first)
+        for away in (False, True):
+            answers = []
+            for k, length in enumerate((1, 16, 33, 90)):
+                step = Step(1 + k).open(1, params).place(1, range(8)).prompt(1, prompt_of(length, k), 32)
+                step.closes = (1,)
+                arrival = coming(executor.arena, 2) if away else None
+                if arrival is not None:
+                    executor._arrivals.add(arrival)
+                (result,) = run(runtime, step)
+                if arrival is not None:
+                    assert (result.seconds == 0) == bool(parts), "what such a step takes says nothing of computing"
+                    executor._arrivals.remove(arrival)
+                assert result.logprobs is not None
+                answers.append((tokens_of(result), result.logprobs.logprob))
+            found.append(answers)
+    runtime.close()
+    for answers in found[1:]:
+        for (tokens, logprob), (same, like) in zip(answers, found[0], strict=True):
+            assert tokens == same
+            np.testing.assert_allclose(logprob, like, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(("dtype", "median", "most"), [("bfloat16", 0.5, 2.0), ("float16", 0.1, 1.0)])
 def test_halves_stay_close_to_the_cpu(dtype: str, median: float, most: float) -> None:
     """Log-probabilities here deviate by 15; bfloat16 on the CPU alone is 0.15 from float32 in the median."""
@@ -259,13 +328,18 @@ LLAMA_1B: dict[str, Any] = {
 }
 
 
-def test_the_memory_plan_is_true(tmp_path: Any) -> None:
-    """With half of the device asked for, the largest steps stay within half of it, and the cache uses what is left."""
+@pytest.mark.parametrize("host", [None, 1.0], ids=["alone", "with a host below it"])
+def test_the_memory_plan_is_true(host: float | None, tmp_path: Any) -> None:
+    """With half of the device asked for, the largest steps stay within half of it, and the cache uses what is left.
+    With a host below it prompts are captured in pieces.
+    """
     import json
 
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **LLAMA_1B}))
     options = {"device": "cuda:0", "dtype": "bfloat16", "load_format": "dummy", "gpu_memory_utilization": 0.5}
-    config = EngineConfig.of(model=str(tmp_path), max_num_batched_tokens=8192, max_num_seqs=256, **options)
+    config = EngineConfig.of(
+        model=str(tmp_path), max_num_batched_tokens=8192, max_num_seqs=256, kv_offloading_size=host, **options
+    )
     opened = open_local(config)
     device = torch.device("cuda", 0)
     limit = 0.5 * device_total(device)
