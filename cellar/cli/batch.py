@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cellar.cli.verb import ENGINE, verb
+from cellar.cli.verb import ENGINE, importing_for, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
@@ -97,18 +97,19 @@ def _answer(
 
     -> True if Ctrl-C ended it: the first starts no more lines and lets the running ones finish, the second drops them.
     """
-    from tqdm.auto import tqdm
+    with importing_for(config.device):
+        from tqdm.auto import tqdm
 
-    from cellar.bench.forecast import Forecast
-    from cellar.engine.opened import open_front
-    from cellar.engine.stream import AsyncLLM
-    from cellar.planner.passes import predicted_rate
-    from cellar.reports.forecast import predict
-    from cellar.reports.offload import print_offload
-    from cellar.server.app import build_app
-    from cellar.server.batch import Batch
-    from cellar.server.host import SameProcess, ServedModel
-    from cellar.server.run import model_names
+        from cellar.bench.forecast import Forecast
+        from cellar.engine.opened import open_front
+        from cellar.engine.stream import AsyncLLM
+        from cellar.planner.passes import predicted_rate
+        from cellar.reports.forecast import predict
+        from cellar.reports.offload import print_offload
+        from cellar.server.app import build_app
+        from cellar.server.batch import Batch
+        from cellar.server.host import SameProcess, ServedModel
+        from cellar.server.run import model_names
 
     forecast = Forecast()
     opened = open_front(config, forecast.wrap)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cellar.cli.kept import KeptTalk
-from cellar.cli.verb import ALONE, SAMPLING, sampling_params, verb
+from cellar.cli.verb import ALONE, SAMPLING, importing_for, sampling_params, verb
 from cellar.cli.wrap import WordWrap
+from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ def chat(
 ) -> None:
     """Talk with a model. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the conversation."""
     sampling_params(sampling)  # wrong ones are found before the model is read
-    from cellar.engine.llm import LLM
+    with importing_for(EngineConfig.of(**engine).device):
+        from cellar.engine.llm import LLM
 
     head: Messages = [] if system is None else [{"role": "system", "content": system}]
     with ExitStack() as stack:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from cellar.cli.verb import ALONE, SAMPLING, sampling_params, verb
+from cellar.cli.verb import ALONE, SAMPLING, importing_for, sampling_params, verb
 from cellar.core.config import EngineConfig
 from cellar.core.errors import RequestError
 
@@ -45,13 +45,15 @@ def generate(
     texts = _prompts(prompts, input)
     if output is not None:
         _check_writable(output)
-    from cellar.bench.forecast import Forecast
-    from cellar.engine.llm import LLM
-    from cellar.engine.opened import open_front
-    from cellar.reports.offload import print_offload
+    config = EngineConfig.of(**engine)
+    with importing_for(config.device):
+        from cellar.bench.forecast import Forecast
+        from cellar.engine.llm import LLM
+        from cellar.engine.opened import open_front
+        from cellar.reports.offload import print_offload
 
     forecast = Forecast()
-    opened = open_front(EngineConfig.of(**engine), forecast.wrap)
+    opened = open_front(config, forecast.wrap)
     with LLM.over(opened) as llm:
         if opened.memory is not None and sys.stderr.isatty():
             typer.echo(opened.memory.line(), err=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from cellar.cli.verb import ENGINE, OptionGroup, unread, verb
+from cellar.core.collector import collector_rests
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.extras import missing
 from cellar.server.config import LimitConfig, ServerConfig
+from cellar.server.engine_start import EngineStart
 
 # A server has clients who wait for one another; what is a matter of experiments is none of its operator's.
 _ENGINE = replace(ENGINE, skip=frozenset({"model", "machine_profile", "decode_reserve", "run_ahead"}))
@@ -53,12 +56,18 @@ def serve(
     from cellar.engine.plan import with_plan
 
     config, _ = with_plan(config)  # what is wrong with it is found before anything is started
-    try:
-        from cellar.server.run import serve as run
-    except ModuleNotFoundError as error:
-        raise missing("serving needs", error.name, "server") from error
+    with ExitStack() as stack:
+        start: EngineStart | None = None
+        if options.has_one_engine_beside:
+            # It opens the model while this process imports.
+            start = stack.enter_context(EngineStart.of(config, options.log_level, bounds.shutdown_timeout))
+        try:
+            with collector_rests():
+                from cellar.server.run import serve as run
+        except ModuleNotFoundError as error:
+            raise missing("serving needs", error.name, "server") from error
 
-    run(config, options, bounds, _say)
+        run(config, options, bounds, _say, start)
 
 
 def _serve_cells(file: Path, config: EngineConfig, server: ServerConfig, limits: LimitConfig) -> None:

@@ -7,13 +7,16 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from cellar.core.collector import collector_rests
 from cellar.core.config import CacheConfig, DeviceConfig, ModelConfig, OffloadConfig, ScheduleConfig
+from cellar.core.driver import retain_context
 from cellar.core.errors import CellarError
 from cellar.core.sampling import SamplingParams
 
@@ -57,6 +60,14 @@ class OptionGroup:
         option = typer.Option(*flags, help=text, rich_help_panel=self.title)
         annotated = Annotated.__class_getitem__((annotation, option))  # type: ignore[attr-defined]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotated)
+
+
+@contextmanager
+def importing_for(device: DeviceConfig) -> Iterator[None]:
+    """Around the imports of what runs a model in this process: its device is got ready beside them."""
+    retain_context(device)
+    with collector_rests():
+        yield
 
 
 def _has(kind: type, name: str) -> bool:

@@ -29,9 +29,9 @@ from cellar.deploy.options import read_options
 from cellar.deploy.roster import Member
 from cellar.deploy.scaling import load_of
 from cellar.server.endpoint import Address, Endpoint
-from cellar.server.engine_process import EngineProcess, Opener
+from cellar.server.engine_process import EngineProcess
+from cellar.server.engine_start import Opener, open_config
 from cellar.server.remote import RemoteEngine
-from cellar.server.supervisor import open_config
 
 logger = logging.getLogger(__name__)
 

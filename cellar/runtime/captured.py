@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+
+from cellar.core.collector import collector_rests
 
 
 @contextmanager
@@ -20,14 +21,8 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None)
     Other threads may go on with the device, but not wait for all of it. Python's cycle collector rests: if it found
     another graph to destroy, the driver would refuse that and break this one.
     """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        with _on_stream(graph, pool, stream) if stream is not None else _on_any(graph, pool):
-            yield
-    finally:
-        if collects:
-            gc.enable()
+    with collector_rests(), _on_stream(graph, pool, stream) if stream is not None else _on_any(graph, pool):
+        yield
 
 
 def _on_any(graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:

@@ -10,12 +10,10 @@ and takes twice as long now, but other threads have their turns in between.
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import re
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 from fastapi import Request, Response
@@ -25,6 +23,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from cellar.core.collector import collector_rests
 from cellar.server.errors import ApiError, refused
 
 LARGE = 2**16
@@ -54,18 +53,6 @@ def check_values(data: bytes, most: int) -> None:
     """Raise ApiError for a JSON text of too many values."""
     if count_values(data, most) > most:
         raise refused(f"the body has more than {most} values (--max-body-values); send them in several requests.")
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Python's collector of cycles rests."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 class _ReadRequest(Request):
@@ -131,7 +118,7 @@ def _fraction(digits: str) -> float:
 def _read(data: bytes, model: type[BaseModel], max_values: int) -> BaseModel:
     """Raises ApiError, RequestValidationError."""
     check_values(data, max_values)
-    with no_collection():
+    with collector_rests():
         try:
             value = json.loads(data, parse_int=_integer, parse_float=_fraction)
         except json.JSONDecodeError as error:

@@ -103,6 +103,11 @@ class ServerConfig:
                 f"log_level {self.log_level!r} is not known; use critical, error, warning, info or debug."
             )
 
+    @property
+    def has_one_engine_beside(self) -> bool:
+        """One front in this process, and one engine in another."""
+        return self.replicas == self.api_server_count == 1 and not self.disable_frontend_multiprocessing
+
 
 _AT_LEAST_ONE = (
     *("max_request_sequences", "max_listed_tokens", "max_request_logprobs", "max_queued_requests"),

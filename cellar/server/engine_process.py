@@ -15,7 +15,6 @@ import atexit
 import contextlib
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -24,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -32,17 +30,15 @@ from cellar.core.errors import CellarError, IntegrityError
 from cellar.core.messages import EngineRates, FinishReason, Outlook, SchedulerStats, StepOutput
 from cellar.core.sampling import SamplingParams
 from cellar.engine.client import StepClient
-from cellar.engine.opened import Opened
 from cellar.routing.digest import DigestShape
 from cellar.routing.report import ReplicaReport
 from cellar.server.endpoint import Address, Gate, listen
+from cellar.server.engine_start import EngineStart, Opener
 from cellar.server.heap import one_heap, reserve_steps
 from cellar.server.reports import Reports
 from cellar.server.wire import BY_SEQUENCE, Add, Call, Frame, Ready, Reported, Step, Terms, Told, Watch, engine_id
 
 logger = logging.getLogger(__name__)
-
-Opener = Callable[[], Opened]
 
 CLOSE_SECONDS = 10.0
 
@@ -63,29 +59,30 @@ SWITCH_SECONDS = 0.001
 
 
 class EngineProcess:
-    """Starts an engine; it listens at `address` from then on, which has its true port then. Raises CellarError if it
-    cannot be opened.
+    """Starts an engine, unless its `start` is given; it listens at `address` from then on, which has its true port
+    then. Raises CellarError if it cannot be opened.
 
     At its end it may take `persist_seconds` to bring KV to tiers that outlive it.
     """
 
     def __init__(
-        self, opener: Opener, address: Address, log_level: str = "warning", persist_seconds: float = 0.0
+        self,
+        opener: Opener,
+        address: Address,
+        log_level: str = "warning",
+        persist_seconds: float = 0.0,
+        start: EngineStart | None = None,
     ) -> None:
         self._patience = CLOSE_SECONDS + persist_seconds
-        # Spawned, not forked: a fork would copy this process's threads in the middle of what they do.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=run_engine, args=(theirs, opener, address, log_level), name="cellar-engine"
-        )
-        self.process.start()
-        theirs.close()  # else its end would not be seen
+        if start is None:
+            start = EngineStart(opener, log_level)
+        self._pipe, self.process = start.pipe, start.process
         self._lock = threading.Lock()
         # The process ends with its pipe; at exit multiprocessing waits for it.
         atexit.register(self._pipe.close)
         self.address = address
         try:
+            self._pipe.send(address)
             first = self._pipe.recv()
             if isinstance(first, Ready):
                 self.address = self._pipe.recv()
@@ -123,11 +120,8 @@ class EngineProcess:
 # -- in the engine's process -----------------------------------------------------------------------
 
 
-def run_engine(pipe: Connection, opener: Opener, address: Address, log_level: str) -> None:
-    """Open an engine and run it until the other end of the pipe is closed."""
-    # The server decides when to end; a terminal's Ctrl-C reaches all processes.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def run_engine(pipe: Connection, opener: Opener, log_level: str) -> None:
+    """Open an engine and run it, where the pipe's other end says, until that is closed."""
     one_heap()
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -145,6 +139,11 @@ def run_engine(pipe: Connection, opener: Opener, address: Address, log_level: st
     gc.collect()  # What is here now stays; a collection that walked over all of it would hold up a step.
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)
+    try:
+        address: Address = pipe.recv()
+    except EOFError:  # nobody wants it any more
+        opened.front.engine.close()
+        return
     longest = opened.front.reader.max_model_len
     ready = Ready(opened.config, opened.spec, opened.checkpoint, longest, opened.generation, opened.basis)
     if isinstance(address, str):

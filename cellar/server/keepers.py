@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from cellar.server.engine_process import Opener
+from cellar.server.engine_start import Opener
 from cellar.server.supervisor import EngineKeeper, nothing
 
 

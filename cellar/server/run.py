@@ -17,7 +17,7 @@ from cellar.engine.stream import AsyncLLM
 from cellar.server.app import build_app
 from cellar.server.config import LimitConfig, ServerConfig
 from cellar.server.directory import PrivateDirectory
-from cellar.server.engine_process import Opener
+from cellar.server.engine_start import EngineStart, Opener, open_config
 from cellar.server.fronts import FrontPlan, Fronts
 from cellar.server.heap import one_heap, return_spare_memory
 from cellar.server.host import EngineHost, SameProcess, ServedModel
@@ -27,7 +27,7 @@ from cellar.server.metrics import ENGINE_RESTARTS, FRONT_RESTARTS
 from cellar.server.renewal import Renewal
 from cellar.server.serving import listen, listen_beside, run
 from cellar.server.shared import Shared
-from cellar.server.supervisor import Attach, Supervisor, open_config
+from cellar.server.supervisor import Attach, Supervisor
 from cellar.server.tls import check_certificate, scheme_of
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,16 @@ logger = logging.getLogger(__name__)
 Say = Callable[[str], None]
 
 
-def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: Say = lambda line: None) -> None:
-    """Serve until a signal comes. Raises CellarError if it cannot start."""
+def serve(
+    engine: EngineConfig,
+    server: ServerConfig,
+    limits: LimitConfig,
+    say: Say = lambda line: None,
+    start: EngineStart | None = None,
+) -> None:
+    """Serve until a signal comes. `start`: of the engine, if it is the only one and has a process of its own. Raises
+    CellarError if it cannot start.
+    """
     one_heap()
     logging.basicConfig(level=server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     engine = engine.serving()
@@ -62,7 +70,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: LimitConfig, say: 
         app = build_app(host, ServedModel.of(opened, names), server, limits)
     else:
         opener = partial(open_config, engine, limits.shutdown_timeout)
-        host = Supervisor(opener, log_level=server.log_level, persist_seconds=limits.shutdown_timeout)
+        host = Supervisor(opener, log_level=server.log_level, persist_seconds=limits.shutdown_timeout, start=start)
         app = build_app(host, ServedModel.of(host.opened, names), server, limits)
         host.on_restart(app.state.api.metrics.restarted)
         yield_to_engine()

@@ -11,7 +11,6 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import cast
 
-from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError
 from cellar.core.messages import SchedulerStats
 from cellar.core.priority import yield_to_engine
@@ -21,7 +20,8 @@ from cellar.engine.opened import Opened, open_reader, open_text
 from cellar.engine.stream import AsyncLLM
 from cellar.server.directory import PrivateDirectory
 from cellar.server.endpoint import Address
-from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess, Opener
+from cellar.server.engine_process import OUT_OF_MEMORY, EngineProcess
+from cellar.server.engine_start import EngineStart, Opener
 from cellar.server.pool.choice import Sticky
 from cellar.server.pool.pool import Pool
 from cellar.server.remote import RemoteEngine
@@ -63,7 +63,8 @@ class FrontMaker:
 
 
 class EngineKeeper:
-    """Keeps an engine's process alive at `address`. Raises CellarError if it does not start the first time.
+    """Keeps an engine's process alive at `address`. Raises CellarError if it does not start the first time, as `start`
+    if that is given.
 
     A process that dies within 30 s of its start is started again after a pause that doubles each time.
     """
@@ -76,6 +77,7 @@ class EngineKeeper:
         first_pause: float = 0.5,
         on_restart: Callable[[], None] = nothing,
         persist_seconds: float = 0.0,
+        start: EngineStart | None = None,
     ) -> None:
         self._start = partial(EngineProcess, opener, address, log_level, persist_seconds)
         self._first_pause = first_pause
@@ -83,7 +85,7 @@ class EngineKeeper:
         self._closing = threading.Event()
         self._renewing = threading.Event()
         self._tried = threading.Event()  # to start the one that is to be there after a renewal
-        self.process = self._start()
+        self.process = self._start(start=start)
         self._thread = threading.Thread(target=self._watch, name="cellar-keeper", daemon=True)
         self._thread.start()
 
@@ -253,7 +255,7 @@ class Link:
 
 
 class Supervisor(Link):
-    """An `EngineHost` with an engine's process of its own, for a server with one front.
+    """An `EngineHost` with an engine's process of its own, for a server with one front. `start`: see `EngineKeeper`.
 
     Raises CellarError if it does not start the first time.
     """
@@ -265,11 +267,14 @@ class Supervisor(Link):
         log_level: str = "warning",
         first_pause: float = 0.5,
         persist_seconds: float = 0.0,
+        start: EngineStart | None = None,
     ) -> None:
         self._directory = PrivateDirectory()
         try:
             (address,) = Shared(self._directory.path, 0, 1).addresses
-            self._keeper = EngineKeeper(opener, address, log_level, first_pause, persist_seconds=persist_seconds)
+            self._keeper = EngineKeeper(
+                opener, address, log_level, first_pause, persist_seconds=persist_seconds, start=start
+            )
             try:
                 super().__init__(address, attach, lambda: self._keeper.process.how_it_ended(), yield_to_engine)
             except BaseException:
@@ -293,10 +298,3 @@ class Supervisor(Link):
         super().leave()
         self._keeper.close()
         self._directory.cleanup()
-
-
-def open_config(config: EngineConfig, persist_seconds: float) -> Opened:
-    """What the engine process runs; a name that can be sent to it."""
-    from cellar.engine.opened import open_front
-
-    return open_front(config, persist_seconds=persist_seconds)

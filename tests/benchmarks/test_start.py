@@ -21,18 +21,22 @@ SECONDS = {
     "capture": 0.5,
     "rest": 0.25,
     "ready": 5.0,
+    "behind": 0.0,
 }
 
 
 def test_phases_add_up_to_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
-    runtime = SimpleNamespace(close=lambda: closed.append(True))
+    left = [2, 1, 0]
+    executor = SimpleNamespace(missing=lambda: SimpleNamespace(missing=left.pop(0)))
+    runtime = SimpleNamespace(close=lambda: closed.append(True), executor=executor)
     times = {"load": 0.0, "compile": 0.0, "rehearse": 0.0, "capture": 0.0}
     opened = SimpleNamespace(start_seconds=times, runtime=runtime)
     monkeypatch.setattr(local, "open_local", lambda config: opened)
     found = start.start("llama-3.2-1b", "cpu", 64)
     assert found.keys() == SECONDS.keys()
     assert sum(found[phase] for phase in start.PHASES) == pytest.approx(found["ready"])
+    assert left == [], "sizes were left to be captured"
     assert closed == [True]
 
 

@@ -18,8 +18,8 @@ from cellar.core.config import EngineConfig
 from cellar.core.messages import RequestOutput, Tier
 from cellar.server.endpoint import Address, Endpoint
 from cellar.server.engine_process import EngineProcess
+from cellar.server.engine_start import open_config
 from cellar.server.pool.host import PoolHost
-from cellar.server.supervisor import open_config
 from tests.limits import SECONDS, eventually, until
 from tests.redis_server import redis_server
 

@@ -162,11 +162,14 @@ def rehearse(
                 parts = ArenaChunks(executor.arena, device).part_of_layer if in_parts else ()
                 executor.capture(rows, tokens, parts=parts)
                 torch.cuda.empty_cache()
-                taken = device_used(device)
+                taken, reserved = device_used(device), torch.cuda.memory_reserved(device)
+                missing = executor.missing()
                 executor.release()
                 torch.cuda.empty_cache()
                 # What stays are kernels and workspaces, which the second capture finds.
                 graphs = taken - device_used(device)
+                driver = graphs - (reserved - torch.cuda.memory_reserved(device))
+                graphs += missing.nbytes(max(0, driver))
             for step, lengths in enumerate((_shares(tokens, rows, longest), [min(tokens, longest)])):
                 executor.launch(_rehearsal(step, lengths, model.spec.kv.chunk_size), MaskBox())()
             if host_kv is not None:

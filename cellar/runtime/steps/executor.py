@@ -8,6 +8,7 @@ for, and the function it returns waits for the event behind the last copy.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.place import Seat
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward, Gate, Layers, Passes
-from cellar.runtime.steps.graphs import StepGraphs
+from cellar.runtime.steps.graphs import Missing, StepGraphs
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
@@ -128,6 +129,8 @@ class StepExecutor:
         self._awaited_masks = 0.0  # seconds, of the step at hand
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
+        # Who measures steps launches them from a thread of its own, beside the worker's idle moments.
+        self._turn = threading.Lock()
         self.rows = DeviceRows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
         if host_kv is not None:
             assert self._whole is not None
@@ -138,6 +141,10 @@ class StepExecutor:
 
         The plan's deltas are applied even if computing fails, so that later plans find the rows they expect.
         """
+        with self._turn:
+            return self._launched(plan, masks, pace)
+
+    def _launched(self, plan: StepPlan, masks: MaskBox, pace: Pace | None) -> Callable[[], StepResult]:
         clock = _clock(self._device)
         self._begun = self._exchanged
         self._awaited_masks = 0.0
@@ -271,9 +278,9 @@ class StepExecutor:
         tensors = self._upload(arrays) if arrays else []
         if delta:
             self.rows.mirror(*tensors[: len(delta)])
-        logits = graphs.logits(inputs)
+        logits, best = graphs.logits(inputs)
         if plain:
-            chosen = graphs.best(inputs.num_tokens)
+            chosen = best()
             if self._comm is not None:
                 self._comm.share(torch.stack((chosen.tokens, chosen.finite.long())))
             outcomes = [_Outcome(group, to_host(chosen.tokens), to_host(chosen.finite), None, np.empty(0, np.int64))]
@@ -282,15 +289,31 @@ class StepExecutor:
         return _Finish(step, outcomes, {}, {}, clock())
 
     def capture(self, most_rows: int, most_tokens: int, *, parts: Sequence[int] = (), ran: bool = False) -> None:
-        """Capture the decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on
-        a GPU; none of a stage, which waits for another in between, and no pieces of a rank, whose sums would be in
-        each. `parts`, `ran`: see `StepGraphs`.
+        """Capture decode steps of up to `most_rows` rows, and short steps with prompts of up to `most_tokens`, on a
+        GPU: the first ones now, the others by `prepare` and as steps meet them. Ranks record the same at the same time,
+        all of it now, and no pieces, whose sums would be in each. A stage captures none: it waits for another in
+        between. `parts`, `ran`: see `StepGraphs`.
         """
         whole = None if self._stages is not None else self._whole
         if whole is not None and self._device.type == "cuda":
             parts = parts if self._comm is None else ()
             with torch.inference_mode(), torch.cuda.device(self._device):
-                self._graphs = StepGraphs(whole, self.rows, most_rows, most_tokens, self._device, parts=parts, ran=ran)
+                together = self._comm is not None
+                self._graphs = StepGraphs(
+                    whole, self.rows, most_rows, most_tokens, self._device, parts=parts, whole=together, ran=ran
+                )
+
+    def prepare(self) -> bool:
+        """A piece of the capturing that is left, between two launches; -> whether there was one."""
+        with self._turn:
+            if self._graphs is None:
+                return False
+            with torch.inference_mode(), torch.cuda.device(self._device):
+                return self._graphs.prepare()
+
+    def missing(self) -> Missing:
+        """What is left to be captured."""
+        return Missing(0, 0, 0) if self._graphs is None else self._graphs.missing()
 
     def release(self) -> None:
         """Let go of the captured steps."""

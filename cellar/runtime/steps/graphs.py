@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: one per size, captured at start, replayed with no Python in between.
+"""Steps as CUDA graphs: one per size, captured once, replayed with no Python in between.
 
     host words -> [one small kernel] -> fixed words -> [graph: layers] -> hidden state of every token
     where loads come in parts:                         wait [graph: layers] wait [graph: layers] ... -> the same
@@ -12,8 +12,7 @@ attention work lists), the slot table, the last tokens.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -40,12 +39,16 @@ from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
 from cellar.runtime.steps.forward import Forward, Gate
 from cellar.runtime.steps.inputs import StepInputs
+from cellar.runtime.steps.ladder import Ladder
 from cellar.runtime.steps.layer_graphs import LayerGraphs
 from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.transfer import pull
 
 # Steps whose inputs may be on their way at once; more than any run-ahead in use.
 _IN_FLIGHT = 4
+_FIRST_ROWS = 8
+# The allocator's large blocks lie in segments of this many bytes.
+_SEGMENT = 2**21
 _SMALL = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
 
 # Steps with prompts up to so many tokens are captured: in longer ones the device is slower than the launches.
@@ -62,6 +65,16 @@ def prompt_sizes(most: int) -> tuple[int, ...]:
     """The numbers of tokens of steps with prompts that get a graph: at most an eighth of a step is padding."""
     sizes = [*range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), *range(512, MOST_PROMPT_TOKENS + 1, 128)]
     return tuple(size for size in sizes if size <= most)
+
+
+def first_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of these, what the first requests need, and the largest one, whose memory the others use."""
+    return tuple(size for size in sizes if size <= _FIRST_ROWS or size == sizes[-1])
+
+
+def first_prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Of these the largest one: a prompt that is launched kernel by kernel takes little longer."""
+    return tuple(sizes[-1:])
 
 
 class _Stage:
@@ -93,22 +106,52 @@ class _Captured:
     pieces.
     """
 
-    size: int
-    limits: Sequence[Captured]
     layers: LayerGraphs
     hidden: Hidden | None = None
     logits: Tensor | None = None
     best: torch.cuda.CUDAGraph | None = None
     chosen: Sampled | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results, which stay where they are as long as the graphs."""
+        kept = [self.logits] if self.hidden is None else [self.hidden.residual, self.hidden.delta]
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """How many sizes have graphs and how many have none, whose results will take so many bytes, in whole segments of
+    the allocator. What they need while they run is found where the largest one has it.
+    """
+
+    there: int
+    missing: int
+    results: int
+
+    @classmethod
+    def of(cls, *kinds: tuple[Ladder[Any], int]) -> Missing:
+        """Of several kinds: each a ladder, and the bytes of its largest size's results, in proportion to the size."""
+        there = missing = results = 0
+        for ladder, nbytes in kinds:
+            there, missing = there + len(ladder.recorded), missing + len(ladder.missing)
+            results += sum(-(-nbytes * size // (ladder.sizes[-1] * _SEGMENT)) * _SEGMENT for size in ladder.missing)
+        return cls(there, missing, results)
+
+    def nbytes(self, driver: int) -> int:
+        """What recording the rest takes, if the driver took `driver` bytes for what is there; rather more than less."""
+        return self.results + -(-driver * self.missing // max(1, self.there))
+
 
 class StepGraphs:
     """Graphs for steps in which up to `most_rows` rows compute one token each, their last one, and all are sampled; and
     for other steps of up to `most_tokens` tokens.
 
-    `parts` [layer]: the parts in which loads bring the layers' chunks, if they do: steps with prompts have a graph for
-    each, and can wait before it. `ran`: graphs of the same sizes were captured before in this process, so all kernels
-    are loaded.
+    Those of `first_batch_sizes` and `first_prompt_sizes` are captured at once, or all if `whole`; the others by
+    `prepare`, or when steps meet them (see `Ladder`). A step without a graph has its kernels launched one by one, with
+    the same padding, so its sums are the same. `parts` [layer]: the parts in which loads bring the layers' chunks, if
+    they do: steps with prompts have a graph for each, and can wait before it. `ran`: graphs of the first sizes were
+    captured before in this process, so all that they need is loaded.
     """
 
     def __init__(
@@ -119,6 +162,7 @@ class StepGraphs:
         most_tokens: int,
         device: torch.device,
         *,
+        whole: bool = False,
         parts: Sequence[int] = (),
         ran: bool = False,
     ) -> None:
@@ -135,12 +179,21 @@ class StepGraphs:
             AttentionBuffers.for_limits(shape, most, 2 * most_rows, self._programs, device) for shape in forward.shapes
         ]
         self._stage = _Stage(self._meta_at(most, len(forward.shapes)), device)
-        self._ran = ran
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._prompts: Ladder[_Captured] = Ladder(prompts)
+        self._decodes: Ladder[_Captured] = Ladder(decodes)
         # The largest first, so that the smaller ones find their memory in its pool.
-        self._prompts = [self._capture_prompts(size) for size in reversed(prompts)][::-1]
-        self._decodes = [self._capture_decodes(size) for size in reversed(decodes)][::-1]
+        for size in reversed(prompts if whole else first_prompt_sizes(prompts)):
+            if not ran:
+                self._pad_prompts(size)
+                torch.cuda.synchronize(device)
+            self._prompts.put(size, self._record_prompts(size))
+        for size in reversed(decodes if whole else first_batch_sizes(decodes)):
+            if not ran:
+                self._pad_decodes(size)
+                torch.cuda.synchronize(device)
+            self._decodes.put(size, self._record_decodes(size))
 
     def serves(self, inputs: StepInputs) -> bool:
         """True for a step of decodes alone."""
@@ -148,26 +201,33 @@ class StepGraphs:
         return count == len(inputs.feed) and 0 < count <= self._most_rows and inputs.all_sampled
 
     def waits_in_pieces(self, inputs: StepInputs) -> bool:
-        """Whether `hidden` has pieces for a step of this size, and it is none of decodes alone."""
-        if not self._prompts or not 0 < inputs.num_tokens <= self._prompts[-1].size:
-            return False
-        return len(_of(self._prompts, inputs.num_tokens).layers) > 1 and not self.serves(inputs)
+        """Whether the layers of a step of this size wait in `hidden`, and it is none of decodes alone."""
+        size = self._prompts.size(inputs.num_tokens) if inputs.num_tokens else None
+        return size is not None and len(LayerGraphs(self._parts)) > 1 and not self.serves(inputs)
 
-    def logits(self, inputs: StepInputs) -> Tensor:
-        """Start a step of decodes; -> its logits [tokens, vocab], which the next step overwrites."""
-        captured = _of(self._decodes, inputs.num_tokens)
+    def logits(self, inputs: StepInputs) -> tuple[Tensor, Callable[[], Sampled]]:
+        """Start a step of decodes; -> its logits [tokens, vocab], which the next step overwrites, and what chooses the
+        best token of each row from them, remembered as its last.
+        """
+        count = inputs.num_tokens
+        size = self._decodes.size(count)
+        assert size is not None, "asked by `serves`"
+        self._send(inputs, size, self._lists(inputs))
+        captured = self._decodes.take(size, self._record_decodes)
+        if captured is None:
+            logits = self._decode(size)
+            return logits[:count], lambda: _first(self._best(size, logits), count)
         assert captured.logits is not None
-        self._send(inputs, captured.size, self._lists(inputs))
-        captured.layers.replay()
-        return captured.logits[: inputs.num_tokens]
-
-    def best(self, count: int) -> Sampled:
-        """The best token of each of `count` rows after `logits`, remembered as their last."""
-        captured = _of(self._decodes, count)
         assert captured.best is not None
         assert captured.chosen is not None
-        captured.best.replay()
-        return Sampled(captured.chosen.tokens[:count], captured.chosen.finite[:count])
+        replay, chosen = captured.best.replay, captured.chosen
+        captured.layers.replay()
+
+        def best() -> Sampled:
+            replay()
+            return _first(chosen, count)
+
+        return captured.logits[:count], best
 
     def hidden(self, inputs: StepInputs, gate: Gate | None = None) -> Hidden | None:
         """Start any step; -> the hidden state of its tokens, which the next step overwrites. `gate` is called before
@@ -175,20 +235,42 @@ class StepGraphs:
 
         None if it is too large for a graph, or its graph is whole and there is a gate; then nothing was started.
         """
-        if not self._prompts or not 0 < inputs.num_tokens <= self._prompts[-1].size:
+        count = inputs.num_tokens
+        size = self._prompts.size(count) if count else None
+        if size is None:
             return None
-        captured = _of(self._prompts, inputs.num_tokens)
-        if gate is not None and len(captured.layers) == 1:
+        if gate is not None and len(LayerGraphs(self._parts)) == 1:
             return None
-        lists = self._lists(inputs)
-        room = zip(self._buffers, captured.limits, lists, strict=True)
+        limits, lists = self._prompt_limits(size), self._lists(inputs)
+        room = zip(self._buffers, limits, lists, strict=True)
         if not all(buffers.holds(items) and limit.holds(items) for buffers, limit, items in room):
             return None
-        self._send(inputs, captured.size, lists)
-        captured.layers.replay(gate)
-        h, count = captured.hidden, inputs.num_tokens
-        assert h is not None
+        self._send(inputs, size, lists)
+        captured = self._prompts.take(size, self._record_prompts)
+        if captured is None:
+            h = self._layers(size, limits, given_too=True, gate=gate)
+        else:
+            captured.layers.replay(gate)
+            assert captured.hidden is not None
+            h = captured.hidden
         return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
+
+    def prepare(self) -> bool:
+        """Launch or record one size that is missing, while no step is under way; -> whether there was one."""
+        for size in self._decodes.missing[:1]:
+            if self._decodes.take(size, self._record_decodes) is None:
+                self._pad_decodes(size)
+            return True
+        for size in self._prompts.missing[:1]:
+            if self._prompts.take(size, self._record_prompts) is None:
+                self._pad_prompts(size)
+            return True
+        return False
+
+    def missing(self) -> Missing:
+        """What is left to be recorded."""
+        largest = [kind.recorded[kind.sizes[-1]].nbytes if kind.sizes else 0 for kind in (self._prompts, self._decodes)]
+        return Missing.of((self._prompts, largest[0]), (self._decodes, largest[1]))
 
     # -- the words of a step: feed rows, positions, slots, given tokens (int64 each), then a work list per shape --
 
@@ -248,42 +330,43 @@ class StepGraphs:
     def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         return recording(graph, self._pool, self._stream)
 
-    def _capture_prompts(self, size: int) -> _Captured:
-        self._clear(size)
+    def _prompt_limits(self, size: int) -> list[Captured]:
         shapes, programs = self._forward.shapes, self._programs
-        limits = [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
-        if not self._ran:
-            self._layers(size, limits, given_too=True)
-            torch.cuda.synchronize(self._device)
-        pieces = LayerGraphs(self._parts)
-        hidden = pieces.record(lambda gate: self._layers(size, limits, given_too=True, gate=gate), self._recording)
-        return _Captured(size, limits, pieces, hidden)
+        return [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
 
-    def _capture_decodes(self, size: int) -> _Captured:
-        self._clear(size)
+    def _decode(self, size: int) -> Tensor:
         shapes, programs = self._forward.shapes, self._programs
         limits = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
-        how = self._rows.plain(size)
-        feed = self._stage.there[: 2 * size].view(torch.int64)
+        return self._forward.logits(self._layers(size, limits, given_too=False))
 
-        def layers() -> Tensor:
-            return self._forward.logits(self._layers(size, limits, given_too=False))
+    def _best(self, size: int, logits: Tensor) -> Sampled:
+        feed, how = self._stage.there[: 2 * size].view(torch.int64), self._rows.plain(size)
+        chosen = sample(logits, how)
+        self._rows.sampled(feed, chosen.tokens, how)
+        return chosen
 
-        def best(logits: Tensor) -> Sampled:
-            chosen = sample(logits, how)
-            self._rows.sampled(feed, chosen.tokens, how)
-            return chosen
+    def _pad_prompts(self, size: int) -> None:
+        self._clear(size)
+        self._layers(size, self._prompt_limits(size), given_too=True)
 
-        if not self._ran:
-            best(layers())
-            torch.cuda.synchronize(self._device)
+    def _pad_decodes(self, size: int) -> None:
+        self._clear(size)
+        self._best(size, self._decode(size))
+
+    def _record_prompts(self, size: int) -> _Captured:
+        limits, pieces = self._prompt_limits(size), LayerGraphs(self._parts)
+        hidden = pieces.record(lambda gate: self._layers(size, limits, given_too=True, gate=gate), self._recording)
+        return _Captured(pieces, hidden)
+
+    def _record_decodes(self, size: int) -> _Captured:
+        self._rows.plain(size)  # whose zeros and ones are no part of the recording
         first, second = LayerGraphs(), torch.cuda.CUDAGraph()
-        logits = first.record(lambda _: layers(), self._recording)
+        logits = first.record(lambda _: self._decode(size), self._recording)
         with self._recording(second):
-            chosen = best(logits)
-        return _Captured(size, limits, first, logits=logits, best=second, chosen=chosen)
+            chosen = self._best(size, logits)
+        return _Captured(first, logits=logits, best=second, chosen=chosen)
 
 
-def _of(captured: Sequence[_Captured], count: int) -> _Captured:
-    """The smallest that holds `count` tokens."""
-    return captured[bisect_left(captured, count, key=lambda c: c.size)]
+def _first(chosen: Sampled, count: int) -> Sampled:
+    """Without the padding."""
+    return Sampled(chosen.tokens[:count], chosen.finite[:count])

@@ -144,7 +144,8 @@ class LocalRuntime:
             1 if seat is None or seat.laid is None else seat.laid.layouts.homes,
         )
         self._link = None if seat is None else seat.link
-        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads)
+        prepare = None if device.type == "cpu" else self.executor.prepare
+        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare)
 
     @property
     def workers(self) -> Sequence[StepWorker]:

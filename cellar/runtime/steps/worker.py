@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -25,6 +25,9 @@ from cellar.runtime.pace import Pace
 from cellar.runtime.steps.masks import Closed, MaskBox
 
 logger = logging.getLogger(__name__)
+
+IDLE_SECONDS = 0.01
+"""Without a plan and without a step under way, until something is prepared."""
 
 Finish = Callable[[], StepResult]
 Results: TypeAlias = "SimpleQueue[tuple[StepWorker, StepResult] | CopyResult | Exception | None]"
@@ -46,7 +49,8 @@ class StepWorker:
     """Runs plans first in, first out; a plan that fails makes a result that says so, and the next one runs, unless the
     executor says that ranks are out of step: then the error is the last result.
 
-    `num_collected` counts the results that `poll` has taken.
+    `num_collected` counts the results that `poll` has taken. `prepare` is called while nothing is under way and no plan
+    has come for a moment, as long as it says that there was something to do; a plan that comes then waits for one call.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class StepWorker:
         masks: MaskBox,
         device: torch.device,
         num_threads: int | None = None,
+        prepare: Callable[[], bool] | None = None,
     ) -> None:
         self._id = number
         self._executor = executor
@@ -64,6 +69,8 @@ class StepWorker:
         self._masks = masks
         self._device = device
         self._num_threads = num_threads
+        self._prepare = prepare
+        self._num_begun = self._num_ended = 0
         self._submitted = 0
         self.num_collected = 0
         self._closed = False
@@ -100,12 +107,13 @@ class StepWorker:
         self._plans.put(None)
         for thread in self._threads:
             thread.join()
-        del self._executor
+        del self._executor, self._prepare
 
     def _launch_all(self) -> None:
         with _thread_settings(self._device):
             pace = Pace(self._num_threads, company=self._masks.company) if self._device.type == "cpu" else None
-            while (plan := self._plans.get()) is not None and not self._closed:
+            while (plan := self._next()) is not None and not self._closed:
+                self._num_begun += 1
                 try:
                     finish = self._executor.launch(plan, self._masks, pace)
                 except Closed:
@@ -125,6 +133,24 @@ class StepWorker:
                 del plan, finish
         self._launched.put(None)
 
+    def _next(self) -> StepPlan | None:
+        """The next plan; what there is to prepare is prepared while none comes."""
+        while self._prepare is not None:
+            # Not just now: whoever gets a result has the next plan ready soon.
+            idle = self._num_begun == self._num_ended
+            with suppress(Empty):
+                return self._plans.get(timeout=IDLE_SECONDS)
+            if idle and not self._prepared(self._prepare):
+                self._prepare = None
+        return self._plans.get()
+
+    def _prepared(self, prepare: Callable[[], bool]) -> bool:
+        try:
+            return prepare()
+        except Exception:
+            logger.warning("later steps are prepared no further, and run all the same", exc_info=True)
+            return False
+
     def _await_all(self) -> None:
         with _thread_settings(self._device):
             while (launched := self._launched.get()) is not None:
@@ -138,6 +164,7 @@ class StepWorker:
                 self._results.put(error)
                 return
             result = _failure(plan.step, error, self._device)
+        self._num_ended += 1
         self._results.put((self, result))
 
 

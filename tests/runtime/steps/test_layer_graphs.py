@@ -165,7 +165,7 @@ class World:
         monkeypatch.setattr(step_graphs, "recording", recording)
         self.toy = Toy()
         self.rows = DeviceRows(4, 8, VOCAB, CPU, uploader(CPU))
-        self.graphs = StepGraphs(cast(Forward, self.toy), self.rows, 4, 64, CPU, parts=parts)
+        self.graphs = StepGraphs(cast(Forward, self.toy), self.rows, 4, 64, CPU, parts=parts, whole=True)
         self.toy.held.copy_(torch.arange(len(PARTS)).double() * 3 + 1)
 
     def inputs(self, step: Step) -> StepInputs:
@@ -188,7 +188,7 @@ def test_steps_with_prompts_are_those_of_launches(
 ) -> None:
     world = World(monkeypatch, parts)
     count = len(LASTS) if parts else 1
-    decodes = len(world.graphs._decodes)
+    decodes = len(world.graphs._decodes.recorded)
     assert log.count("end 0") == 1
     assert len(log) == 2 * (count * len(prompt_sizes(64)) + 2 * decodes), "decodes have a graph, and one for sampling"
     log.clear()
@@ -262,3 +262,31 @@ def test_decodes_alone_and_long_steps_have_no_pieces(log: list[str], monkeypatch
     log.clear()
     world.graphs.logits(decode)
     assert len(log) == 1
+
+
+def test_sizes_without_a_graph_are_launched_then_recorded(log: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers each time, waiting or not; idle moments leave nothing missing."""
+    world = World(monkeypatch, PARTS)
+    graphs = StepGraphs(cast(Forward, world.toy), world.rows, 4, 64, CPU, parts=PARTS)
+    assert graphs.missing().missing == len(prompt_sizes(64)) - 1
+    log.clear()
+    inputs = world.prompt(20)
+    want, there = world.eager(inputs).residual, world.toy.held.clone()
+
+    def gate(layer: int) -> None:
+        world.toy.held[: layer + 1] = there[: layer + 1]
+
+    seen = []
+    for _ in range(3):
+        world.toy.held.fill_(torch.nan)
+        assert graphs.waits_in_pieces(inputs)
+        found = graphs.hidden(inputs, gate)
+        assert found is not None
+        assert torch.equal(found.residual, want)
+        seen.append((sum("begin" in line for line in log), sum("replay" in line for line in log)))
+        log.clear()
+    assert seen == [(0, 0), (len(LASTS), len(LASTS)), (0, len(LASTS))]
+    while graphs.prepare():
+        pass
+    assert graphs.missing().missing == 0
+    assert not graphs.prepare()
