@@ -56,7 +56,7 @@ class CpuJobs:
 
     def __init__(self, signal: Signal, num_threads: int) -> None:
         self._signal = signal
-        self._done = WaitingSignal(torch.device("cpu"))
+        self._passed = WaitingSignal(torch.device("cpu"))  # the jobs that whoever launches need not wait for
         self._num_threads = num_threads
         self._submitted = 0
         self._parts: deque[int] = deque()
@@ -80,7 +80,7 @@ class CpuJobs:
         """A part of a pass is about to be launched. Waits until it is near enough to what the CPU does."""
         self._parts.append(self._submitted)
         if len(self._parts) > AHEAD:
-            self._done.hold(self._parts.popleft())
+            self._passed.hold(self._parts.popleft())
 
     def arrived(self, *, soon: bool) -> Fence:
         """See `Signal`."""
@@ -115,14 +115,20 @@ class CpuJobs:
                 try:
                     if job.step.error is None:
                         job.ready()
+                    # Who launches goes on now, while this thread computes and leaves the interpreter alone. Between two
+                    # jobs both would want it, and the device would wait for the one that gets it last.
+                    self._passed.set(job.number - 1)
+                    if job.step.error is None:
                         job.work()
                 except BaseException as error:
                     job.step.error = error
                 finally:
                     # Whatever has become of it: a device that waits would wait for ever.
                     self._signal.set(job.number)
-                    self._done.set(job.number)
+                if self._jobs.empty():
+                    self._passed.set(job.number)
                 del job
+        self._passed.set(self._submitted)
 
 
 def threads_beside(asked: int | None) -> int:

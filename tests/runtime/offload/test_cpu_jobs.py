@@ -210,6 +210,32 @@ def test_parts_without_work_for_the_cpu_wait_for_what_it_is_at() -> None:
         assert len(launched) == 3 * AHEAD
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_launches_go_on_when_the_next_job_computes(follows: bool) -> None:
+    """And not while its x is on its way: then the CPU's thread wants the interpreter. If there is none, at once."""
+    come, launched = threading.Event(), list[int]()
+    with running() as model:
+        model.jobs.submit(opened, lambda: None)
+
+        def launch() -> None:
+            for part in range(AHEAD + 1):
+                model.jobs.part()
+                launched.append(part)
+
+        model.jobs.part()
+        if follows:
+            model.jobs.submit(lambda: None if come.wait(SECONDS) else pytest.fail("late"), lambda: None)
+        thread = threading.Thread(target=launch)
+        thread.start()
+        if follows:
+            until(lambda: len(launched) == AHEAD - 1)
+            time.sleep(0.02)
+            assert len(launched) == AHEAD - 1
+            come.set()
+        thread.join(SECONDS)
+        assert len(launched) == AHEAD + 1
+
+
 def test_closing_does_what_was_submitted_and_takes_no_more() -> None:
     stream = Stream()
     jobs, done = CpuJobs(StreamedSignal(stream), 1), list[int]()
