@@ -207,7 +207,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
         return Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
-    return Rates(link=found.link, disk=disk, reads=0.0 if sparse_v else LINK_READS * found.link, **shared)
+    by_device = 0.0 if sparse_v else LINK_READS * found.link
+    return Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
@@ -28,8 +29,8 @@ CPU_TOKENS_IN_CODES = 4
 
 
 LAYER_LAUNCHES = 8e-4
-"""Seconds in which a layer's kernels are launched one by one, while the CPU has no x to multiply: on an H200's host
-18 to 25 ms for 32 layers, and 0.87 ms a layer of Llama-3-8B's passes that nothing else explains (docs/log/offload.md).
+"""Seconds in which a layer's kernels are launched one by one: on an H200's host 18 to 25 ms for 32 layers, and 0.87 ms
+a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md).
 """
 
 
@@ -38,7 +39,8 @@ class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory, of the disk; and the FLOP/s of the device's products. `exchange`: seconds in which an x comes to
     the CPU and its product goes back, beside the product. `reads`: over the link by kernels that attend to KV in host
-    memory; 0: they attend to none of it.
+    memory; 0: they attend to none of it. `runs_ahead`: launches go on while the CPU computes for the device; if not,
+    the CPU waits for them.
 
     Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU.
     """
@@ -51,24 +53,27 @@ class Rates:
     flops: float = 4e14
     exchange: float = 5e-5
     reads: float = 0.0
+    runs_ahead: bool = True
 
     def shared(self, ranks: int) -> Rates:
         """Those of each of so many ranks on one processor, which read its memory and its disk at once. Products of many
         tokens are of the rank's own cores, with which they were measured.
         """
-        found = {name: getattr(self, name) / ranks for name in ("link", "multiply", "attention", "device", "disk")}
+        found: dict[str, Any] = {
+            name: getattr(self, name) / ranks for name in ("link", "multiply", "attention", "device", "disk")
+        }
         return replace(self, **found)
 
 
 def processor_rates(machine: Machine, dtype: str) -> Rates:
     """Those of a processor by its profile. Nothing crosses a link."""
     constants, memory = machine.constants, machine.host.bandwidth.value
-    disk = {} if machine.disk is None else {"disk": machine.disk.bandwidth.value}
+    disk = Rates().disk if machine.disk is None else machine.disk.bandwidth.value
     return Rates(
         attention=memory * constants.attention_hbm.value,
         device=memory * constants.hbm.value,
         flops=machine.flops(dtype) * constants.matmul.value,
-        **disk,
+        disk=disk,
     )
 
 
@@ -133,9 +138,13 @@ def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: int = CPU_TOKENS)
     """What any pass moves. A pass of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`)."""
     disk, link = _moves(rates, away)
     rows = away.host * cpu_share(spec, rates, away) if few else 0.0
-    few_rows, waits = (rows / rates.multiply, _waits(spec, rates)) if rows else (0.0, 0.0)
-    attends = away.kind != "cpu" and away.kv_place == "host"
-    return Moves(disk, link, link - rows / rates.link, few_rows, attends, few, waits)
+    few_rows, waits = (rows / rates.multiply, _waits(spec, rates, away)) if rows else (0.0, 0.0)
+    return Moves(disk, link, link - rows / rates.link, few_rows, _attends(away), few, waits)
+
+
+def _attends(away: Away) -> bool:
+    """Whether the CPU attends for an accelerator."""
+    return away.kind != "cpu" and away.kv_place == "host"
 
 
 def cpu_share(spec: ModelSpec, rates: Rates, away: Away) -> float:
@@ -144,16 +153,17 @@ def cpu_share(spec: ModelSpec, rates: Rates, away: Away) -> float:
     """
     if away.kind == "cpu" or not rates.multiply or not away.host:
         return 0.0
-    spare = away.host / rates.link - _waits(spec, rates)
+    spare = away.host / rates.link - _waits(spec, rates, away)
     return min(1.0, max(0.0, spare / (1 / rates.link + 1 / rates.multiply) / away.host))
 
 
-def _waits(spec: ModelSpec, rates: Rates) -> float:
-    """Seconds of a pass of one token in which the CPU waits for an x, one a layer: it goes through the layers with the
-    device, and not beside it.
+def _waits(spec: ModelSpec, rates: Rates, away: Away) -> float:
+    """Seconds of a pass of one token in which the CPU waits for an x, one a layer, and for a q if it attends, too: it
+    goes through the layers with the device, and not beside it. Launches are made beside it, if they can run ahead.
     """
     weights = sum(layer.nbytes for layer in spec.layers) / rates.device
-    return len(spec.layers) * (rates.exchange + LAYER_LAUNCHES) + weights
+    exchanges = 2 if _attends(away) else 1
+    return len(spec.layers) * (exchanges * rates.exchange + (0.0 if rates.runs_ahead else LAYER_LAUNCHES)) + weights
 
 
 def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
@@ -198,10 +208,12 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
     the share `over_link` of KV in host memory (`kv_over_link`) while the CPU attends to the rest.
     """
     d, moves = dimensions(spec), pass_moves(spec, rates, away, few)
-    launches = 0.0
+    launches = waits = 0.0
     if away.kind != "cpu" and (away.host or away.disk or moves.attends):
         # Kernels of a pass are launched one by one; one that the CPU attends in waits for it in each layer.
-        launches = len(spec.layers) * (LAYER_LAUNCHES + (rates.exchange if moves.attends else 0.0))
+        launches = len(spec.layers) * LAYER_LAUNCHES
+        waits = len(spec.layers) * rates.exchange if moves.attends else 0.0
+    beside, between = (launches, waits) if rates.runs_ahead else (0.0, launches + waits)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     return StepCost(
         token_flops=2.0 * d.layers * d.layer_elements / rates.flops,
@@ -213,12 +225,12 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
         sampled=2.0 * d.head_elements / rates.flops,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
-        launches=launches,
+        launches=between,
         eager=0.0,
         windows=d.windows if any(d.windows) else (),
-        streamed=max(moves.disk, moves.link),
+        streamed=max(moves.disk, moves.link, beside),
         few=few if moves.few_rows else 0,
-        few_streamed=moves.few_streamed if moves.few_rows else 0.0,
+        few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from cellar.core.messages import BlockSchedule, Placement
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
-from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, predicted_pass
+from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
 
@@ -44,17 +44,19 @@ def test_kv_goes_where_more_tokens_a_second_come_from() -> None:
     assert seconds[1] / seconds[0] == pytest.approx(cpu / (cpu + device), abs=0.01)
 
 
-def test_a_pass_of_few_tokens_uses_both_memories() -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_pass_of_few_tokens_uses_both_memories(ahead: bool) -> None:
     """The link takes as long as the CPU with its exchanges; the plan leaves as many rows to the CPU as that says, all
-    of one matrix of a layer, so that there is one exchange.
+    of one matrix of a layer, so that there is one exchange. It waits for launches only where they do not run ahead.
     """
     spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
     one, many = Limits(1, 128, 256), Limits(64, 128, 256)
     room, shares = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), []
     for exchange in (0.0, 1e-3):
-        rates = Rates(50e9, 84e9, 60e9, exchange=exchange)
+        rates = Rates(50e9, 84e9, 60e9, exchange=exchange, runs_ahead=ahead)
         away = Away(10**10, 0, "device", "gpu")
-        waits = 32 * (exchange + LAYER_LAUNCHES) + sum(layer.nbytes for layer in spec.layers) / rates.device
+        between = exchange if ahead else exchange + LAYER_LAUNCHES
+        waits = 32 * between + sum(layer.nbytes for layer in spec.layers) / rates.device
         few = predicted_pass(spec, one, rates, away, 1)
         assert few["link"] == pytest.approx(few["cpu"] + waits)
         assert few["link"] * rates.link + few["cpu"] * rates.multiply == pytest.approx(10**10)
@@ -79,8 +81,22 @@ def test_a_pass_of_few_tokens_uses_both_memories() -> None:
         by_cpu = {part.tensor for part in plan.placement.weights if part.compute == "host"}
         assert by_cpu == {f"layers.{j}.gate_up" for j in range(32)}
     assert shares[0] > shares[1] + 0.05
-    slow = Rates(50e9, 84e9, 60e9, exchange=1.0)
+    slow = Rates(50e9, 84e9, 60e9, exchange=1.0, runs_ahead=ahead)
     assert predicted_pass(spec, one, slow, Away(10**10, 0, "device", "gpu"), 1)["cpu"] == 0
+
+
+def test_one_request_keeps_its_kv_where_it_costs_no_exchange() -> None:
+    """Of Llama-3-70B in 4 bits 47 MB of KV are as many rows that cross the link, but 80 more waits for the CPU."""
+    spec = open_model(shipped_config("llama-3-70b"), "bfloat16", 16, 144, "int4").spec
+    rates = Rates(52.7e9, 63e9, 60e9, exchange=7e-4)
+    plan = capped_plan(
+        spec, Room(2**34, 10**11, 0, None, "gpu"), Limits(1, 128, 144), model="m", machine="any", rates=rates
+    )
+    assert {(part.device, part.compute) for part in plan.placement.kv} == {("device", "device")}
+    there, here = (
+        pass_moves(spec, rates, Away(26 * 10**9, 0, place, "gpu"), 4).few_waits for place in ("device", "host")
+    )
+    assert here == pytest.approx(there + 80 * rates.exchange)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from cellar.models.registry import open_model
 from cellar.planner.capped import Room, capped_plan
 from cellar.planner.offload import Job
 from cellar.planner.passes import (
+    LAYER_LAUNCHES,
     Away,
     Rates,
     block_seconds,
@@ -58,6 +59,24 @@ def test_attention_is_priced_where_the_cache_lies() -> None:
         cost = pass_cost(SPEC, RATES, Away(0, 0, place, kind))
         grown = decode_seconds(cost, 3, 200) - decode_seconds(cost, 3, 0)
         assert grown == pytest.approx(3 * 200 * each / rate)
+
+
+def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:
+    """A pass of a model that lies on the device, but for KV, lasts as long as its launches at least."""
+    away, launches, waits = Away(0, 0, "host", "gpu"), 16 * LAYER_LAUNCHES, 16 * RATES.exchange
+    ahead = pass_cost(SPEC, RATES, away)
+    beside = pass_cost(SPEC, replace(RATES, runs_ahead=False), away)
+    attended = 10**6 * SPEC.kv.chunk_nbytes() / 16 / RATES.attention
+    for cost, between in ((ahead, waits), (beside, waits + launches)):
+        alone = decode_seconds(replace(cost, launches=0.0, streamed=0.0), 1, 0)
+        assert decode_seconds(cost, 1, 10**6) == pytest.approx(alone + attended + between)
+    quick = replace(RATES, exchange=0.0, device=1e15, flops=1e18)
+    assert decode_seconds(pass_cost(SPEC, quick, away), 1, 0) == pytest.approx(launches)
+    moved = Away(10**7, 0, "device", "gpu")
+    assert decode_seconds(pass_cost(SPEC, replace(quick, link=1e9), moved), 1, 0) == pytest.approx(launches)
+    few = pass_cost(SPEC, replace(quick, link=1e9, multiply=1e12), moved, 16)
+    assert few.few == 16
+    assert decode_seconds(few, 1, 0) == pytest.approx(launches)
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from cellar.models.model import Comm, LayerContext
 from cellar.ops.attention import AttentionWork, decode_attention
 from cellar.ops.kv_format import as_bytes, format_of
 from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.offload.rooms import Rooms, fetched
 from cellar.runtime.registered import mapped
@@ -77,13 +77,14 @@ Plan = Callable[[IntArray, IntArray, IntArray, torch.device], list[AttentionWork
 
 @dataclass(frozen=True, slots=True)
 class Divided:
-    """The spans of a GPU batch, divided: decodes alone in their rows for the CPU, by `cpu_works`; the rest for the
-    device, by `works`. `tokens` and `rest` are their tokens among the batch's.
+    """The spans of a GPU batch, divided: decodes alone in their rows for the CPU, by `cpu_works`, whose rows are those
+    of `table`; the rest for the device, by `works`. `tokens` and `rest` are their tokens among the batch's.
 
     `staged`: the rest begins at position 0, one span a row, so that it needs no chunk of before: the slots of its
     chunks, and each token's place among these. None: the rest attends to host memory.
     """
 
+    table: IntArray
     cpu_works: list[AttentionWork]
     works: list[AttentionWork]
     tokens: LongArray
@@ -111,8 +112,9 @@ def divided(
     by_cpu: bool,
     over_link: float = 0.0,
 ) -> Divided:
-    """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`. `by_cpu`: the CPU attends, but to
-    the share `over_link` of the positions of decodes, if no fresh prompts are beside them: these are staged.
+    """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`, and is kept. `by_cpu`: the CPU
+    attends, but to the share `over_link` of the positions of decodes, if no fresh prompts are beside them: these are
+    staged.
     """
     _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
     alone, length = counts[inverse] == 1, stop - start
@@ -131,6 +133,7 @@ def divided(
     elif there.any():
         works = plan(row[there], start[there], stop[there], device)
     return Divided(
+        table,
         plan(row[here], start[here], stop[here], HOST) if here.any() else [],
         works,
         np.flatnonzero(here.repeat(length)),
@@ -152,54 +155,65 @@ def _staged(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged
 
 
 class CpuAttention:
-    """Attention of decodes by the CPU. `table`: int32 [rows, columns] in host memory."""
+    """Attention of decodes by the CPU, by `jobs` beside an accelerator; on a CPU, which has none, by who calls."""
 
-    def __init__(self, kv: HostKV, table: Tensor, cos_sin: Tensor | None, scale: float, device: torch.device) -> None:
+    def __init__(
+        self, kv: HostKV, cos_sin: Tensor | None, scale: float, device: torch.device, jobs: CpuJobs | None
+    ) -> None:
         self._arena = kv.here
         self._channel = kv.channel
-        self._table = table
+        self._jobs = jobs
         self._cos_sin = None if cos_sin is None else cos_sin.cpu()
         self._scale = scale
-        self._device = device
         self._rooms = Rooms(device)
 
-    def send(self, q: Tensor, k: Tensor, v: Tensor) -> Any:
-        """Begin to bring q, k and v [tokens, heads, head_dim] here; what `attend` wants."""
-        sizes = [x.shape[1] for x in (q, k, v)]
-        if self._device.type == "cpu":
-            return q, k, v
-        together = torch.cat((q, k, v), 1)
-        here = self._rooms.room("in", together.shape, together.dtype).here
-        here.copy_(together, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=len(q) > SPUN_TOKENS)  # type: ignore[no-untyped-call]
-        event.record()
-        return here, sizes, event
+    def begin(
+        self, j: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, work: AttentionWork, *, rotate: bool
+    ) -> Callable[[], Tensor]:
+        """Begin to bring q, k and v [tokens, heads, head_dim] here, to rotate, to write and to attend. `table`: int32
+        [rows, columns] in host memory, which nobody changes.
 
-    def attend(self, j: int, sent: Any, work: AttentionWork, *, rotate: bool) -> Tensor:
-        """Rotate, write, attend; -> [tokens, heads, head_dim] on the device, on its way."""
-        if self._device.type == "cpu":
-            q, k, v = sent
-        else:
-            here, sizes, event = sent
-            event.synchronize()
-            q, k, v = here.split_with_sizes(sizes, 1)
+        -> a function that gives [tokens, heads, head_dim] on the device, on its way.
+        """
+        jobs = self._jobs
+        if jobs is None:
+            return lambda: self._attend(j, q, k, v, table, work, rotate)
+        sizes, soon = [x.shape[1] for x in (q, k, v)], len(q) <= SPUN_TOKENS
+        together = torch.cat((q, k, v), 1)
+        # What the job of the layer before reads and writes, the stream comes to only behind that job.
+        here = self._rooms.room("in", together.shape, together.dtype).here
+        out = self._rooms.room("out", q.shape, q.dtype)
+        here.copy_(together, non_blocking=True)
+
+        def attend() -> None:
+            own_q, own_k, own_v = here.split_with_sizes(sizes, 1)
+            out.here.copy_(self._attend(j, own_q, own_k, own_v, table, work, rotate))
+
+        number = jobs.submit(jobs.arrived(soon=soon), attend)
+
+        def fetch() -> Tensor:
+            jobs.hold(number)
+            return fetched(out.there)
+
+        return fetch
+
+    def _attend(
+        self, j: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, work: AttentionWork, rotate: bool
+    ) -> Tensor:
         cos_sin, keys, values = self._cos_sin if rotate else None, self._arena.k[j], self._arena.v[j]
         with self._channel.busy():
-            found = decode_attention(q, k, v, cos_sin, keys, values, self._table, work, self._scale)
-        if self._device.type == "cpu":
-            return found
-        # The stream has read what was there: q, k and v were begun to be brought behind that, and have come.
-        out = self._rooms.room("out", found.shape, found.dtype)
-        out.here.copy_(found)
-        return fetched(out.there)
+            return decode_attention(q, k, v, cos_sin, keys, values, table, work, self._scale)
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """What the CPU attends to of a GPU batch: `tokens` of it (on the device; None: all), by `works`, one a layer."""
+    """What the CPU attends to of a GPU batch: `tokens` of it (on the device; None: all), by `works`, one a layer, whose
+    rows are those of `table`.
+    """
 
     attention: CpuAttention
     works: Sequence[AttentionWork]
+    table: Tensor
     tokens: Tensor | None
     rest: Tensor | None
 
@@ -207,7 +221,7 @@ class CpuShare:
 class DividedContext:
     """A `LayerContext` whose attention is divided: the CPU's share, and the rest by `inner` (None: there is none).
 
-    The device is given its part first, and computes while the CPU does.
+    The CPU's part is begun first; the device computes while the CPU does.
     """
 
     def __init__(
@@ -223,12 +237,13 @@ class DividedContext:
         """Each part where its cache lies."""
         share = self._share
         if self._inner is None or share.tokens is None or share.rest is None:
-            return share.attention.attend(j, share.attention.send(q, k, v), share.works[j], rotate=rotate)
-        sent = share.attention.send(*(x.index_select(0, share.tokens) for x in (q, k, v)))
+            return share.attention.begin(j, q, k, v, share.table, share.works[j], rotate=rotate)()
+        own_q, own_k, own_v = (x.index_select(0, share.tokens) for x in (q, k, v))
+        attended = share.attention.begin(j, own_q, own_k, own_v, share.table, share.works[j], rotate=rotate)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         mine = (x.index_select(0, share.rest) for x in (q, k, v))
         out.index_copy_(0, share.rest, self._inner.attend(j, *mine, rotate=rotate))
-        return out.index_copy_(0, share.tokens, share.attention.attend(j, sent, share.works[j], rotate=rotate))
+        return out.index_copy_(0, share.tokens, attended())
 
 
 class StagedChunks:

@@ -2,12 +2,14 @@
 
 x --> pinned memory -> CPU: x W^T -> pinned memory --> device
       meanwhile the device multiplies the matrix's other rows
+
+The thread that launches does neither: the CPU's products are jobs of another (`cpu_jobs.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch import Tensor
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.rooms import Room, Rooms, fetched
 
 SPUN_TOKENS = 16
@@ -24,57 +27,60 @@ takes tens of them, once a layer. Pinned memory for so many is kept.
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """x on its way: it is in `here` once `event` has come."""
+class Begun:
+    """Products that are being made by job `number`. `kept`: of few tokens, in rooms; else in memory of their own."""
 
-    here: Tensor
-    event: Any
+    number: int
+    products: Sequence[Room]
+    kept: bool
 
 
 class Exchange:
-    """What passes between `device` and the CPU that multiplies rows for it, `channel` its seconds. For one thread and
-    one stream, one x at a time.
+    """What passes between `device` and the CPU that multiplies rows for it, `channel` its seconds. For one stream, one
+    x at a time.
     """
 
-    def __init__(self, device: torch.device, channel: Channel) -> None:
+    def __init__(self, device: torch.device, channel: Channel, jobs: CpuJobs) -> None:
         self._device = device
         self._channel = channel
+        self._jobs = jobs
         self._rooms = Rooms(device)
 
-    def send(self, x: Tensor) -> Sent:
-        """Begin to bring x [tokens, columns] here, behind what the device has been told so far."""
-        few = x.shape[0] <= SPUN_TOKENS
-        here = self._few("in", x.shape, x.dtype).here if few else torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    def begin(self, x: Tensor, weights: Sequence[LinearWeight]) -> Begun:
+        """Begin to bring x [tokens, columns] here, behind what the device has been told so far, and to multiply."""
+        kept = len(x) <= SPUN_TOKENS
+        here = self._room("in", x.shape, x.dtype, kept).here
         here.copy_(x, non_blocking=True)
-        event: Any = torch.cuda.Event(blocking=not few)  # type: ignore[no-untyped-call]
-        event.record()
-        return Sent(here, event)
+        arrived = self._jobs.arrived(soon=kept)
+        shapes = [torch.Size((len(x), weight.out_features)) for weight in weights]
+        rooms = [self._room(f"out {n}", shape, x.dtype, kept) for n, shape in enumerate(shapes)]
 
-    def product(self, weight: LinearWeight, sent: Sent, part: int = 0) -> Tensor:
-        """x W^T on the device, on its way. `part` numbers the weights that share this x."""
-        sent.event.synchronize()
-        shape, dtype = torch.Size((sent.here.shape[0], weight.out_features)), sent.here.dtype
-        if shape[0] > SPUN_TOKENS:
-            out = torch.empty(shape, dtype=dtype, pin_memory=True)
+        def multiply() -> None:
             with self._channel.busy():
-                out.copy_(weight.multiply(sent.here))
-            return out.to(self._device, non_blocking=True)
-        room = self._few(f"out {part}", shape, dtype)
-        with self._channel.busy():
-            room.here.copy_(weight.multiply(sent.here))
-        return fetched(room.there)
+                for weight, room in zip(weights, rooms, strict=True):
+                    room.here.copy_(weight.multiply(here))
 
-    def _few(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Room:
-        """What is there has been read before it is written again: x by the CPU, and a product by the stream, which
-        comes to the next x behind it.
+        return Begun(self._jobs.submit(arrived, multiply), rooms, kept)
+
+    def products(self, begun: Begun) -> list[Tensor]:
+        """x W^T of each weight on the device, on their way."""
+        self._jobs.hold(begun.number)
+        if begun.kept:
+            return [fetched(room.there) for room in begun.products]
+        return [room.here.to(self._device, non_blocking=True) for room in begun.products]
+
+    def _room(self, name: str, shape: torch.Size, dtype: torch.dtype, kept: bool) -> Room:
+        """One that is kept has been read before it is written again: x is sent behind the products of the x before,
+        and a product is made when the next x has come, which the stream sends behind what fetched the last one.
         """
-        return self._rooms.room(name, shape, dtype, SPUN_TOKENS * shape[1])
+        if kept:
+            return self._rooms.room(name, shape, dtype, SPUN_TOKENS * shape[1])
+        here = torch.empty(shape, dtype=dtype, pin_memory=self._device.type != "cpu")
+        return Room(here, here)
 
 
 class HostRows(LinearWeight):
-    """A weight in host memory, in any format that the CPU multiplies, that takes and gives tensors of a device. Who
-    multiplies waits for x.
-    """
+    """A weight in host memory, in any format that the CPU multiplies, that takes and gives tensors of a device."""
 
     __slots__ = ("exchange", "here")
 
@@ -90,7 +96,7 @@ class HostRows(LinearWeight):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the CPU; the bias is added on the device."""
-        out = self.exchange.product(self.here, self.exchange.send(x))
+        (out,) = self.exchange.products(self.exchange.begin(x, [self.here]))
         return out if bias is None else out.add_(bias)
 
     def dense(self) -> Tensor:
@@ -110,19 +116,18 @@ class SharedWeight(StackedWeight):
     __slots__ = ()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The device's products are begun, then the CPU makes its own."""
+        """The CPU's products are begun, then the device makes its own."""
         sizes = [part.out_features for part in self.parts]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         here = [part for part in self.parts if isinstance(part, HostRows)]
         exchange = here[0].exchange
-        sent = exchange.send(x)
+        begun = exchange.begin(x, [part.here for part in here])
         found: dict[LinearWeight, Tensor] = {
             part: part.multiply(x, b)
             for part, b in zip(self.parts, biases, strict=True)
             if not isinstance(part, HostRows)
         }
-        for number, part in enumerate(here):
-            found[part] = exchange.product(part.here, sent, number)
+        found.update(zip(here, exchange.products(begun), strict=True))
         for one, b in zip(self.parts, biases, strict=True):
             if b is not None and isinstance(one, HostRows):
                 found[one].add_(b)

@@ -17,7 +17,8 @@ from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.quant.pieces import weight_of
 from cellar.quant.weight import StackedWeight
-from cellar.runtime.offload.channels import Channel, Channels
+from cellar.runtime.offload.channels import Channels
+from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
@@ -39,11 +40,17 @@ class StreamedLayers:
 
     Where moves are over when they return, slots are memory that the disk's reads go to. Where the device is the CPU,
     rows that it multiplies are multiplied as they lie in every pass. Layers that nothing has to be brought of pass no
-    ring. Raises CapacityError if the ring does not fit.
+    ring. `jobs`: of the CPU for an accelerator. Raises CapacityError if the ring does not fit.
     """
 
     def __init__(
-        self, spec: ModelSpec, homes: Homes, device: HeldMemory, mover: Mover, channels: Channels | None = None
+        self,
+        spec: ModelSpec,
+        homes: Homes,
+        device: HeldMemory,
+        mover: Mover,
+        channels: Channels | None = None,
+        jobs: CpuJobs | None = None,
     ) -> None:
         self._channels = channels = channels or Channels()
         self._spec = spec
@@ -56,7 +63,7 @@ class StreamedLayers:
         streamed = [layout for layout in homes.layouts if slot_nbytes(layout, homes.device)]
         size = aligned(ring_nbytes(homes.layouts, homes.device), PAGE)
         self._slots = [device.carve(size, PAGE) for _ in range(NUM_SLOTS if streamed else 0)]
-        weights = LayerWeights(homes, channels.rows)
+        weights = LayerWeights(homes, None if jobs is None else Exchange(homes.device, channels.rows, jobs))
         self._weights: dict[tuple[int, int, bool], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):
@@ -189,11 +196,13 @@ def ring_nbytes(layouts: list[LayerLayout], device: torch.device) -> int:
 
 
 class LayerWeights:
-    """From bytes in their places to the weights that a model's functions take. Nothing is copied."""
+    """From bytes in their places to the weights that a model's functions take. Nothing is copied. `exchange`: for rows
+    that a CPU multiplies beside an accelerator.
+    """
 
-    def __init__(self, homes: Homes, by_cpu: Channel | None = None) -> None:
+    def __init__(self, homes: Homes, exchange: Exchange | None = None) -> None:
         self._homes = homes
-        self._exchange = Exchange(homes.device, by_cpu or Channel())
+        self._exchange = exchange
 
     def of(self, layer: LayerSpec, layout: LayerLayout, slot: Tensor, *, by_cpu: bool = False) -> dict[str, Weight]:
         """A layer's weights while `slot` holds its other rows; `by_cpu`: but for those that the CPU multiplies."""
@@ -246,7 +255,10 @@ class LayerWeights:
             weight = weight_of(there, shape, rows.run.format, rows.kind, scales)
         else:
             weight = DenseWeight(_typed(there, tensor)) if away else in_place(_typed(there, tensor))
-        return HostRows(weight, self._exchange) if away else weight
+        if not away:
+            return weight
+        assert self._exchange is not None, "an accelerator has jobs for its CPU"
+        return HostRows(weight, self._exchange)
 
 
 def loaded_ends(spec: ModelSpec, homes: Homes) -> LoadedWeights:

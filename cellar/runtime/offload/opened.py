@@ -17,6 +17,7 @@ from cellar.core.specs import KVSpec, ModelSpec
 from cellar.models.loader import LoadedWeights, Make
 from cellar.runtime.memory import host_available, human
 from cellar.runtime.offload.channels import Channels
+from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
 from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.offload.homes import opened_homes
 from cellar.runtime.offload.host_kv import HostKV
@@ -31,6 +32,7 @@ from cellar.runtime.offload.layout import (
     planned_nbytes,
 )
 from cellar.runtime.offload.mover import mover_for
+from cellar.runtime.offload.signal import signal_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -83,7 +85,8 @@ class OffloadReport:
 class Offloaded:
     """A model's weights in their places, ready to be streamed. `memory`: of the device, for what is carved from it (on
     a CPU the KV cache, too); `capacity`: bytes that the device may hold in all, None if nobody says. `kv`: where the
-    cache lies, and who attends to it; `over_link`: in host memory, the share that the device attends to.
+    cache lies, and who attends to it; `over_link`: in host memory, the share that the device attends to. `jobs`: what
+    the CPU does for an accelerator.
     """
 
     weights: LoadedWeights
@@ -94,6 +97,7 @@ class Offloaded:
     capacity: int | None = None
     kv: tuple[str, str] = ("device", "device")
     over_link: float = 0.0
+    jobs: CpuJobs | None = None
 
     def host_kv(self, spec: KVSpec, num_slots: int, device: torch.device) -> HostKV | None:
         """A cache in host memory, if it lies there; whoever asks closes it. Raises CapacityError."""
@@ -104,7 +108,9 @@ class Offloaded:
         return HostKV(spec, num_slots, device, by_cpu=by == "host", channel=channel, over_link=self.over_link)
 
     def close(self) -> None:
-        """End the loader, and let go of the disk."""
+        """End the CPU's work for the device and the loader, and let go of the disk."""
+        if self.jobs is not None:
+            self.jobs.close()
         self.layers.close()
 
 
@@ -134,11 +140,13 @@ def open_offloaded(
     device: torch.device,
     capacity: Mapping[str, int | None] = MappingProxyType({}),
     directory: Path | None = None,
+    num_threads: int | None = None,
 ) -> Offloaded:
     """Place a model's weights, read them back and start to stream them.
 
     `capacity`: bytes that each place may hold (None, or left out: as many as the placement needs); `directory`: for
-    what lies on disk. Raises ConfigError, CapacityError, DeviceError or IntegrityError.
+    what lies on disk; `num_threads`: of what the CPU computes for an accelerator, see `threads_beside`. Raises
+    ConfigError, CapacityError, DeviceError or IntegrityError.
     """
     rows = check_offloaded(placement, spec, device)
     for place, planned in planned_nbytes(rows).items():
@@ -159,10 +167,11 @@ def open_offloaded(
     if device.type != "cpu":
         # What the device began to fill is there before another stream touches it.
         torch.cuda.synchronize(device)
+    jobs: CpuJobs | None = None
     try:
         before = memory.used
-        channels = Channels()
-        layers = StreamedLayers(spec, homes, memory, mover_for(device), channels)
+        channels, jobs = Channels(), jobs_for(device, num_threads)
+        layers = StreamedLayers(spec, homes, memory, mover_for(device), channels, jobs)
         rates = dict(read.rates)
         if device.type != "cpu":
             rates.pop("device", None)  # reading it back crossed the link
@@ -184,10 +193,17 @@ def open_offloaded(
             failure=lambda: None if file is None else file.failure,
         )
         batch = placement.block.batch if placement.block is not None else None
-        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way, over_link)
+        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way, over_link, jobs)
     except BaseException:
+        if jobs is not None:
+            jobs.close()
         homes.close()
         raise
+
+
+def jobs_for(device: torch.device, num_threads: int | None) -> CpuJobs | None:
+    """What the CPU does for an accelerator; None where it is the device itself."""
+    return None if device.type == "cpu" else CpuJobs(signal_for(device), threads_beside(num_threads))
 
 
 def _device_memory(

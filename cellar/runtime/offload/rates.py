@@ -27,16 +27,20 @@ from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.pieces import weight_of
 from cellar.quant.weight import QuantizedWeight
 from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
 from cellar.runtime.offload.mover import mover_for
 from cellar.runtime.offload.reads import DiskReads
+from cellar.runtime.offload.signal import Signal, signal_for
 from cellar.runtime.steps.arena import cache_type
 
 CONTEXT = 512
 MANY = 64
 """Tokens of a product that memory does not bound."""
+CHAINED = 16
+"""Exchanges in a row: the last one, for which a thread waits, is a small part of them."""
 ONE, ONE_EXPONENT = 0x38, 127
 """Codes of 1 in e4m3, and of the scale 1 in MXFP4: none of them subnormal, which processors multiply slowly."""
 
@@ -45,7 +49,8 @@ ONE, ONE_EXPONENT = 0x38, 127
 class MeasuredRates:
     """Bytes/s: over the link alone; over the link, or of the disk, while the CPU multiplies; of the CPU's products,
     and of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
-    x comes from the accelerator and a product of few rows goes back. What there is not has 0.
+    x comes from the accelerator and a product of few rows goes back. What there is not has 0. `runs_ahead`: launches go
+    on while the CPU computes for the accelerator (`signal.py`).
     """
 
     alone: float
@@ -55,6 +60,7 @@ class MeasuredRates:
     attention: float
     flops: float
     exchange: float
+    runs_ahead: bool = False
 
 
 def measured_rates(
@@ -67,13 +73,17 @@ def measured_rates(
     reads: DiskReads | None = None,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
-    less than a matrix) each, with so many threads of the CPU (None: torch's number).
+    less than a matrix) each, with so many threads of the CPU (None: torch's number; beside an accelerator those that
+    its jobs get).
     With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
     them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing).
 
     Raises CapacityError if the host has not so much.
     """
-    if num_threads is not None:
+    threads = threads_beside(num_threads)
+    if device.type != "cpu":
+        use_threads(threads)
+    elif num_threads is not None:
         use_threads(num_threads)
     largest = _largest(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
@@ -90,14 +100,16 @@ def measured_rates(
             beside = _Link(moved, device)
             alone = beside.rate_while(lambda: time.sleep(seconds))[0]
         over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
-        exchange = 0.0
+        exchange, runs_ahead = 0.0, False
         if device.type != "cpu":
-            exchange = beside.rate_while(lambda: _exchange(spec, device, seconds))[1]
+            signal = signal_for(device)
+            exchange = beside.rate_while(lambda: _exchange(spec, device, signal, threads, seconds))[1]
+            runs_ahead = signal.runs_ahead
         attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
         flops = many * 2 * MANY * largest.size / largest.nbytes
-        return MeasuredRates(alone, link, disk, products, attention, flops, exchange)
+        return MeasuredRates(alone, link, disk, products, attention, flops, exchange, runs_ahead)
     finally:
         if device.type != "cpu":
             torch.cuda.synchronize(device)
@@ -181,13 +193,28 @@ def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> f
     return _rate(lambda k: weights[k % len(weights)].multiply(x), each, seconds)
 
 
-def _exchange(spec: ModelSpec, device: torch.device, seconds: float) -> float:
-    """Seconds of one product of a token with a few rows in host memory, for the device."""
+def _exchange(spec: ModelSpec, device: torch.device, signal: Signal, threads: int, seconds: float) -> float:
+    """Seconds of one product of a token with a few rows in host memory, for the device: of several, each of which is of
+    what the one before gave, so that launches run ahead of them as they do in a pass. `threads`: of the CPU.
+    """
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    rows = torch.ones((16, _largest(spec).shape[1]), dtype=dtype)
-    weight = HostRows(DenseWeight(rows), Exchange(device, Channel()))
-    x = torch.ones((1, weight.in_features), dtype=dtype, device=device)
-    return usual_seconds(lambda: weight.multiply(x), seconds)
+    columns = _largest(spec).shape[1]
+    jobs = CpuJobs(signal, threads)
+    step = jobs.begin()
+    weight = HostRows(DenseWeight(torch.ones((16, columns), dtype=dtype)), Exchange(device, Channel(), jobs))
+    x = torch.ones((1, columns), dtype=dtype, device=device)
+
+    def chained() -> None:
+        for _ in range(CHAINED):
+            jobs.part()
+            x[:, :16] = weight.multiply(x) / columns
+        torch.cuda.current_stream(device).synchronize()  # not what is copied beside
+        step.check()
+
+    try:
+        return usual_seconds(chained, seconds) / CHAINED
+    finally:
+        jobs.close()
 
 
 def _largest(spec: ModelSpec) -> TensorSpec:

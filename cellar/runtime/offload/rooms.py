@@ -23,20 +23,26 @@ class Room(NamedTuple):
 
 
 class Rooms:
-    """Pinned memory by name, kept and used again. Whoever asks for a room has waited for what read it last."""
+    """Pinned memory by name, kept and used again. Whoever writes to a room does so behind what read it last.
+
+    A room that is outgrown may still be read, by what was launched before, and so is kept. The next one is twice as
+    large at least: all those before take less than it does.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: dict[str, Room] = {}
+        self._held: dict[tuple[str, torch.dtype], list[Room]] = {}
 
     def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, most: int = 0) -> Room:
         """Room for so many numbers; taken for `most` at once, if that is more."""
         count = math.prod(shape)
-        held = self._held.get(name)
-        if held is None or held.here.numel() < count or held.here.dtype != dtype:
-            here = torch.empty(max(count, most), dtype=dtype, pin_memory=self._device.type != "cpu")
-            held = self._held[name] = Room(here, mapped(here, self._device))
-        return Room(held.here[:count].view(shape), held.there[:count].view(shape))
+        held = self._held.setdefault((name, dtype), [])
+        if not held or held[-1].here.numel() < count:
+            size = max(count, most, 2 * held[-1].here.numel() if held else 0)
+            here = torch.empty(size, dtype=dtype, pin_memory=self._device.type != "cpu")
+            held.append(Room(here, mapped(here, self._device)))
+        here, there = held[-1]
+        return Room(here[:count].view(shape), there[:count].view(shape))
 
 
 def fetched(there: Tensor) -> Tensor:

@@ -153,6 +153,7 @@ def rehearse(
         batch=None if offloaded is None else offloaded.batch,
         seat=seat,
         host_kv=host_kv,
+        jobs=None if offloaded is None else offloaded.jobs,
     )
     executor.forward.keep_maximum(wide_layers)
     try:

@@ -25,6 +25,7 @@ from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
 from cellar.ops.upload import Upload
+from cellar.runtime.offload.cpu_jobs import CpuJobs, StepJobs
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.place import Seat
@@ -84,7 +85,8 @@ class StepExecutor:
     `upload` and `mirrored` (see `rows.py`) are what the device asks for unless given. `memory` gives the KV cache its
     bytes, if not the system; `host_kv`: it lies there, and has as many slots; `layers` and `batch`: see `Forward`.
     `seat`: this rank among others, if there are any: rank 0 samples, of several stages that of the last, and the others
-    take its tokens. `arrivals`: loads that a step may have to wait for, layer by layer. `sparse_v`: see `Forward`.
+    take its tokens. `arrivals`: loads that a step may have to wait for, layer by layer. `sparse_v` and `jobs`: see
+    `Forward`.
     """
 
     def __init__(
@@ -104,8 +106,10 @@ class StepExecutor:
         host_kv: HostKV | None = None,
         arrivals: Arrivals | None = None,
         sparse_v: float | None = None,
+        jobs: CpuJobs | None = None,
     ) -> None:
         spec = model.spec
+        self._jobs = jobs
         self._device = device
         self._vocab_size = spec.vocab_size
         self._chunk_size = spec.kv.chunk_size
@@ -119,7 +123,7 @@ class StepExecutor:
             comm = None if seat is None else seat.comm
             stages = None if seat is None else seat.stages
             self.forward = self._whole = Forward(
-                model, weights, self.arena, device, comm, layers, batch, sparse_v, stages
+                model, weights, self.arena, device, comm, layers, batch, sparse_v, stages, jobs
             )
         self._arrivals = Arrivals() if arrivals is None else arrivals
         self._comm = None if seat is None else seat.link
@@ -148,9 +152,12 @@ class StepExecutor:
         clock = _clock(self._device)
         self._begun = self._exchanged
         self._awaited_masks = 0.0
+        jobs = None if self._jobs is None else self._jobs.begin()
         try:
             applied = self.rows.apply(plan)
             finish = self._run(plan, applied.delta, masks, clock, pace)
+            if jobs is not None:
+                finish = _checked(finish, jobs)
             return (lambda: replace(finish(), failed=applied.failed)) if applied.failed else finish
         finally:
             self.rows.close(plan.closes)
@@ -438,6 +445,17 @@ class StepExecutor:
             ]
             found[row] = to_host(torch.stack(pieces).sum(0, keepdim=True)), np.zeros(1, np.int64)
         return found
+
+
+def _checked(finish: Callable[[], StepResult], jobs: StepJobs) -> Callable[[], StepResult]:
+    """The step's result, if the CPU has done all that it was to do for it."""
+
+    def checked() -> StepResult:
+        result = finish()
+        jobs.check()
+        return result
+
+    return checked
 
 
 def _gate(awaited: Sequence[Arrival]) -> Gate:

@@ -27,6 +27,7 @@ from cellar.ops.attention import (
 from cellar.ops.kv_format import format_of
 from cellar.ops.linear.weight import Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
+from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_kv import (
     CpuAttention,
     CpuShare,
@@ -199,7 +200,7 @@ class Forward:
     layers' weights come from, if not from `weights`. `batch`: so many sequences pass a layer together, then the next
     ones, before the pass goes on to the next layer (FlexGen §4.2, the zig-zag block); None: all of them.
     `sparse_v`: the share of values that the CPU's attention reads; None: all. `stages`: where hidden rows come from
-    and go to, if these are the layers of one stage of several.
+    and go to, if these are the layers of one stage of several. `jobs`: what the CPU does for the device, if anything.
     """
 
     def __init__(
@@ -213,7 +214,9 @@ class Forward:
         batch: int | None = None,
         sparse_v: float | None = None,
         stages: Stages | None = None,
+        jobs: CpuJobs | None = None,
     ) -> None:
+        self._jobs = jobs
         self._comm = comm
         self._stages = stages
         self._layers: Layers = ResidentLayers(weights.layers) if layers is None else layers
@@ -262,7 +265,7 @@ class Forward:
         """The cache lies in host memory; `table` is the host's slot table, as it is when steps are planned."""
         self._table_host, self._over_link = table, host.over_link
         if host.by_cpu:
-            self._cpu = CpuAttention(host, torch.from_numpy(table), self._cos_sin, self._scale, self._device)
+            self._cpu = CpuAttention(host, self._cos_sin, self._scale, self._device, self._jobs)
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
@@ -276,21 +279,24 @@ class Forward:
 
     def batches(self, inputs: StepInputs) -> list[Batch]:
         """The step in GPU batches. Spans of one sequence stay together."""
+        # The CPU may be at this step still when the next one has changed the table.
+        table = None if self._table_host is None else self._table_host.copy()
         if self._batch is None:
-            return [self._planned(inputs, slice(None), 0, inputs.num_tokens)]
+            return [self._planned(inputs, slice(None), 0, inputs.num_tokens, table)]
         ends = np.cumsum(inputs.stop - inputs.start)
         # The spans with which a sequence begins; every so many of them a batch does.
         first = np.flatnonzero(np.diff(inputs.row, prepend=-1))[:: self._batch].tolist()
         found, start = [], 0
         for begin, end in zip(first, [*first[1:], len(ends)], strict=True):
             stop = int(ends[end - 1])
-            found.append(self._planned(inputs, slice(begin, end), start, stop))
+            found.append(self._planned(inputs, slice(begin, end), start, stop, table))
             start = stop
         return found
 
-    def _planned(self, inputs: StepInputs, spans: slice, start: int, stop: int) -> Batch:
+    def _planned(
+        self, inputs: StepInputs, spans: slice, start: int, stop: int, table: NDArray[np.int32] | None
+    ) -> Batch:
         own = inputs.row[spans], inputs.start[spans], inputs.stop[spans]
-        table = self._table_host
         if table is None:
             return Batch(start, stop, self._works(*own, self._device))
         size, by_cpu = self.arena.chunk_size, self._cpu is not None
@@ -385,7 +391,7 @@ class Forward:
             return inner
         assert self._cpu is not None
         works = [parts.cpu_works[shape] for shape in self._shape_of_layer]
-        share = CpuShare(self._cpu, works, tokens, rest)
+        share = CpuShare(self._cpu, works, torch.from_numpy(parts.table), tokens, rest)
         return DividedContext(share, inner, positions, self._cos_sin, self._comm)
 
     def _context(
@@ -410,6 +416,8 @@ class Forward:
                 gate(j)
             with self._layers.at(j) as layer_weights:
                 for k, (_, context) in enumerate(batches):
+                    if self._jobs is not None:
+                        self._jobs.part()
                     hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)
             if pace is not None:
                 pace.lap()

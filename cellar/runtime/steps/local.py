@@ -118,6 +118,7 @@ class LocalRuntime:
             host_kv=self._host_kv,
             arrivals=arrivals,
             sparse_v=sparse_v,
+            jobs=None if offloaded is None else offloaded.jobs,
         )
         self.executor.forward.keep_maximum(wide_layers)
         self.executor.forward.use_softmax(softmax)
@@ -359,7 +360,13 @@ def _open(
         assert placement is not None
         path = config.offload.disk_path
         offloaded = open_offloaded(
-            spec, placement, make, device, config.offload.nbytes, None if path is None else Path(path)
+            spec,
+            placement,
+            make,
+            device,
+            config.offload.nbytes,
+            None if path is None else Path(path),
+            config.device.num_threads,
         )
         _LOG.info("%s", offloaded.report.line())
         weights = offloaded.weights

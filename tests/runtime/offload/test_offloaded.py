@@ -20,22 +20,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
 from cellar import LLM, SamplingParams
 from cellar.cli.main import build
-from cellar.core.errors import BuffersError, CapacityError, ConfigError
+from cellar.core.errors import BuffersError, CapacityError, ConfigError, DeviceError
 from cellar.core.messages import Placement, RequestOutput
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import MODELS, open_model, read_config
 from cellar.planner.capped import Room, capped_plan, fits
 from cellar.planner.saved import Limits, load_plan
+from cellar.runtime.offload import host_kv, opened
+from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence, HostMover
 from cellar.runtime.offload.ring import WeightRing
+from cellar.runtime.offload.signal import WaitingSignal
 from cellar.runtime.steps import forward
 from cellar.runtime.steps.capacity import plan_slots
 from cellar.runtime.steps.forward import Forward
@@ -196,6 +200,73 @@ def test_kv_in_host_memory_gives_the_resident_engines_tokens(
     assert tokens_of(found) == tokens_of(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+
+
+def jobs_beside(patch: pytest.MonkeyPatch) -> None:
+    """The CPU attends as it does for an accelerator: by a thread of its own, to what was brought and taken away."""
+    patch.setattr(opened, "jobs_for", lambda *_: CpuJobs(WaitingSignal(torch.device("cpu")), 1))
+
+
+@pytest.mark.parametrize(("kind", "by"), [("llama", "host"), ("opt", "both")])
+def test_kv_attended_to_by_jobs_of_the_cpu(
+    kind: str,
+    by: str,
+    models: Callable[[str], Path],
+    expected: Callable[[str], list[RequestOutput]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next step may have changed the table of slots when the CPU comes to it."""
+    wanted = tokens_of(expected(kind))
+    jobs_beside(monkeypatch)
+    batches, passed, alone, changed = Forward.batches, Forward.passed, [False], [0]
+
+    def seen(self: Forward, inputs: Any) -> Any:
+        found = batches(self, inputs)
+        alone[0] = not any(batch.divided.works for batch in found)  # the device's table is the same memory
+        return found
+
+    def late(self: Forward, *rest: Any) -> Any:
+        if not alone[0]:
+            return passed(self, *rest)
+        assert self._table_host is not None
+        table, self._table_host[:] = self._table_host.copy(), 0
+        changed[0] += 1
+        try:
+            return passed(self, *rest)
+        finally:
+            self._table_host[:] = table
+
+    monkeypatch.setattr(Forward, "batches", seen)
+    monkeypatch.setattr(Forward, "passed", late)
+    found = answers_of(models(kind), random_placement(spec_of(models(kind)), 5, batch=2, kv=("host", by)), tmp_path)
+    assert tokens_of(found) == wanted
+    assert changed[0] or by == "both"
+
+
+def test_a_job_of_the_cpu_that_fails_ends_its_step_and_the_engine_goes_on(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs_beside(monkeypatch)
+    attend, bad = host_kv.decode_attention, [False]
+
+    def attended(*arguments: Any) -> Tensor:
+        if bad[0]:
+            raise DeviceError("the CPU cannot attend")
+        return attend(*arguments)
+
+    monkeypatch.setattr(host_kv, "decode_attention", attended)
+    file = tmp_path / "plan.json"
+    spec = spec_of(models("llama"))
+    file.write_text(plan_of(spec, random_placement(spec, 5, kv=("host", "host")), LIMITS).to_json())
+    with LLM(models("llama"), plan=file, disk_path=tmp_path, **OPTIONS) as llm:
+        before = tokens_of(llm.generate(*requests(), use_tqdm=False))
+        bad[0] = True
+        for one in llm.generate(*requests(), use_tqdm=False):
+            assert one.outputs[0].finish_reason == "error"
+            assert "the CPU cannot attend" in str(one.outputs[0].stop_reason)
+        bad[0] = False
+        assert tokens_of(llm.generate(*requests(), use_tqdm=False)) == before
 
 
 @pytest.mark.long

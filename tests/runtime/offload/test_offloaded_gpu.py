@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from cellar import LLM, CompletionOutput, SamplingParams
+from cellar.core.errors import DeviceError
 from cellar.core.messages import RequestOutput
 from cellar.models.registry import open_model, read_config
+from cellar.ops.linear.dense import DenseWeight
 from cellar.planner.saved import Limits
+from cellar.runtime.offload import host_kv
+from cellar.runtime.offload.channels import Channel
+from cellar.runtime.offload.cpu_jobs import CpuJobs
+from cellar.runtime.offload.host_rows import Exchange, HostRows
+from cellar.runtime.offload.signal import signal_for
 from tests.conformance.chatglm import config_of
 from tests.runtime.offload.placements import plan_of, random_placement
 from tests.tiny_checkpoint import write_checkpoint
@@ -100,6 +110,95 @@ def offloaded(
     plan = plan_of(spec, random_placement(spec, seed, **how), LIMITS, "gpu")
     file.write_text(replace(plan, kv_cache_dtype=kept).to_json())
     return LLM(model, plan=file, disk_path=folder / "disk", **OPTIONS, quantization=quantization)
+
+
+def test_a_stream_waits_for_the_cpu_and_nobody_else_does() -> None:
+    """Counters go past 32 bits; what a job writes late is there for the kernel behind `hold`."""
+    device = torch.device("cuda")
+    signal = signal_for(device)
+    assert signal.runs_ahead
+    signal.hold(2**32 + 5)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    time.sleep(0.05)
+    assert not event.query()
+    signal.set(2**32 + 5)
+    event.synchronize()
+
+    jobs, go_on = CpuJobs(signal_for(device), 1), threading.Event()
+    matrix = torch.randint(-4, 5, (3, 4), dtype=torch.float32)
+
+    class Late(DenseWeight):
+        """Multiplies when it may."""
+
+        __slots__ = ()
+
+        def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+            assert go_on.wait(60)
+            return super().multiply(x, bias)
+
+    try:
+        weight = HostRows(Late(matrix), Exchange(device, Channel(), jobs))
+
+        def launched() -> list[tuple[int, Tensor, Tensor]]:
+            found = []
+            for number in range(6):
+                x = torch.full((2, 4), number, dtype=torch.float32, device=device)
+                found.append((number, weight.multiply(x), weight.multiply(x + 1)))
+                x.zero_()
+            event.record()
+            return found
+
+        go_on.set()
+        launched()  # to load a kernel, the driver may wait for the stream
+        event.synchronize()
+        go_on.clear()
+        found = launched()
+        time.sleep(0.05)
+        assert not event.query(), "six passes are launched, and the first product is not there"
+        go_on.set()
+        for number, first, second in found:
+            assert torch.equal(first.cpu(), torch.full((2, 4), number, dtype=torch.float32) @ matrix.T)
+            assert torch.equal(second.cpu(), torch.full((2, 4), number + 1, dtype=torch.float32) @ matrix.T)
+    finally:
+        go_on.set()
+        jobs.close()
+
+
+@pytest.mark.parametrize("where", ["rows", "attention"])
+def test_a_job_of_the_cpu_that_fails_ends_its_step_and_the_engine_goes_on(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, bad, done = write_checkpoint(tmp_path / "model", **SHAPE), [False], list[str]()
+    multiply, attend = DenseWeight.multiply, host_kv.decode_attention
+
+    def attended(*arguments: Any) -> Tensor:
+        done.append("attention")
+        if bad[0] and where == "attention":
+            raise DeviceError("the CPU gives up")
+        return attend(*arguments)
+
+    def multiplied(self: DenseWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not x.is_cpu:
+            return multiply(self, x, bias)
+        done.append("rows")
+        if bad[0] and where == "rows":
+            raise DeviceError("the CPU gives up")
+        return multiply(self, x, bias)
+
+    monkeypatch.setattr(DenseWeight, "multiply", multiplied)
+    monkeypatch.setattr(host_kv, "decode_attention", attended)
+    kv = ("host", "host") if where == "attention" else ("device", "device")
+    prompts, params = [[5, 6, 7], [8, 9]], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    with offloaded(model, tmp_path, "float32", 0, kv=kv, places=("device", "host")) as llm:
+        before = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+        assert where in done
+        bad[0] = True
+        for one in llm.generate(prompts, params, use_tqdm=False):
+            assert one.outputs[0].finish_reason == "error"
+            assert "the CPU gives up" in str(one.outputs[0].stop_reason)
+        bad[0] = False
+        assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == before
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
