@@ -33,7 +33,8 @@ from cellar.ops.cuda.hopper import (
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 MAX_GROUP = 8
-_SHARERS = (8, 4, 2)
+_SHARERS = (2, 4, 8)
+_STAGES_OF_FEW = 3
 _PROMPT_TURN = 128
 _PARTS = "attention/parts.cuh"
 
@@ -74,19 +75,16 @@ def default_sizes(shape: AttentionShape) -> Sizes:
 
 
 def sizes_for(shape: AttentionShape, tokens: int, processors: int) -> Sizes:
-    """Of steps with so many tokens: clusters where there are few tokens, and blocks enough for a third of the
-    multiprocessors, but not more than two for each.
+    """Of steps with so many tokens: if they are few, a cluster for each and each KV head, all of which fill half of the
+    multiprocessors. Not of FP8: long contexts want all of them there.
     """
-    sizes = default_sizes(shape)
-    if tokens > FEW or shape.window is not None:
-        return sizes
-    pairs = tokens * shape.kv_heads
-    for sharers in _SHARERS:
-        at_once = -(-pairs * sharers // processors)
-        if at_once <= 2 and 3 * pairs * sharers >= processors:
-            candidates = (Sizes(4, stages, at_once, sizes.tiles, sharers) for stages in (3, 2))
-            return next((few for few in candidates if few.shared(shape) <= MAX_SHARED[at_once]), sizes)
-    return sizes
+    if tokens <= FEW and shape.window is None and shape.kv_format == "plain":
+        pairs = tokens * shape.kv_heads
+        for sharers in _SHARERS:
+            few = Sizes(4, _STAGES_OF_FEW, 1, 1, sharers)
+            if 0.48 * processors <= pairs * sharers <= processors and few.shared(shape) <= MAX_SHARED[1]:
+                return few
+    return default_sizes(shape)
 
 
 class DecodeArguments(ctypes.Structure):
