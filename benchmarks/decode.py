@@ -21,6 +21,8 @@ from cellar.engine.llm import LLM
 
 SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
 SHORT, LONG = 2, 130
+SETTLE_SECONDS = 4.0
+"""A model is ready before each size has its graph (decision 0084); short runs beside the recording would take longer."""
 
 
 def seconds_per_step(
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=options.same_prompts,
     ) as llm:
+        time.sleep(SETTLE_SECONDS)
         for shape in filter(None, options.shapes.split(",")):
             batch, context = map(int, shape.split("x"))
             found[shape] = 1e3 * seconds_per_step(llm, batch, context, same=options.same_prompts)

@@ -45,6 +45,11 @@ class ByteWeight(LinearWeight):
         """Codes and scales."""
         return self._codes.nbytes + self._scales.numel() * 4
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Yes."""
+        return True
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The tokens are rounded, then multiplied. In other dtypes than bfloat16 by the dequantized matrix."""
         if x.dtype != torch.bfloat16:

@@ -48,6 +48,11 @@ class NibbleWeight(LinearWeight):
         """Codes, scales and zero points, of the rows that there are."""
         return self._form.nbytes
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Yes."""
+        return True
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the kernel of the choice. In float32 by the dequantized matrix."""
         if not x.shape[0] or x.is_meta:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -136,23 +137,37 @@ def _emulated(
     """
     for seed in range(seeds):
         given, wanted = (case.make(torch.device("cpu"), dtype) for _ in range(2))
-        work, table = given["work"], given["table"]
-        _, constants = decode_source(work.shape, sizes, dtype)
-        takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-        files = decode_files(work.shape.kv_format == "fp8", sizes)
-        library = emulated.build(files, constants, decode_name(sizes), takes, edits)
-        q, k, v, cos_sin, k_cache, v_cache = (given[n] for n in ("q", "k", "v", "cos_sin", "k_cache", "v_cache"))
-        q, k, v = (torch.cat((x, x[:1].expand(padding, -1, -1))) for x in (q, k, v))
-        out = torch.full(q.shape, torch.nan, dtype=dtype)
-        arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, given["scale"], out)
-        maps = [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
-        shared, threads = sizes.shared(work.shape), 32 * sizes.warps + 32
-        blocks = min(blocks, len(work.items.table) * work.shape.kv_heads)
-        if sizes.sharers > 1:
-            blocks = len(q) * work.shape.kv_heads * sizes.sharers
-        emulated.launch(library, blocks, sizes.sharers, threads, shared, (*maps, ctypes.byref(arguments)), seed)
-        assert out[len(q) - padding :].isnan().all()
-        _compare(out[: len(q) - padding], given, wanted, dtype)
+        out = _run(given, sizes, blocks, seed, edits, padding)
+        tokens = len(out) - padding
+        assert out[tokens:].isnan().all()
+        _compare(out[:tokens], given, wanted, dtype)
+
+
+def _run(
+    given: dict[str, Any],
+    sizes: Sizes,
+    blocks: int,
+    seed: int = 0,
+    edits: Sequence[tuple[str, str]] = (),
+    padding: int = 0,
+) -> torch.Tensor:
+    """In the emulator; -> results, NaN where none was written."""
+    work, table, q = given["work"], given["table"], given["q"]
+    _, constants = decode_source(work.shape, sizes, q.dtype)
+    takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
+    files = decode_files(work.shape.kv_format == "fp8", sizes)
+    library = emulated.build(files, constants, decode_name(sizes), takes, edits)
+    q, k, v = (torch.cat((given[n], given[n][:1].expand(padding, -1, -1))) for n in "qkv")
+    k_cache, v_cache = given["k_cache"], given["v_cache"]
+    out = torch.full(q.shape, torch.nan, dtype=q.dtype)
+    arguments = decode_arguments(q, k, v, given["cos_sin"], k_cache, v_cache, table, work, given["scale"], out)
+    maps = [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
+    shared, threads = sizes.shared(work.shape), 32 * sizes.warps + 32
+    blocks = min(blocks, len(work.items.table) * work.shape.kv_heads)
+    if sizes.sharers > 1:
+        blocks = len(q) * work.shape.kv_heads * sizes.sharers
+    emulated.launch(library, blocks, sizes.sharers, threads, shared, (*maps, ctypes.byref(arguments)), seed)
+    return out
 
 
 def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
@@ -266,12 +281,55 @@ def test_blocks_of_a_cluster_share_a_token_on_the_device(case: Case, sizes: Size
 
 
 @compiled
+def test_a_list_of_zeros_has_nothing_to_do() -> None:
+    given = LONG.make(torch.device("cpu"), torch.bfloat16)
+    given["work"].resident.meta.zero_()
+    kept = given["k_cache"].clone(), given["v_cache"].clone()
+    assert _run(given, Sizes(4, 2, 2, sharers=8), blocks=0).isnan().all(), "nothing is computed"
+    for cache, before in zip((given["k_cache"], given["v_cache"]), kept, strict=True):
+        torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
 def test_padding_is_in_no_list_and_is_left_alone() -> None:
     given = LONG.make(torch.device("cpu"), torch.bfloat16)
     words = np.zeros(given["work"].items.num_words, np.int32)
     given["work"].items.write(words)
-    assert words[2:12].tolist() == [0, 599, 1, 32, 2, 0, 3, 69, -1, -1]
+    assert words[2:12].tolist() == [1, 599, 2, 32, 3, 0, 4, 69, 0, 0]
     _emulated(LONG, torch.bfloat16, Sizes(4, 2, 2, sharers=8), blocks=0, padding=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "early", "tokens", "expected"),
+    [
+        (Sizes(4, 3, 1, sharers=8), True, 1, 1),
+        (Sizes(4, 3, 1, sharers=8), False, 1, 0),
+        (Sizes(4, 3, 2), True, 1, 0),
+        (Sizes(4, 3, 1, sharers=2), True, 9, 0),
+    ],
+)
+def test_the_next_product_begins_early_where_it_is_made_for_it(
+    sizes: Sizes, early: bool, tokens: int, expected: int
+) -> None:
+    case = attention_cases.decode_case("some", (40,) * tokens, 128, heads=(8, 2, 128), chunk=32)
+    given = case.make(torch.device("cpu"), torch.bfloat16)
+    given["work"].early = early
+    arguments = decode_arguments(**given, out=torch.empty_like(given["q"]), few=sizes.sharers > 1)
+    assert arguments.early == expected
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_list_of_zeros_leaves_everything_as_it_is() -> None:
+    """What graphs are recorded over, and padding is launched over: no token stands anywhere."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    given = ONE.make(device, torch.bfloat16)
+    before = given["k_cache"].clone(), given["v_cache"].clone()
+    given["work"].resident.meta.zero_()
+    for sizes in (None, default_sizes(given["work"].shape)):
+        hopper_decode(**given, sizes=sizes)
+    assert torch.equal(given["k_cache"].nan_to_num(), before[0].nan_to_num())
+    assert torch.equal(given["v_cache"].nan_to_num(), before[1].nan_to_num())
 
 
 def test_few_tokens_are_shared_where_their_blocks_fill_half_of_the_device() -> None:

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cellar.core.formats import Format
 from cellar.ops.activation.definition import gated_definition
+from cellar.ops.attention import AttentionShape
+from cellar.ops.attention.hopper import sizes_for
 from cellar.ops.cuda.hopper import hopper_available
 from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside, room_of
 from cellar.ops.linear.bytes import Bytes, bytes_alone, bytes_source, tokens_of
@@ -271,12 +273,16 @@ def test_kernels_of_up_to_eight_tokens_divide_memory_alike_and_those_of_more_hav
             four, eight = default_nibbles(n, k).at(m), default_product(n, k, m)
             assert isinstance(four, Nibbles)
             assert isinstance(eight, Bytes)
-            assert room_of(four.shared(8) + inside.shared(k), four.resident) == 64 << 10
+            assert room_of(four.shared(8) + inside.shared(k), four.resident, few=True) == 132 << 10
             rounded = Inside(rounded=m == 1).shared(k)
-            assert room_of(eight.shared(8) + rounded, eight.resident) == 64 << 10
+            assert room_of(eight.shared(8) + rounded, eight.resident, few=True) == 132 << 10
     wide = default_nibbles(4096, 14336).at(32)
     assert isinstance(wide, Nibbles)
-    assert room_of(wide.shared(32), wide.resident) > wide.resident * wide.shared(32) > 64 << 10
+    for tokens in (1, 2, 4, 8):  # attention of as many divides it likewise
+        shape = AttentionShape(32, 8, 128, 32)
+        of = sizes_for(shape, tokens, 132)
+        assert room_of(of.shared(shape), of.at_once, few=True) == 132 << 10
+    assert room_of(wide.shared(32), wide.resident, few=False) > wide.resident * wide.shared(32) > 64 << 10
 
 
 def test_what_a_tile_cannot_hold_has_its_gate_apart() -> None:

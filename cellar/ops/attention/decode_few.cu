@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, AT_ONCE)
     cluster_sync<false>();  // nobody sends before all are there
     const u32 rank = rank_in_cluster();
     const int pair = blockIdx.x / CLUSTER, token = pair / KV_HEADS, head = pair % KV_HEADS;
-    const int row = arguments.meta[2 + 2 * token], start = arguments.meta[3 + 2 * token];
+    const int row = arguments.meta[2 + 2 * token] - 1, start = arguments.meta[3 + 2 * token];
     if (row < 0) {  // padding; so it is for the whole cluster
         wait_for_kernel_in_front();  // or the next kernel might begin before the one in front of this has ended
         return;

@@ -30,6 +30,7 @@ from cellar.ops.cuda.hopper import (
     multiply_wide,
     multiprocessors,
 )
+from cellar.ops.linear.alone import FEW_TOKENS, room_of
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 MAX_GROUP = 8
@@ -238,15 +239,16 @@ def hopper_decode(
     """`decode_attention`; arguments as there."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     shape = work.shape
-    if sizes is None:
-        few = work.split is None  # who asks for cuts at fixed places gets them
-        sizes = sizes_for(shape, len(q), multiprocessors(q.device)) if few else default_sizes(shape)
-    arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out)
+    if sizes is None and work.split is None:
+        sizes = sizes_for(shape, len(q), multiprocessors(q.device))
+    sizes = sizes or default_sizes(shape)  # who asks for cuts at fixed places gets them
+    few = sizes.sharers > 1
+    arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out, few=few)
     programs = sum(count for _, _, count in work.launches)
     if programs:
         at_once = sizes.at_once * multiprocessors(q.device)
         _decode_function(shape, sizes, q.dtype, q.device).launch(
-            min(programs, at_once) if sizes.sharers == 1 else len(q) * shape.kv_heads,
+            len(q) * shape.kv_heads if few else min(programs, at_once),
             (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
             torch.cuda.current_stream(q.device).cuda_stream,
             dependent=True,
@@ -265,8 +267,10 @@ def decode_arguments(
     work: AttentionWork,
     scale: float,
     out: Tensor,
+    *,
+    few: bool = False,
 ) -> DecodeArguments:
-    """Of one launch; the tensors must outlive it."""
+    """Of one launch, `few`: of `decode_few.cu`; the tensors must outlive it."""
     buffers = work.resident
     pointers = (
         *(q, k, v, cos_sin, k_cache, v_cache, table),
@@ -279,8 +283,9 @@ def decode_arguments(
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
     addresses = (0 if x is None else x.data_ptr() for x in pointers)
     # Of so many tokens the next product is a wide one, a block a multiprocessor, or the library's, which waits. Smaller
-    # blocks would gather on the multiprocessors that are free first.
-    early = len(q) > MAX_FLAT_TOKENS
+    # blocks would gather on the multiprocessors that are free first, but those of a product for few tokens behind
+    # attention of few are made for it (decision 0086).
+    early = len(q) > MAX_FLAT_TOKENS or (few and work.early and len(q) <= FEW_TOKENS)
     return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early)
 
 
@@ -370,7 +375,9 @@ def _constants(shape: AttentionShape, dtype: torch.dtype) -> dict[str, int]:
 def _decode_function(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Function:
     cubin = compile_cuda(*decode_source(shape, sizes, dtype))
     with torch.cuda.device(device):
-        return Function(cubin, decode_name(sizes), 32 * sizes.warps + 32, sizes.shared(shape), sizes.sharers)
+        shared = sizes.shared(shape)
+        room = None if sizes.sharers == 1 else room_of(shared, sizes.at_once, few=True)
+        return Function(cubin, decode_name(sizes), 32 * sizes.warps + 32, shared, sizes.sharers, room)
 
 
 @functools.cache

@@ -6,10 +6,10 @@ a range of KV positions, for each KV head. Two classes of tiles: NARROW (all row
 decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where whole tiles would not
 fill the device; its partial results are summed up by whichever program arrives last.
 
-    meta    [ 0: narrow items | 1: wide items | ROW, START of token 0 | of token 1 ... | item | item | ... ]      int32
+    meta    [ 0: narrow items | 1: wide items | 1 + ROW, START of token 0 | of token 1 ... | item | item | ... ]  int32
 
-Narrow items stand first. Of the first FEW tokens the header says where each stands, if it is a narrow span of its own;
-its row is -1 if not.
+Narrow items stand first. Of the first FEW tokens the header says where each stands, if it is a narrow span of its own,
+else 0: a list of zeros has nothing to do.
     item    ROW, TOKEN, FIRST, LAST, START, KV_FIRST, KV_LAST, PARTIAL, PART, PARTS, COUNTER (ITEM_FIELDS each)
 
 Within a class the costly items stand first: cost = 2 * tile + KV length.
@@ -121,11 +121,11 @@ class Items:
         size = self.num_words
         words[0] = self.narrow
         words[1] = len(self.table) - self.narrow
-        words[2:HEADER] = -1
+        words[2:HEADER] = 0
         firsts = self.table[: self.narrow][self.table[: self.narrow, PART] == 0]
         if len(firsts) <= FEW:
             firsts = firsts[firsts[:, TOKEN] < FEW]
-            words[2 + 2 * firsts[:, TOKEN]] = firsts[:, ROW]
+            words[2 + 2 * firsts[:, TOKEN]] = 1 + firsts[:, ROW]
             words[3 + 2 * firsts[:, TOKEN]] = firsts[:, START]
         words[HEADER:size] = self.table.reshape(-1)
         return size
@@ -250,6 +250,7 @@ whichever was measured to be faster.
 class AttentionWork:
     """One step's plan, shared by all layers of one shape. Span s owns tokens [offset[s], offset[s + 1]) of the step.
 
+    `early`: the product behind begins by asking for its weights, and may do so before attention has ended.
     `prepared` is where a path keeps what it derives from plan and slot table in the first layer and uses again in the
     others; therefore all calls with one work must pass the same, unchanged table, and not at the same time.
     """
@@ -266,6 +267,7 @@ class AttentionWork:
     prepared: dict[Any, Any] = field(default_factory=dict)
     captured: Captured | None = None
     softmax: Softmax = "auto"
+    early: bool = False
     upload: Upload | None = None
 
     @classmethod

@@ -35,14 +35,18 @@ class Inside:
 
 NOTHING = Inside()
 
-_LEAST_ROOM = 64 << 10
+FEW_TOKENS = 8
+"""Up to so many, attention is of few, too, and all of a layer asks for one division (decision 0086)."""
+
+_LEAST_ROOM, _LEAST_ROOM_OF_FEW = 64 << 10, 132 << 10
 
 
-def room_of(shared: int, resident: int) -> int:
+def room_of(shared: int, resident: int, *, few: bool) -> int:
     """Bytes of a multiprocessor's memory that a kernel for a few tokens asks for: `resident` blocks side by side of
-    `shared` bytes each, and at least as much as the other kernels of its kind (decision 0080).
+    `shared` bytes each, and at least as much as the other kernels of its kind (decision 0080), which for the fewest are
+    those of attention, too.
     """
-    return max(_LEAST_ROOM, resident * (shared + 1024))  # 1 KB of each block is the driver's
+    return max(_LEAST_ROOM_OF_FEW if few else _LEAST_ROOM, resident * (shared + 1024))  # 1 KB of each is the driver's
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import hopper_source, multiprocessors
-from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside, room_of
+from cellar.ops.linear.alone import FEW_TOKENS, NOBODY, NOTHING, Alone, Inside, room_of
 
 TOKENS = (8, 16, 32, 64)
 """Numbers of tokens that a kernel is made for; it takes fewer."""
@@ -148,6 +148,6 @@ def _function(
 ) -> Function:
     cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype, inside))
     shared = sizes.shared(tokens) + inside.shared(k)
-    room = room_of(shared, sizes.resident)
+    room = room_of(shared, sizes.resident, few=tokens <= FEW_TOKENS)
     with torch.cuda.device(device):
         return Function(cubin, "product_of_bytes", 32 * sizes.warps, shared, 1, room)

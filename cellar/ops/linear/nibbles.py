@@ -14,7 +14,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_source, multiprocessors
-from cellar.ops.linear.alone import NOBODY, NOTHING, Alone, Inside, room_of
+from cellar.ops.linear.alone import FEW_TOKENS, NOBODY, NOTHING, Alone, Inside, room_of
 from cellar.ops.linear.bytes import tokens_of
 
 ROWS, COLUMNS = 16, 64
@@ -184,7 +184,7 @@ def _product(
 ) -> Function:  # fmt: skip
     cubin = compile_cuda(*nibbles_source(sizes, k, group, tokens, zeros, bias, dtype, scales, inside))
     shared = sizes.shared(tokens) + inside.shared(k)
-    room = room_of(shared, sizes.resident)
+    room = room_of(shared, sizes.resident, few=tokens <= FEW_TOKENS)
     with torch.cuda.device(device):
         return Function(cubin, "product_of_nibbles", 32 * sizes.warps, shared, sizes.sharers, room)
 

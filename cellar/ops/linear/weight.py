@@ -29,6 +29,13 @@ class LinearWeight(ABC):
     def nbytes(self) -> int:
         """Bytes that a product reads of it (padding of a packed form is not counted)."""
 
+    @property
+    def asks_ahead(self) -> bool:
+        """Whether its product of a few tokens on a GPU asks for weights before the kernel in front has ended, and
+        divides a multiprocessor's memory as attention of few does.
+        """
+        return False
+
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b: x: [t, in]; bias: [out] or None -> [t, out] in x's dtype."""

@@ -1,24 +1,29 @@
 """The seam between the CPU's jobs and a device: how either one learns how far the other has come.
 
-    device --arrived--> CPU     an event behind what the device was told so far
+    device --arrived--> CPU     a number behind what the device was told so far
     CPU ----set, hold-> device  a number that grows: jobs that are over
 
-On a GPU `hold` is an entry of its stream, which waits for a number in pinned memory; the thread that makes the entry
-goes on. Where streams cannot wait so, and on a CPU, that thread waits itself.
+On a GPU both are entries of its stream, which writes a number to pinned memory, and waits for one there; the thread
+that makes the entries goes on. Where streams cannot do so, and on a CPU, that thread waits itself.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from cellar.ops.cuda.waits import streams_wait, wait_for
+from cellar.ops.cuda.waits import streams_wait, wait_for, write
 from cellar.runtime.offload.mover import Fence, opened
 
 _LOG = logging.getLogger(__name__)
+
+_PAUSE = 2e-5
+_LOOK_SECONDS = 30.0
 
 
 class Signal(Protocol):
@@ -68,7 +73,10 @@ class WaitingSignal:
 
 
 class StreamSignal:
-    """A word of pinned memory, for which the current stream waits.
+    """Two words of pinned memory: one for which the current stream waits, and one that it writes.
+
+    The CPU looks at the second one and asks the driver nothing: the driver may have the other thread wait for the
+    stream, to load a kernel that is new, and then answers nobody, but the stream waits for the CPU.
 
     x86 makes one processor's writes seen in their order, so what was written before the word is there before it. Those
     that go past the caches are ended by a lock, which whoever counts a channel's seconds takes.
@@ -78,6 +86,9 @@ class StreamSignal:
         self._device = device
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._here = self._word.numpy().view("uint32")
+        self._told = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._there = self._told.numpy().view("uint32")
+        self._asked = 0
 
     @property
     def works(self) -> bool:
@@ -92,8 +103,19 @@ class StreamSignal:
         return True
 
     def arrived(self, *, soon: bool) -> Fence:
-        """An event of the current stream."""
-        return _event(soon)
+        """An entry of the current stream, and a look at what it writes, again and again."""
+        self._asked += 1
+        stream: Any = torch.cuda.current_stream(self._device)
+        write(stream.cuda_stream, self._told.data_ptr(), self._asked)
+        return partial(self._await, self._asked, stream, 0.0 if soon else _PAUSE)
+
+    def _await(self, value: int, stream: Any, pause: float) -> None:
+        look = time.monotonic() + _LOOK_SECONDS
+        while 0 < (value - int(self._there[0])) % 2**32 < 2**31:
+            time.sleep(pause)
+            if time.monotonic() > look:  # a device that has failed writes nothing, and says so when it is asked
+                stream.query()
+                look += _LOOK_SECONDS
 
     def hold(self, value: int) -> None:
         """An entry of the current stream."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import LayerSpec, ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Hidden, LayerContext, Model, run_layer
 from cellar.ops.attention import (
@@ -25,7 +25,7 @@ from cellar.ops.attention import (
     plan_attention,
 )
 from cellar.ops.kv_format import format_of
-from cellar.ops.linear.weight import Weight
+from cellar.ops.linear.weight import LinearWeight, Weight
 from cellar.ops.rotary import rope_table, rotary_kv, write_kv
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_kv import (
@@ -242,6 +242,7 @@ class Forward:
             )
             for layer, keys in zip(spec.layers, arena.k, strict=True)
         ]
+        self._early = layers is None and all(map(asks_ahead, spec.layers, weights.layers))
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
         self._cpu: CpuAttention | None = None
@@ -398,7 +399,7 @@ class Forward:
         self, planned: Sequence[AttentionWork], arena: Cache, positions: Tensor, slot_mapping: Tensor, table: Tensor
     ) -> StepContext:
         for work in planned:
-            work.softmax = self._softmax
+            work.softmax, work.early = self._softmax, self._early
         works = [planned[shape] for shape in self._shape_of_layer]
         for j in self._wide_layers:
             works[j] = works[j].with_maximum
@@ -440,6 +441,12 @@ class Forward:
     def final_hidden(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, hidden] after the last norm, likewise."""
         return self.model.final_hidden(self.weights.head, h if index is None else select(h, index))
+
+
+def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> bool:
+    """Whether the product behind a layer's attention, which takes what the heads made, asks for its weights ahead."""
+    behind = next((weights.get(tensor.name) for tensor in layer.tensors if tensor.axes[-1] == "heads"), None)
+    return isinstance(behind, LinearWeight) and behind.asks_ahead
 
 
 def select(h: Hidden, index: Tensor) -> Hidden:
