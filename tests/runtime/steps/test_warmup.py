@@ -317,6 +317,7 @@ def _compiled() -> dict[str, int]:
 
     from cellar.ops.triton_support import Kernel
 
+    gc.unfreeze()  # what imports made is hidden from the collector, and from us
     found: dict[str, int] = {}
     for kernel in (k for k in gc.get_objects() if isinstance(k, Kernel) and k._compiled is not None):
         caches = kernel.compiled.device_caches
