@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from cellar.core.errors import DeviceError
+from cellar.core.priority import wake_on_time
 from cellar.ops.cpu.launch import use_threads
 from cellar.runtime.offload.mover import Fence
 from cellar.runtime.offload.signal import Signal, WaitingSignal
@@ -110,6 +111,7 @@ class CpuJobs:
 
     def _work(self) -> None:
         use_threads(self._num_threads)
+        wake_on_time()
         with torch.inference_mode():
             while (job := self._jobs.get()) is not None:
                 try:

@@ -12,17 +12,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from cellar.ops.cuda.waits import streams_wait, wait_for, write
 from cellar.runtime.offload.mover import Fence, opened
 
 _LOG = logging.getLogger(__name__)
 
-_PAUSE = 2e-5
+# Between two looks: the interpreter, which whoever launches wants, too, is free in them.
+_SHORT_PAUSE, _PAUSE = 2e-6, 2e-5
 _LOOK_SECONDS = 30.0
 
 
@@ -34,7 +38,7 @@ class Signal(Protocol):
         """Whether the device alone waits in `hold`."""
 
     def arrived(self, *, soon: bool) -> Fence:
-        """Behind what the device was told so far, for a thread that waits for it: by spinning, if it comes `soon`."""
+        """Behind what the device was told so far, for a thread that waits for it: awake, if it comes `soon`."""
 
     def hold(self, value: int) -> None:
         """What the device is told from now on waits until so much, or more, has been set."""
@@ -107,15 +111,7 @@ class StreamSignal:
         self._asked += 1
         stream: Any = torch.cuda.current_stream(self._device)
         write(stream.cuda_stream, self._told.data_ptr(), self._asked)
-        return partial(self._await, self._asked, stream, 0.0 if soon else _PAUSE)
-
-    def _await(self, value: int, stream: Any, pause: float) -> None:
-        look = time.monotonic() + _LOOK_SECONDS
-        while 0 < (value - int(self._there[0])) % 2**32 < 2**31:
-            time.sleep(pause)
-            if time.monotonic() > look:  # a device that has failed writes nothing, and says so when it is asked
-                stream.query()
-                look += _LOOK_SECONDS
+        return partial(until, self._there, self._asked, _SHORT_PAUSE if soon else _PAUSE, stream.query)
 
     def hold(self, value: int) -> None:
         """An entry of the current stream."""
@@ -142,6 +138,20 @@ def signal_for(device: torch.device) -> Signal:
         device,
     )
     return WaitingSignal(device)
+
+
+def until(
+    word: NDArray[np.uint32], value: int, pause: float, ask: Callable[[], object], patience: float = _LOOK_SECONDS
+) -> None:
+    """Return when `word` [1] is `value`, modulo 2**32, or has gone beyond it. A device that has failed writes nothing:
+    `ask` is called every so many seconds, and raises then.
+    """
+    look = time.monotonic() + patience
+    while 0 < (value - int(word[0])) % 2**32 < 2**31:
+        time.sleep(pause)
+        if time.monotonic() > look:
+            ask()
+            look += patience
 
 
 def _event(soon: bool) -> Fence:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from cellar.core.errors import DeviceError
+from cellar.core.priority import wake_on_time
+from cellar.runtime.offload import signal
 from cellar.runtime.offload.cpu_jobs import AHEAD, CpuJobs, StepJobs, threads_beside
 from cellar.runtime.offload.mover import Fence, opened
 from cellar.runtime.offload.signal import WaitingSignal, signal_for
-from tests.limits import SECONDS, until
+from tests.limits import SECONDS, join_all, until
 from tests.runtime.offload.stream import Stream, StreamedSignal
 
 LAYERS = 5
@@ -270,3 +272,42 @@ def test_where_no_stream_waits_the_thread_that_launches_does() -> None:
 def test_a_thread_is_left_to_whoever_launches() -> None:
     assert threads_beside(5) == 5
     assert threads_beside(None) == max(1, torch.get_num_threads() - 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "before", "after"), [(3, 2, 3), (3, 0, 7), (2**32 + 1, 2**32 - 1, 1), (2**32, 2**32 - 1, 5)]
+)
+def test_a_word_is_waited_for_and_may_begin_again(value: int, before: int, after: int) -> None:
+    word = np.array([before], np.uint32)
+    waiting = threading.Thread(target=signal.until, args=(word, value, 2e-6, list))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    word[0] = after
+    join_all([waiting])
+    signal.until(word, value, 2e-6, list)
+
+
+def test_a_device_that_has_failed_is_asked() -> None:
+    def ask() -> None:
+        raise DeviceError("it fell off")
+
+    with pytest.raises(DeviceError, match="fell off"):
+        signal.until(np.zeros(1, np.uint32), 1, 2e-6, ask, patience=0.01)
+
+
+def test_sleeps_end_on_time() -> None:
+    """Of a thread that has asked for it, the shortest of many: others may have the core."""
+    found: list[float] = []
+
+    def sleeps() -> None:
+        wake_on_time()
+        for _ in range(300):
+            begin = time.perf_counter()
+            time.sleep(2e-6)
+            found.append(time.perf_counter() - begin)
+
+    thread = threading.Thread(target=sleeps)
+    thread.start()
+    join_all([thread])
+    assert min(found) < 45e-6, "Linux adds 50 us of its own"
