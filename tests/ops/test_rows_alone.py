@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cellar.core.formats import Format
 from cellar.ops.activation import activate, gated, kinds
-from cellar.ops.linear.half import HalfWeight, half_works
+from cellar.ops.linear.half import PERIOD, HalfWeight, half_works
 from cellar.ops.linear.in_place import InPlaceWeight, in_place
 from cellar.ops.linear.onednn import OneDnnWeight, onednn_packs
 from cellar.ops.linear.weight import LinearWeight
@@ -71,6 +71,13 @@ def test_products(form: str, n: int, k: int) -> None:
     if is_there():  # where the library lacks it nobody is given one
         weight = make(random(n, k, seed=1) / k**0.5)
         check_alone(partial(weight.multiply, bias=random(n, seed=2)), k)
+
+
+@pytest.mark.skipif(not half_works(), reason="this build of torch has no products with 16-bit floats")
+def test_every_number_of_rows_has_the_bits_of_three() -> None:
+    weight, x = HalfWeight(random(64, 256, seed=1)), random(3 * PERIOD, 256)
+    usual = torch.cat([weight.multiply(x[start : start + 3]) for start in range(0, 3 * PERIOD, 3)])
+    assert all(torch.equal(weight.multiply(x[:rows]), usual[:rows]) for rows in range(1, 3 * PERIOD + 1))
 
 
 @pytest.mark.parametrize(("n", "k"), [(384, 384), (48, 1000), (1000, 1024), (1, 300), (3, 1024)])

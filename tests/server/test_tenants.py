@@ -146,7 +146,7 @@ def test_keys_of_all_sources_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_option_may_be_given_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[ServerConfig] = []
-    monkeypatch.setattr("cellar.server.run.serve", lambda engine, server, limits, say: taken.append(server))
+    monkeypatch.setattr("cellar.server.run.serve", lambda engine, server, limits, say, start: taken.append(server))
     done = CliRunner().invoke(build(), ["serve", "--api-key", "a", "--api-key", "b"])
     assert done.exit_code == 0, done.output
     assert taken[0].api_key == ["a", "b"]

@@ -14,6 +14,9 @@ from torch import Tensor
 from cellar.ops.linear.dense import WIDEN_ELEMENTS
 from cellar.ops.linear.weight import LinearWeight
 
+PERIOD = 120
+"""Rows that FBGEMM takes at a time."""
+
 
 class HalfWeight(LinearWeight):
     """A matrix on the CPU, rounded to 16-bit floats and packed by FBGEMM."""
@@ -33,8 +36,11 @@ class HalfWeight(LinearWeight):
         """By FBGEMM, in float32."""
         if not x.shape[0]:
             return x.new_empty((0, self.out_features))
-        # Of torch's two operations on such weights, this one divides its work among threads.
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self.packed)
+        rows = x.shape[0]
+        wide, taken = x.float(), _taken(rows)
+        if taken > rows:
+            wide = torch.cat((wide, wide.new_zeros((taken - rows, self.in_features))))
+        out = _product(wide, self.packed)[:rows]
         if bias is not None:
             out += bias
         return out.to(x.dtype)
@@ -47,6 +53,35 @@ class HalfWeight(LinearWeight):
     def remade(self, matrix: Tensor) -> HalfWeight:
         """Another one, packed."""
         return HalfWeight(matrix)
+
+
+def _product(x: Tensor, packed: Any) -> Tensor:
+    # Of torch's two operations on such weights, this one divides its work among threads.
+    out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, packed)
+    return out
+
+
+def _taken(rows: int) -> int:
+    """So many rows are multiplied in place of `rows`, so that each has the bits that it has in all other company."""
+    return rows - rows % PERIOD + _alike()[rows % PERIOD]
+
+
+@functools.cache
+def _alike() -> tuple[int, ...]:
+    """For each number of rows up to PERIOD the next one of which all rows have the same bits.
+
+    FBGEMM cuts rows into tiles of up to six, and on processors without AVX-512 sums of tiles of one and two rows come
+    in an order of their own (torch 2.13). All rows are held against those of tiles of three.
+    """
+    x = torch.randn((PERIOD, 256), generator=torch.Generator().manual_seed(0))
+    packed = torch.ops.quantized.linear_prepack_fp16(x[:48].contiguous(), None)
+    usual = torch.cat([_product(x[start : start + 3], packed) for start in range(0, PERIOD, 3)])
+    found, following = [], 0
+    for rows in range(PERIOD, 0, -1):
+        if rows == PERIOD or torch.equal(_product(x[:rows], packed), usual[:rows]):
+            following = rows
+        found.append(following)
+    return (0, *reversed(found))
 
 
 def half_holds(matrix: Tensor) -> bool:

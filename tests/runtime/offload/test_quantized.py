@@ -88,10 +88,10 @@ def offloaded(
         return llm.generate(*requests(), use_tqdm=False)
 
 
-def same(found: list[RequestOutput], wanted: list[RequestOutput]) -> None:
+def same(found: list[RequestOutput], wanted: list[RequestOutput], within: float = 1e-4) -> None:
     assert tokens_of(found) == tokens_of(wanted)
     for one, other in zip(found, wanted, strict=True):
-        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=1e-4)
+        assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=within)
 
 
 @pytest.mark.parametrize("form", KINDS)
@@ -107,7 +107,9 @@ def test_tokens_are_those_of_the_resident_quantized_engine(
             resident(models(kind), quantization=form)
         return
     wanted = resident(models(kind), quantization=form)
-    same(offloaded(models(kind), tmp_path, 3, quantization=form), wanted)
+    # Which code an activation in 8 bits is rounded to may be decided by a last bit, and the library's order of sums of
+    # what is not quantized differs on some processors between packed matrices and those as they lie.
+    same(offloaded(models(kind), tmp_path, 3, quantization=form), wanted, within=0.1 if form == "w8a8" else 1e-4)
 
 
 QUICK = ("gptq act-order", "compressed 4 bits", "fp8, blocks", "mxfp4")
