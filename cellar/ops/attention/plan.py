@@ -110,6 +110,7 @@ class Items:
     wide_tile: int
     partial_rows: int
     counters: int
+    places: IntArray  # [HEADER - 2], of the header
 
     @property
     def num_words(self) -> int:
@@ -121,12 +122,7 @@ class Items:
         size = self.num_words
         words[0] = self.narrow
         words[1] = len(self.table) - self.narrow
-        words[2:HEADER] = 0
-        firsts = self.table[: self.narrow][self.table[: self.narrow, PART] == 0]
-        if len(firsts) <= FEW:
-            firsts = firsts[firsts[:, TOKEN] < FEW]
-            words[2 + 2 * firsts[:, TOKEN]] = 1 + firsts[:, ROW]
-            words[3 + 2 * firsts[:, TOKEN]] = firsts[:, START]
+        words[2:HEADER] = self.places
         words[HEADER:size] = self.table.reshape(-1)
         return size
 
@@ -443,6 +439,7 @@ def work_items(
         by_slots = not (shape.reads_new and (start[~narrow] == 0).all())
         wide_tile = 128 if fills and by_slots and split is None and shape.head_dim <= 128 else 64
 
+    places = _places(row, start, offset, narrow)
     tiles = np.where(narrow, 1, -(-rows // wide_tile))
     if len(rows) == int(tiles.sum()):
         span, first = np.arange(len(rows)), np.zeros(len(rows), np.int32)
@@ -487,7 +484,18 @@ def work_items(
     table[:, PART] = part if isinstance(part, int) else part[order]
     table[:, PARTS] = parts[of]
     table[:, COUNTER] = counter[of]
-    return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()))
+    return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()), places)
+
+
+def _places(row: IntArray, start: IntArray, offset: IntArray, narrow: NDArray[np.bool_]) -> IntArray:
+    """1 + ROW and START of each of the first FEW tokens that begins a narrow span; zeros if there are more spans."""
+    places = np.zeros(HEADER - 2, np.int32)
+    if len(row) <= FEW:
+        spans = zip(offset[:-1].tolist(), row.tolist(), start.tolist(), narrow.tolist(), strict=True)
+        for token, of, at, is_narrow in spans:
+            if is_narrow and token < FEW:
+                places[2 * token : 2 * token + 2] = 1 + of, at
+    return places
 
 
 def _pieces(
