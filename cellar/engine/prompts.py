@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -188,6 +189,9 @@ class PromptReader:
                 raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
         if len(ids) + room > self.max_model_len:
             raise self._too_long(str(len(ids)), room)
+        if not isinstance(ids, np.ndarray):
+            with suppress(OverflowError):  # then one of them is not in the range, as is found below
+                ids = np.asarray(ids, np.int64)
         _check_ids("prompt", ids, self.vocab_size)
         return Prompt(np.asarray(ids, np.int32), text)
 

@@ -42,8 +42,8 @@ class Directory:
 
     def find(self, identities: Sequence[bytes]) -> Chunks:
         """Number of each chunk, or -1."""
-        number = self._number
-        return np.fromiter((number.get(i, -1) for i in identities), np.int32, len(identities))
+        get = self._number.get
+        return np.array([get(identity, -1) for identity in identities], np.int32)
 
     def get(self, identity: bytes) -> int:
         """Number of one chunk, or -1."""

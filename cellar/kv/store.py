@@ -258,9 +258,12 @@ class KVStore:
         """
         directory = self._shelves.directory
         before = directory.get(chain.parent(first))
-        for column, slot in enumerate(slots, first):
-            parent, end = chain.parent(column), (column + 1) * self.chunk_size
-            chunk = self._name(slot, chain.identities[column], parent, end, conversation)
+        held = self._shelves.device.chunk[slots].tolist()
+        for column, (slot, chunk) in enumerate(zip(slots, held, strict=True), first):
+            identity = chain.identities[column]
+            if chunk < 0 or directory.identity(chunk) != identity:  # else it was found by that
+                parent, end = chain.parent(column), (column + 1) * self.chunk_size
+                chunk = self._name(slot, identity, parent, end, conversation)
             if before >= 0:
                 directory.grown[before] = True
             before = chunk

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from cellar.kv.recovery import Recovery
 from cellar.kv.store import KVStore
@@ -21,8 +20,9 @@ from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.forward import Gate
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.steps.layer_graphs import LayerGraphs
-from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.arena import ArenaChunks, Slots
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
+from cellar.runtime.tiers.storage import Bytes
 from tests.conformance.test_models import Case, saved_model
 from tests.e2e import test_tiers
 from tests.e2e.test_tiers import FAMILIES, talk
@@ -70,14 +70,14 @@ class Watched:
             self.waited += 1
             follow(arrival)
 
-        def slow(chunks: ArenaChunks, part: int, slots: Sequence[int], held: Sequence[Tensor]) -> None:
+        def slow(chunks: ArenaChunks, part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
             if part and on_device:
                 torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             elif part:
                 self._come.wait(HURRY)
             else:
                 self._come.clear()
-            write_part(chunks, part, slots, held)
+            write_part(chunks, part, slots, memory, places)
 
         def told(store: KVStore, prompts: NDArray[np.int32], seconds: float) -> None:
             self.unmeasured += seconds == 0.0

@@ -10,10 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.ops.cuda.copies import copies_at_once, copy_at_once
 from cellar.runtime.steps.arena import Arena
+from cellar.runtime.tiers.storage import Bytes
+
+Slots = NDArray[np.int32]
 
 _MOST_PARTS = 8
 _PART_NBYTES = 512 * 2**10
@@ -84,20 +88,24 @@ class ArenaChunks:
         for view, part in zip(self._views, self._parts(chunk), strict=True):
             self._copy(view[slot], part.view(view.shape[1:]))
 
-    def write_part(self, part: int, slots: Sequence[int], chunks: Sequence[Tensor]) -> None:
-        """Copy one part of each of `chunks` to its slot; asynchronous on a stream."""
+    def write_part(self, part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
+        """Copy one part of the chunks at `places` [n] of the host's `memory` [places, chunk_nbytes] to `slots` [n];
+        asynchronous on a stream.
+        """
         for there, begin, end in self._slices[part]:
-            if self.device.type == "cpu":
-                for slot, chunk in zip(slots, chunks, strict=True):
-                    self._copy(there[slot], chunk[begin:end].view(there.shape[1:]))
-            elif self._at_once:
-                first, apart = there.data_ptr(), there.stride(0)
-                targets = first + np.array(slots, np.uint64) * np.uint64(apart)
-                sources = np.array([chunk.data_ptr() + begin for chunk in chunks], np.uint64)
+            if self._at_once:
+                # Addresses by arithmetic: of hundreds of chunks each object would take a microsecond or two.
+                targets = there.data_ptr() + slots.astype(np.uint64) * np.uint64(there.stride(0))
+                sources = memory.ctypes.data + begin + places.astype(np.uint64) * np.uint64(memory.strides[0])
                 copy_at_once(targets, sources, end - begin, torch.cuda.current_stream(self.device).cuda_stream)
+                continue
+            chunks = [torch.from_numpy(memory[place, begin:end]) for place in places.tolist()]
+            if self.device.type == "cpu":
+                for slot, chunk in zip(slots.tolist(), chunks, strict=True):
+                    self._copy(there[slot], chunk.view(there.shape[1:]))
             else:
                 # All at once: this thread asks for the interpreter once, not for each of hundreds of copies.
-                torch._foreach_copy_([there[s] for s in slots], [c[begin:end] for c in chunks], non_blocking=True)
+                torch._foreach_copy_([there[s] for s in slots.tolist()], chunks, non_blocking=True)
 
     def copy(self, source: int, target: int) -> None:
         """Copy a slot to another one; asynchronous on a stream."""

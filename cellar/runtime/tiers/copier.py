@@ -256,10 +256,12 @@ class _Hand:
 
     def load_early(self, batch: CopyBatch, answer: Answer) -> None:
         """Load a batch that may be answered before it ends."""
+        storage = self._tiers[batch.source]
         assert self._early is not None
+        assert isinstance(storage, HostTier)
         self._join_arrivals(batch)
         try:
-            self._early.run(batch, [self._memory(batch.source, slot) for slot in batch.source_slots.tolist()], answer)
+            self._early.run(batch, storage.chunks, answer)
         finally:
             self._wait()
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from cellar.core.messages import CopyBatch
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals, EventMark, ThreadMark
+from cellar.runtime.tiers.storage import Bytes
 
 Answer = Callable[[float], None]
 """All has come, or will: the load takes so many seconds in all."""
@@ -31,20 +30,21 @@ class EarlyLoads:
         """Whether a load can be answered before its end."""
         return batch.lead > 0 and self._device.num_parts > 1
 
-    def run(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
-        """Copy `chunks` to the batch's slots, and return when all is there; `answer` is called once, then or before.
+    def run(self, batch: CopyBatch, memory: Bytes, answer: Answer) -> None:
+        """Copy the batch's chunks, which lie in `memory` [slots, chunk_nbytes], and return when all is there; `answer`
+        is called once, then or before.
 
         What it raises before `answer` was called has failed; after that whoever waits is told.
         """
         if self._device.device.type == "cpu":
-            self._by_hand(batch, chunks, answer)
+            self._by_hand(batch, memory, answer)
         else:
-            self._in_queue(batch, chunks, answer)
+            self._in_queue(batch, memory, answer)
 
-    def _in_queue(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
+    def _in_queue(self, batch: CopyBatch, memory: Bytes, answer: Answer) -> None:
         """Part after part is asked for, which takes some milliseconds of a long load: it may be answered before."""
-        device, slots = self._device, batch.target_slots.tolist()
-        watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
+        device = self._device
+        watch = _Watch(len(batch) * device.chunk_nbytes, self._rate)
         marks = [EventMark() for _ in range(device.num_parts)]
         arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
         asked, answered = 0, False
@@ -54,7 +54,7 @@ class EarlyLoads:
                 if not answered and watch.left() <= batch.lead:
                     answered = True
                     answer(watch.expected)
-                device.write_part(part, slots, chunks)
+                device.write_part(part, batch.target_slots, memory, batch.source_slots)
                 mark.record()
                 asked += 1
             for done, mark in enumerate(marks, 1):
@@ -76,10 +76,10 @@ class EarlyLoads:
         finally:
             self._arrivals.remove(arrival)
 
-    def _by_hand(self, batch: CopyBatch, chunks: Sequence[Tensor], answer: Answer) -> None:
+    def _by_hand(self, batch: CopyBatch, memory: Bytes, answer: Answer) -> None:
         """This thread copies part after part."""
-        device, slots = self._device, batch.target_slots.tolist()
-        watch = _Watch(len(slots) * device.chunk_nbytes, self._rate)
+        device = self._device
+        watch = _Watch(len(batch) * device.chunk_nbytes, self._rate)
         marks = [ThreadMark() for _ in range(device.num_parts)]
         arrival: Arrival | None = None
         done = 0
@@ -89,7 +89,7 @@ class EarlyLoads:
                     arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
                     self._arrivals.add(arrival)
                     answer(watch.expected)
-                device.write_part(done, slots, chunks)
+                device.write_part(done, batch.target_slots, memory, batch.source_slots)
                 mark.set()
                 done += 1
                 watch.reached(done / len(marks))

@@ -17,11 +17,12 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, Tier
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.tiers.arena import ArenaChunks
+from cellar.runtime.tiers.arena import ArenaChunks, Slots
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.early import EarlyLoads
 from cellar.runtime.tiers.host import HostTier
+from cellar.runtime.tiers.storage import Bytes
 from tests.limits import SECONDS, until
 from tests.runtime.tiers.test_host import CPU, arena_of, contents, same
 
@@ -46,11 +47,11 @@ class World:
             gate.set()
         write = self.chunks.write_part
 
-        def write_part(part: int, slots: Sequence[int], chunks: Sequence[torch.Tensor]) -> None:
+        def write_part(part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
             assert self.gates[part].wait(SECONDS)
             if part in self.errors:
                 raise self.errors[part]
-            write(part, slots, chunks)
+            write(part, slots, memory, places)
 
         if device.type == "cpu":
             self.chunks.write_part = write_part  # type: ignore[method-assign]
@@ -89,12 +90,13 @@ def test_parts_are_runs_of_layers_of_some_size() -> None:
 def test_all_parts_together_are_the_chunk(part_nbytes: int) -> None:
     arena = arena_of(6)
     chunks = ArenaChunks(arena, CPU, part_nbytes)
-    held = [torch.empty(chunks.chunk_nbytes, dtype=torch.uint8) for _ in range(2)]
-    for slot, chunk in zip((1, 4), held, strict=True):
-        chunks.read(slot, chunk)
+    held = np.zeros((5, chunks.chunk_nbytes), np.uint8)
+    places = np.array([3, 0], np.int32)
+    for slot, place in zip((1, 4), places, strict=True):
+        chunks.read(slot, torch.from_numpy(held[place]))
     before = [contents(arena, slot) for slot in range(6)]
     for part in range(chunks.num_parts):
-        chunks.write_part(part, [5, 0], held)
+        chunks.write_part(part, np.array([5, 0], np.int32), held, places)
     for slot, source in enumerate((4, 1, 2, 3, 4, 1)):
         assert same(contents(arena, slot), before[source]), f"slot {slot}"
 
@@ -208,12 +210,12 @@ def test_a_load_is_answered_while_it_is_still_asked_for(world: World, monkeypatc
     early, answers = EarlyLoads(world.chunks, world.arrivals), SimpleQueue[float]()
     slots = np.array([4], np.int32)
     batch = CopyBatch(1, Tier.HOST, np.array([0], np.int32), Tier.DEVICE, slots, lead=AGES)
-    chunks = [torch.from_numpy(world.host.chunks[0])]
-    early._in_queue(batch, chunks, answers.put)
+    memory = world.host.chunks
+    early._in_queue(batch, memory, answers.put)
     assert answers.get(timeout=SECONDS) > 0
     world.gates[1].clear()
     with ThreadPoolExecutor(2) as pool:
-        load = pool.submit(early._in_queue, batch, chunks, answers.put)
+        load = pool.submit(early._in_queue, batch, memory, answers.put)
         answers.get(timeout=SECONDS)
         (arrival,) = world.arriving(4)
         arrival.before(0)
@@ -248,11 +250,11 @@ def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch:
     monkeypatch.setattr("cellar.runtime.tiers.arena.copy_at_once", by_hand)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
     monkeypatch.setattr(chunks, "_at_once", True)
-    kept = [torch.randint(0, 255, (chunks.chunk_nbytes,), dtype=torch.uint8) for _ in range(2)]
+    kept = torch.randint(0, 255, (3, chunks.chunk_nbytes), dtype=torch.uint8)
     for part in range(chunks.num_parts):
-        chunks.write_part(part, [4, 1], kept)
+        chunks.write_part(part, np.array([4, 1], np.int32), kept.numpy(), np.array([2, 0], np.int32))
     (there,) = arena.buffers
-    assert same([there[slot].view(torch.uint8).flatten() for slot in (4, 1)], kept)
+    assert same([there[slot].view(torch.uint8).flatten() for slot in (4, 1)], [kept[2], kept[0]])
     assert not there[[0, 2, 3, 5]].any()
     assert calls == [2] * NUM_LAYERS
 
