@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cellar.ops.linear import dense as module
+from cellar.ops.linear import onednn
 from cellar.ops.linear.definition import as_linear, linear, linear_definition
 from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.device import DeviceWeight, prepare
@@ -18,7 +19,7 @@ from cellar.ops.linear.fused import (
     norm_linear_definition,
 )
 from cellar.ops.linear.half import HalfWeight, half_works
-from cellar.ops.linear.onednn import OneDnnWeight
+from cellar.ops.linear.onednn import OneDnnWeight, onednn_packs
 from cellar.ops.linear.pack import pack
 from cellar.ops.linear.weight import LinearWeight
 
@@ -148,3 +149,26 @@ def test_no_tokens() -> None:
     for weight in (random(6, 4), random(6, 4).half()):
         for form in (weight, pack(weight)):
             assert linear(torch.empty(0, 4, dtype=weight.dtype), form).shape == (0, 6)
+
+
+def test_numbers_of_rows_that_are_compiled_for_are_few() -> None:
+    """Each is compiled once, which takes as long as some hundred rows; whole tiles take no more time than a rest."""
+    taken = {rows: onednn._taken(rows) for rows in range(1, 4097)}
+    assert all(rows <= more <= max(rows + 15, 1.0625 * rows) for rows, more in taken.items())
+    assert all(rows == more for rows, more in taken.items() if rows <= 32)
+    assert all(more % 16 == 0 for rows, more in taken.items() if rows > 32)
+    assert len(set(taken.values())) < 120
+    assert all(onednn._taken(more) == more for more in taken.values())
+
+
+@pytest.mark.parametrize("rows", [1, 17, 32, 33, 48, 49, 130, 521])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_rows_that_fill_up_a_tile_are_nobodys(rows: int, with_bias: bool) -> None:
+    if not onednn_packs(torch.bfloat16):
+        return  # a processor that does not compute with them is given no such weight
+    matrix, x = random(48, 64, seed=1).bfloat16(), random(rows, 64).bfloat16()
+    bias = random(48, seed=2).bfloat16() if with_bias else None
+    out = OneDnnWeight(matrix).multiply(x, bias)
+    right = x.double() @ matrix.double().t() + (0 if bias is None else bias.double())
+    assert out.shape == right.shape
+    assert (out.double() - right).norm() <= 0.01 * right.norm()

@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cellar.ops.linear.weight import LinearWeight
 
@@ -18,6 +19,9 @@ from cellar.ops.linear.weight import LinearWeight
 _PACK_ROWS = 64
 # The most columns whose products oneDNN adds in one order (tests/ops/test_rows_alone.py tries it on every machine).
 _PART_COLUMNS = 1024
+# Rows of a tile of AMX, and the most rows of which none are used (torch 2.13).
+_TILE_ROWS = 16
+_UNTILED_ROWS = 32
 
 
 class OneDnnWeight(LinearWeight):
@@ -38,8 +42,11 @@ class OneDnnWeight(LinearWeight):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By oneDNN, which adds each part's product to what the parts before it gave."""
-        if not x.shape[0]:
+        rows = x.shape[0]
+        if not rows:
             return x.new_empty((0, self.out_features))
+        if x.dtype == torch.bfloat16 and (taken := _taken(rows)) > rows:
+            return self.multiply(functional.pad(x, (0, 0, 0, taken - rows)), bias)[:rows]
         first = x if len(self.parts) == 1 else x[:, :_PART_COLUMNS]  # a view takes microseconds
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(first, self.parts[0], bias, "none", [], "")
         for k, part in enumerate(self.parts[1:], 1):
@@ -54,6 +61,19 @@ class OneDnnWeight(LinearWeight):
     def remade(self, matrix: Tensor) -> OneDnnWeight:
         """Another one, packed."""
         return OneDnnWeight(matrix)
+
+
+def _taken(rows: int) -> int:
+    """So many rows are multiplied in place of `rows`: whole tiles of 16, and from 512 on at most a sixteenth more.
+
+    oneDNN compiles a kernel for each number of rows, which takes a millisecond or several, and keeps it. A few dozen
+    numbers are compiled once each; and with AMX whole tiles are faster than those with a rest. Up to 32 rows oneDNN
+    takes kernels without tiles, which are compiled in a third of a millisecond.
+    """
+    if rows <= _UNTILED_ROWS:
+        return rows
+    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length()) // 32)
+    return -(-rows // step) * step
 
 
 def _packed(matrix: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.masks import MaskBox
 from cellar.runtime.steps.memory_use import MemoryUse, counted, memory_use
 from cellar.runtime.steps.placed import PlacedBytes, check_resident, read_back
+from cellar.runtime.steps.taken import TakenPages
 from cellar.runtime.steps.warmup import Listing, Machine, Warmup, kernels_of
 from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
@@ -146,7 +147,10 @@ class LocalRuntime:
         )
         self._link = None if seat is None else seat.link
         prepare = None if device.type == "cpu" else self.executor.prepare
-        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare)
+        own = device.type == "cpu" and offloaded is None
+        self._pages = TakenPages(self.executor.arena) if own else None
+        told = None if self._pages is None else self._pages.used
+        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare, told)
 
     @property
     def workers(self) -> Sequence[StepWorker]:
@@ -211,6 +215,9 @@ class LocalRuntime:
             self._warmup.close()
         self._masks.close()
         self._worker.close()
+        if self._pages is not None:
+            self._pages.close()
+            self._pages = None
         if self._offloaded is not None:
             self._offloaded.close()
             self._offloaded = None

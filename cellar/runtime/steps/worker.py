@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from cellar.core.errors import CellarError, DeviceError
-from cellar.core.messages import CopyResult, StepPlan, StepResult
+from cellar.core.messages import CopyResult, IntArray, StepPlan, StepResult
 from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.pace import Pace
 from cellar.runtime.steps.masks import Closed, MaskBox
@@ -51,6 +51,7 @@ class StepWorker:
 
     `num_collected` counts the results that `poll` has taken. `prepare` is called while nothing is under way and no plan
     has come for a moment, as long as it says that there was something to do; a plan that comes then waits for one call.
+    `told` hears of a plan's new slots when it is submitted.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class StepWorker:
         device: torch.device,
         num_threads: int | None = None,
         prepare: Callable[[], bool] | None = None,
+        told: Callable[[IntArray], None] | None = None,
     ) -> None:
         self._id = number
         self._executor = executor
@@ -70,6 +72,7 @@ class StepWorker:
         self._device = device
         self._num_threads = num_threads
         self._prepare = prepare
+        self._told = told
         self._num_begun = self._num_ended = 0
         self._submitted = 0
         self.num_collected = 0
@@ -97,6 +100,8 @@ class StepWorker:
         if self._closed:
             raise DeviceError("the runtime is closed and takes no plans; open a new one.")
         self._submitted += 1
+        if self._told is not None:
+            self._told(plan.table.slot)
         if plan.masked_rows:
             self._masks.expect(plan.step)
         self._plans.put(plan)

@@ -6,6 +6,7 @@ suspension (Pensieve §3.4.3.5).
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,12 @@ from cellar.schedule.steps.queue import WaitingQueue
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.rows import NEVER, Index, Rows
 from cellar.schedule.steps.tally import Tally
+
+FEW_ROWS = 4
+"""An answer, or a few to choose from: who has never had more waits for single tokens."""
+
+RETURN_SECONDS = 1.0
+"""Who waits for tokens may be back so soon: with the next question, say."""
 
 
 class Holders:
@@ -41,6 +48,8 @@ class Holders:
         self.running = 0
         self.shares: Counter[str] = Counter()
         self.tenants: Counter[str] = Counter()
+        self._most: dict[str, int] = {}  # by owner, of those with rows: how many it has had at once
+        self._few_left = -math.inf  # the last moment in which one of few rows had none any more
         self.suspending = 0  # rows that are kept by plans in flight, and whose requests will wait again
         self.num_parked = 0  # requests that wait for a mask, and for nothing else
         self.now = 0.0
@@ -57,6 +66,13 @@ class Holders:
     def are_arriving(self) -> bool:
         """True while somebody waits for a row, and there is one."""
         return len(self.queue) > 0 and self.rows.num_free > 0
+
+    @property
+    def few_may_return(self) -> bool:
+        """True while an owner of few rows has been gone for a moment only: its next tokens would stand behind all that
+        is planned until then.
+        """
+        return self.now < self._few_left + RETURN_SECONDS
 
     # -- who comes --------------------------------------------------------------------------------
 
@@ -77,6 +93,7 @@ class Holders:
         self.running += 1
         self.shares[state.owner] += 1
         self.tenants[state.tenant] += 1
+        self._most[state.owner] = max(self._most.get(state.owner, 0), self.shares[state.owner])
         self._tally.admitted(state, reservation, self.now)
 
     # -- memory is short (§3.4.3.5) ---------------------------------------------------------------
@@ -175,6 +192,8 @@ class Holders:
             count[name] -= 1
             if not count[name]:
                 del count[name]
+        if state.owner not in self.shares and self._most.pop(state.owner) <= FEW_ROWS:
+            self._few_left = self.now
         if state.todo:
             self.prompts = [other for other in self.prompts if other is not state]
         if self.rows.in_flight[row]:
@@ -247,3 +266,5 @@ class Holders:
             raise IntegrityError("the counts of running, suspending and ended rows are not true")
         if (Counter(s.owner for s in running), Counter(s.tenant for s in running)) != (self.shares, self.tenants):
             raise IntegrityError("the counts of rows by owner are not true")
+        if self._most.keys() != self.shares.keys():
+            raise IntegrityError("owners are kept in mind that have no rows, or some that have are not")

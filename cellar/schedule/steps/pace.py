@@ -21,7 +21,11 @@ STRETCH = 3.0
 """Long prompts beside decodes may take so many times what these take alone: 3/4 of the machine, while others decode."""
 
 WHOLE = 32
-"""Prompts by themselves may take as many times what few decodes take: reading the weights is 1/32 of it at most."""
+"""Steps of prompts by themselves that stand before somebody's first token may take as many times what few decodes take,
+together: reading the weights is a tenth of it at most."""
+
+BEFORE = 3
+"""Steps before the first token of somebody who comes: one that runs, one behind it, and the one that has its prompt."""
 
 PRICE = 1 / 8
 """Rows that take turns, so that steps are short for others, may take longer by this share for as many tokens."""
@@ -57,7 +61,7 @@ class Pace:
     tokens, however slow steps are: fewer cost nearly as much, and steps of fewer tell nothing.
     """
 
-    def __init__(self, seconds: float | None, short: int = 256, least: int = 64) -> None:
+    def __init__(self, seconds: float | None, short: int = 256, least: int = 32) -> None:
         self.short = short
         self._least = least
         self._limit = seconds
@@ -105,7 +109,7 @@ class Pace:
         if not self._decodes.of:
             return None
         seconds = max(self._limit, WHOLE * self._decodes.of[min(self._decodes.of)][0])
-        return max(self._least, int(seconds / self._each))
+        return max(self._least, int(seconds / BEFORE / self._each))
 
     def enough(self, num_decodes: int, arriving: bool = False) -> int:
         """How many of so many rows a step needs, if others wait for it: with that many a round of turns takes

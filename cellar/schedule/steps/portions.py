@@ -1,4 +1,4 @@
-"""Portions: how many rows of an owner decode in one step while somebody with few of them waits for it.
+"""Portions: how many rows of an owner decode in one step while somebody with few of them waits for it, or may be back.
 
 A step lasts as long as all of its rows take, so who has one row among 255 of another's waits for these 256 times to get
 256 tokens. Where steps take longer the more rows they have, those with many take turns: a step has fewer of them, each
@@ -33,7 +33,7 @@ class Portions:
         shares, most = self._holders.shares, pace.enough(len(ready), self._holders.are_arriving)
         if most >= len(ready):
             return ready
-        comes = self._holders.queue.first(shares) is not None
+        comes = self._holders.queue.first(shares) is not None or self._holders.few_may_return
         if len(shares) + comes < 2 or max(shares.values()) == 1:
             return ready  # nobody to take turns for, or nobody who can
         each = level(shares.values(), most)

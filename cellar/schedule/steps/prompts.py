@@ -13,12 +13,12 @@ import numpy as np
 
 from cellar.kv.store import Reservation
 from cellar.schedule.steps.batch import StepBatch
-from cellar.schedule.steps.holders import Holders
+from cellar.schedule.steps.holders import RETURN_SECONDS, Holders
 from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.stagger import Stagger
 
-LEAST_JOINING = 32
+LEAST_JOINING = 16
 """Rows that may be opened in a step in which others decode, for owners who have some already."""
 
 LATE_JOINING = 4
@@ -26,9 +26,6 @@ LATE_JOINING = 4
 
 JOINING_SHARE = 4
 """Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
-
-PAUSE_SECONDS = 1.0
-"""Who decoded may be back so soon: with the next question, say."""
 
 PUT_OFF_SECONDS = 1.0
 """Nobody waits longer so that what their memory holds can be copied out, whatever is expected of that."""
@@ -129,7 +126,7 @@ class Prompts:
         if short or self._holders.rows.any_decoding():
             owners = {*self._holders.shares, *(state.owner for state in short)}
             batch.limit_long(room, next(iter(owners)) if len(owners) == 1 else None)
-        elif self._holders.now < self._decoded + PAUSE_SECONDS and (whole := self.pace.whole()) is not None:
+        elif self._holders.now < self._decoded + RETURN_SECONDS and (whole := self.pace.whole()) is not None:
             batch.limit(whole)
 
     def _admit_short(self, batch: StepBatch) -> None:
@@ -175,8 +172,10 @@ class Prompts:
         """False if the row is one of too many that owners get beside others' decodes, which would wait until all of
         them are open. Who is new has at most one row of each owner before it.
         """
-        shares = self._holders.shares
-        if not self.pace.is_limited or not batch.num_decodes or len(shares) < 2 or state.owner not in shares:
+        shares, others = self._holders.shares, self._holders.few_may_return
+        if not self.pace.is_limited or not batch.num_decodes or state.owner not in shares:
+            return True
+        if len(shares) + others < 2:
             return True
         self._joining += LATE_JOINING if state.late else 1
         return self._joining <= max(LEAST_JOINING, batch.num_decodes // JOINING_SHARE)

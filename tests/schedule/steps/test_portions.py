@@ -22,11 +22,12 @@ def measured(few: tuple[int, float], many: tuple[int, float], limit: float | Non
     return pace
 
 
-def holders(owners: list[str], waiting: str | None = None, arriving: bool = False) -> Any:
-    """Rows of these owners, and one who waits; `arriving`: rows are opened."""
+def holders(owners: list[str], waiting: str | None = None, arriving: bool = False, returns: bool = False) -> Any:
+    """Rows of these owners, and one who waits, or may be back; `arriving`: rows are opened."""
     rows = SimpleNamespace(num_rows=len(owners), state=lambda row: SimpleNamespace(owner=owners[row]))
     queue = SimpleNamespace(first=lambda without: None if waiting is None or waiting in without else waiting)
-    return SimpleNamespace(rows=rows, shares=Counter(owners), queue=queue, are_arriving=arriving)
+    shares = Counter(owners)
+    return SimpleNamespace(rows=rows, shares=shares, queue=queue, are_arriving=arriving, few_may_return=returns)
 
 
 @pytest.mark.parametrize("step", [0.0, 0.001, 0.003, 0.05])
@@ -155,4 +156,13 @@ def test_nobody_starves(
 )
 def test_turns_are_taken_for_somebody_alone(owners: list[str], waiting: str | None, cut: bool) -> None:
     found = Portions(holders(owners, waiting)).of(np.arange(256), measured((1, 0.0032), (256, 0.062)))
+    assert (len(found) < 256) == cut
+
+
+@pytest.mark.parametrize(
+    ("owners", "cut"), [(["a"] * 256, True), (["a"] * 128 + ["b"] * 128, True), ([f"{k}" for k in range(256)], False)]
+)
+def test_turns_are_taken_while_somebody_may_be_back(owners: list[str], cut: bool) -> None:
+    """Who comes back finds two steps of turns before it, and not two of all rows."""
+    found = Portions(holders(owners, returns=True)).of(np.arange(256), measured((1, 0.0032), (256, 0.062)))
     assert (len(found) < 256) == cut

@@ -1,0 +1,98 @@
+"""Pages of a CPU's KV cache are there before steps write to them, and not all of them at once."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cellar import LLM, SamplingParams
+from cellar.core.specs import KVGroup, KVSpec
+from cellar.runtime.pages import take
+from cellar.runtime.steps import taken
+from cellar.runtime.steps.arena import Arena
+from cellar.runtime.steps.taken import TakenPages
+from tests.limits import SECONDS, until
+
+SPEC = KVSpec((KVGroup("full", "full", (0, 1), 4, 64, "float32"), KVGroup("w", "window", (2,), 2, 64, "bfloat16")), 32)
+
+pytestmark = pytest.mark.skipif(
+    not take(np.zeros(2**22, np.uint8)), reason="this system gives pages when they are touched, and not before"
+)
+
+
+def resident(arena: Arena) -> int:
+    """Bytes of the arena's mappings that the system has given, from /proc/self/smaps."""
+    places = [(buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes) for buffer in arena.buffers]
+    found, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines():
+        name, *fields = line.split()
+        if not name.endswith(":"):
+            first, last = (int(end, 16) for end in name.split("-"))
+            inside = any(first < end and begin < last for begin, end in places)
+        elif inside and name == "Rss:":
+            found += int(fields[0]) * 1024
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what a process has")
+def test_what_steps_will_use_is_taken_and_no_more() -> None:
+    arena = Arena(SPEC, 2000, torch.device("cpu"))  # 300 MB
+    slot = arena.nbytes // arena.num_slots
+    before = resident(arena)
+    pages = TakenPages(arena, ahead_nbytes=100 * slot)
+    try:
+        until(lambda: pages.num_taken >= 100)
+        time.sleep(0.05)
+        assert pages.num_taken < 400, "some more than is used"
+        assert resident(arena) - before >= 0.9 * 100 * slot
+        assert resident(arena) < 0.5 * arena.nbytes
+        pages.used(np.array([3, 1500, 7], np.int32))
+        until(lambda: pages.num_taken >= 1600)
+        pages.used(np.empty(0, np.int32))
+        pages.used(np.array([1999], np.int32))
+        until(lambda: pages.num_taken == 2000)
+        assert not any(buffer.any() for buffer in arena.buffers), "what is taken is zero, as it was"
+    finally:
+        pages.close()
+
+
+def test_what_steps_have_written_stays() -> None:
+    arena = Arena(SPEC, 500, torch.device("cpu"))
+    for buffer in arena.buffers:
+        buffer.fill_(3.0)
+    pages = TakenPages(arena)
+    until(lambda: pages.num_taken == 500)
+    pages.close()
+    assert all(bool((buffer == 3.0).all()) for buffer in arena.buffers)
+
+
+def test_it_ends_while_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(memory: object) -> bool:
+        time.sleep(0.01)
+        return True
+
+    monkeypatch.setattr(taken, "take", slow)
+    pages = TakenPages(Arena(SPEC, 20_000, torch.device("cpu")), ahead_nbytes=2**40)
+    begin = time.perf_counter()
+    pages.close()
+    assert time.perf_counter() - begin < SECONDS / 10
+    assert pages.num_taken < 20_000
+
+
+def test_an_engine_tells_of_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    used = TakenPages.used
+
+    def seen(pages: TakenPages, slots: np.ndarray) -> None:
+        told.extend(slots.tolist())
+        used(pages, slots)
+
+    monkeypatch.setattr(TakenPages, "used", seen)
+    with LLM(device="cpu", kv_cache_memory_bytes=2**26) as llm:
+        llm.generate([{"prompt_token_ids": list(range(5, 105))}], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert len(set(told)) == -(-101 // 32)
