@@ -31,6 +31,10 @@ from cellar.runtime.protocol import Runtime
 
 BATCH_SIZES = (8, 16, 32, 64)
 
+SETTLE_SECONDS = 4.0
+"""An accelerator's engine is ready before each size of steps has its graph (decision 0084): beside the recording of the
+others, which takes it about two seconds of idleness, a run would be that of a start."""
+
 
 @dataclass(frozen=True)
 class OfflineReport:
@@ -99,6 +103,8 @@ class Bench:
         """Warm up with other prompts, run once, and put the figures beside the limits."""
         llm = self._llm
         self.run(self.workload(2, LengthRange(8, 8), LengthRange(4, 4), seed=-1 & 0xFFFF))
+        if llm.config.device.device != "cpu":
+            time.sleep(SETTLE_SECONDS)
         self.records.clear()
         predict(self.forecast, self._opened, profile)
         seconds = self.run(workload)
