@@ -16,13 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from cellar.bench.offline import SETTLE_SECONDS
 from cellar.core.sampling import SamplingParams
 from cellar.engine.llm import LLM
 
 SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
 SHORT, LONG = 2, 130
-SETTLE_SECONDS = 4.0
-"""A model is ready before each size has its graph (decision 0084); beside the recording short runs take longer."""
 
 
 def seconds_per_step(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from cellar.core.messages import IntArray
 from cellar.kv.recovery import Recovery
 from cellar.kv.store import KVStore
 from cellar.models.model import Hidden
@@ -20,7 +21,7 @@ from cellar.runtime.steps.executor import StepExecutor
 from cellar.runtime.steps.forward import Gate
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.steps.layer_graphs import LayerGraphs
-from cellar.runtime.tiers.arena import ArenaChunks, Slots
+from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.tiers.storage import Bytes
 from tests.conformance.test_models import Case, saved_model
@@ -70,7 +71,7 @@ class Watched:
             self.waited += 1
             follow(arrival)
 
-        def slow(chunks: ArenaChunks, part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
+        def slow(chunks: ArenaChunks, part: int, slots: IntArray, memory: Bytes, places: IntArray) -> None:
             if part and on_device:
                 torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
             elif part:

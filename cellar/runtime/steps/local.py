@@ -149,8 +149,8 @@ class LocalRuntime:
         prepare = None if device.type == "cpu" else self.executor.prepare
         own = device.type == "cpu" and offloaded is None
         self._pages = TakenPages(self.executor.arena) if own else None
-        told = None if self._pages is None else self._pages.used
-        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare, told)
+        expect = None if self._pages is None else self._pages.expect
+        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare, expect)
 
     @property
     def workers(self) -> Sequence[StepWorker]:

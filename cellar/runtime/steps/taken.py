@@ -28,7 +28,7 @@ _AT_ONCE = 2 * 2**20
 
 
 class TakenPages:
-    """Of `arena`, which lies in memory of its own. Somebody calls `used` before each step; `close` ends the thread."""
+    """Of `arena`, which lies in memory of its own. `expect` is called before each step; `close` ends the thread."""
 
     def __init__(self, arena: Arena, ahead_nbytes: int = AHEAD_NBYTES) -> None:
         each = [part for buffer in arena.buffers for layer in buffer for part in layer]  # [slots, ...] of K or V
@@ -43,7 +43,7 @@ class TakenPages:
         self._thread = threading.Thread(target=self._take, name="cellar-kv-pages", daemon=True)
         self._thread.start()
 
-    def used(self, slots: IntArray) -> None:
+    def expect(self, slots: IntArray) -> None:
         """A step is about to write to these."""
         if len(slots) and (most := int(slots.max()) + 1) > self._most:
             with self._changed:

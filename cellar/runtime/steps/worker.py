@@ -51,7 +51,7 @@ class StepWorker:
 
     `num_collected` counts the results that `poll` has taken. `prepare` is called while nothing is under way and no plan
     has come for a moment, as long as it says that there was something to do; a plan that comes then waits for one call.
-    `told` hears of a plan's new slots when it is submitted.
+    `expect_slots` gets the slots that are new in a plan, when it is submitted.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class StepWorker:
         device: torch.device,
         num_threads: int | None = None,
         prepare: Callable[[], bool] | None = None,
-        told: Callable[[IntArray], None] | None = None,
+        expect_slots: Callable[[IntArray], None] | None = None,
     ) -> None:
         self._id = number
         self._executor = executor
@@ -72,7 +72,7 @@ class StepWorker:
         self._device = device
         self._num_threads = num_threads
         self._prepare = prepare
-        self._told = told
+        self._expect_slots = expect_slots
         self._num_begun = self._num_ended = 0
         self._submitted = 0
         self.num_collected = 0
@@ -100,8 +100,8 @@ class StepWorker:
         if self._closed:
             raise DeviceError("the runtime is closed and takes no plans; open a new one.")
         self._submitted += 1
-        if self._told is not None:
-            self._told(plan.table.slot)
+        if self._expect_slots is not None:
+            self._expect_slots(plan.table.slot)
         if plan.masked_rows:
             self._masks.expect(plan.step)
         self._plans.put(plan)

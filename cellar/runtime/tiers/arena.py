@@ -10,14 +10,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from cellar.core.messages import IntArray
 from cellar.ops.cuda.copies import copies_at_once, copy_at_once
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.storage import Bytes
-
-Slots = NDArray[np.int32]
 
 _MOST_PARTS = 8
 _PART_NBYTES = 512 * 2**10
@@ -88,7 +86,7 @@ class ArenaChunks:
         for view, part in zip(self._views, self._parts(chunk), strict=True):
             self._copy(view[slot], part.view(view.shape[1:]))
 
-    def write_part(self, part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
+    def write_part(self, part: int, slots: IntArray, memory: Bytes, places: IntArray) -> None:
         """Copy one part of the chunks at `places` [n] of the host's `memory` [places, chunk_nbytes] to `slots` [n];
         asynchronous on a stream.
         """

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from cellar.core.errors import DeviceError
-from cellar.core.messages import CopyBatch, CopyResult, Tier
+from cellar.core.messages import CopyBatch, CopyResult, IntArray, Tier
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.tiers.arena import ArenaChunks, Slots
+from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.early import EarlyLoads
@@ -47,7 +47,7 @@ class World:
             gate.set()
         write = self.chunks.write_part
 
-        def write_part(part: int, slots: Slots, memory: Bytes, places: Slots) -> None:
+        def write_part(part: int, slots: IntArray, memory: Bytes, places: IntArray) -> None:
             assert self.gates[part].wait(SECONDS)
             if part in self.errors:
                 raise self.errors[part]
