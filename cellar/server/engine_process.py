@@ -82,7 +82,8 @@ class EngineProcess:
         atexit.register(self._pipe.close)
         self.address = address
         try:
-            self._pipe.send(address)
+            with contextlib.suppress(OSError):  # it may have ended already: what it said of that can still be read
+                self._pipe.send(address)
             first = self._pipe.recv()
             if isinstance(first, Ready):
                 self.address = self._pipe.recv()

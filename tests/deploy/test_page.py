@@ -93,11 +93,15 @@ class Shell:
         try:
             yield process
         finally:
-            started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+            started = []
+            if process.poll() is None:
+                root = psutil.Process(process.pid)
+                started = [root, *root.children(recursive=True)]
             process.send_signal(signal.SIGTERM)
-            _, left = psutil.wait_procs([*started, psutil.Process(process.pid)], SECONDS / 4)
+            _, left = psutil.wait_procs(started, SECONDS / 4)
             for one in left:
-                one.kill()
+                with suppress(psutil.NoSuchProcess):  # it may end just now
+                    one.kill()
             process.wait(SECONDS)
             log.close()
 

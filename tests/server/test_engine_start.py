@@ -47,6 +47,19 @@ def test_an_engine_that_nobody_takes_ends() -> None:
     assert start.process.exitcode == -signal.SIGKILL
 
 
+def refuse() -> Opened:
+    raise CellarError("there is no such model.")
+
+
+def test_what_an_engine_said_is_heard_though_it_has_ended_since(tmp_path: Path) -> None:
+    """A server that imports slowly comes to a process that has failed and gone."""
+    start = EngineStart(refuse)
+    start.process.join(SECONDS)
+    assert start.process.exitcode == 0
+    with pytest.raises(CellarError, match="no such model"), start:
+        EngineProcess(refuse, str(tmp_path / "engine"), start=start)
+
+
 def test_whose_server_is_gone_ends_by_itself() -> None:
     begun = multiprocessing.get_context("spawn").Event()
     start = EngineStart(partial(open_and_tell, begun))
