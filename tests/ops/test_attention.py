@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
+from cellar.core.kv_formats import KVFormat
 from cellar.core.specs import RopeSpec
 from cellar.ops.attention import AttentionBuffers, AttentionShape, Softmax, attention, decode_attention, plan_attention
 from cellar.ops.attention import plan as attention_plan
+from cellar.ops.attention.cases import case
 from cellar.ops.attention.contexts import plain_contexts
 from cellar.ops.attention.definition import attention_definition, decode_attention_definition
 from cellar.ops.attention.plan import (
@@ -39,6 +41,7 @@ from cellar.ops.attention.plan import (
     work_items,
 )
 from cellar.ops.attention.triton import _attention_kernel, attention_kernel, launch_settings, unified_by
+from cellar.ops.registry import TOLERANCE
 from cellar.ops.rotary import rope_table
 from tests.limits import SECONDS, run_python
 from tests.ops.attention_example import Example, Span, example, shifted
@@ -180,6 +183,36 @@ def test_company_does_not_change_a_row_on_the_cpu(threads: int) -> None:
         work = plan_attention(*zip(*pieces, strict=True), e.heads, 2, 64, 32)
         cut = attention(e.q[5:], e.k_cache, e.v_cache, e.table, work, e.scale)
         assert np.array_equal(cut.double().numpy(), together[5:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "chunk", "window"),
+    [
+        ((6, 2, 64), 32, None),
+        ((3, 3, 48), 16, 40),
+        ((5, 1, 16), 64, None),
+        ((16, 2, 128), 32, 70),
+        ((4, 2, 72), 32, None),
+    ],
+)
+@pytest.mark.parametrize("kv_format", ["plain", "fp8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_queries_in_tiles_are_what_each_is_alone_on_the_cpu(
+    heads: tuple[int, int, int], chunk: int, window: int | None, kv_format: KVFormat, dtype: torch.dtype
+) -> None:
+    """Bit for bit, and near the definition: many at a time where they see whole chunks, one at a time elsewhere. Some
+    begin just before a chunk's last position, or end where their window begins just behind a chunk's first.
+    """
+    spans = ((0, 0, 150), (1, 97, 203), (2, 30, 73), (3, 62, 90), (4, 30, 103))
+    prompts = case("tiles", spans, heads, chunk, window, kv_format=kv_format).make(torch.device("cpu"), dtype)
+    q, k_cache, v_cache, table, work, scale = (prompts[name] for name in list(prompts)[:6])
+    together = attention(q, k_cache, v_cache, table, work, scale)
+    places = [(row, p, p + 1) for row, start, stop in spans for p in range(start, stop)]
+    decodes = plan_attention(*zip(*places, strict=True), *heads, chunk, window, kv_format=kv_format)
+    assert torch.equal(attention(q, k_cache, v_cache, table, decodes, scale), together)
+    wanted = attention_definition(q, k_cache, v_cache, table, work, scale)
+    limit = TOLERANCE[dtype]
+    torch.testing.assert_close(together, wanted, atol=limit, rtol=limit)
 
 
 @pytest.mark.parametrize("apart", [True, False])

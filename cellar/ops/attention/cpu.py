@@ -2,8 +2,9 @@
 
 Decoding is bound by memory: 64 sequences of 330 tokens read 22 MB of float32 a layer. An item of work is a KV head and
 a few queries of one span, all heads of the group: each chunk of K and V is read once from memory, and then, from the
-first cache, once per query and head; quantized rows are decoded in between. Scores are worked out eight positions at a
-time; largest score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
+first cache, once per query and head; quantized rows are decoded in between. A chunk that all queries of an item see
+whole is used for four of them at a time (`ops/cpu/tiles.py`). Scores are worked out eight positions at a time; largest
+score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867).
 
 With `sparse_v` all scores of an item are kept, and then the rows of V that belong to the largest are read
@@ -31,7 +32,7 @@ from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
 LOG2E = 1.4426950408889634
 
 MOST_QUERIES = 16
-BLOCK_NUMBERS = 2048
+BLOCK_NUMBERS = 4096
 """Queries of an item: so many, or as many as have so many numbers: they and their sums share the first cache with a
 chunk of keys and values.
 """

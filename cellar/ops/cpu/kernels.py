@@ -22,7 +22,9 @@ from cellar.ops.cpu import lanes as lanes_cpu
 from cellar.ops.cpu import pieces as pieces_cpu
 from cellar.ops.cpu import quantized as quantized_cpu
 from cellar.ops.cpu import sparse as sparse_cpu
+from cellar.ops.cpu import tiles as tiles_cpu
 from cellar.ops.cpu import wide as wide_cpu
+from cellar.ops.cpu.blocks import SIZE
 from cellar.ops.cpu.lanes import (
     LONGS,
     WIDTH,
@@ -50,6 +52,7 @@ from cellar.ops.cpu.lanes import (
     total,
 )
 from cellar.ops.cpu.pieces import LEAST, add_values, copy, decode, piece, score, turn, weigh
+from cellar.ops.cpu.tiles import QUERIES, largest_of, score_tile, sum_tile, turn_keys, widen
 
 LOG2E = 1.4426950408889634
 
@@ -202,6 +205,28 @@ def _rotary_kv(words, kind):  # type: ignore[no-untyped-def]
 
 
 @piece
+def _attend_all(  # type: ignore[no-untyped-def]
+    queries, count, turned, values, chunk, dim, scores, spare, tops, weights_of, shrinks, sums
+):
+    """Add a chunk that all of `count` queries see whole, its keys turned, to what they have seen so far."""
+    for n in range(0, count, QUERIES):
+        score_tile(queries, n * dim, turned, chunk, dim, scores, n * chunk)
+    for n in range(count):
+        put(spare, n, largest_of(scores, n * chunk, n * chunk + chunk))
+    for n in range(0, count, WIDTH):
+        old = load(tops, n)
+        top = greater(load(spare, n), old)
+        store(tops, n, top)
+        store(shrinks, n, power(old - top))
+    for n in range(count):
+        put(spare, n, weigh(scores, n * chunk, n * chunk + chunk, get(tops, n)))
+    for n in range(0, count, WIDTH):
+        store(weights_of, n, fma(load(weights_of, n), load(shrinks, n), load(spare, n)))
+    for n in range(0, count, QUERIES):
+        sum_tile(scores, n * chunk, values, chunk, dim, sums, n * dim, shrinks, n)
+
+
+@piece
 def _attend(  # type: ignore[no-untyped-def]
     queries, first, group, keys, k_at, values, v_at, begin, end, dim, scores, tops, weights_of, sums
 ):
@@ -245,12 +270,21 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
     scale, format = get(doubles(get(words, 1)), 34), get(a, 35)
     one = types.float32(1.0)
     # Of each query and head: the query, and a sum of values, largest score and sum of weights as far as they go.
-    most = block * group
+    most = -(-block * group // WIDTH) * WIDTH
     queries, sums = stack(most * dim), stack(most * dim)
-    tops, weights_of = stack(most), stack(most)
-    scores = stack(chunk + WIDTH)
-    decoded = chunk * dim + WIDTH if format else 0
-    decoded_keys, decoded_values = stack(decoded), stack(decoded)
+    tops, weights_of, shrinks, spare = stack(most), stack(most), stack(most), stack(most)
+    tiled = listed and dim % SIZE == 0
+    scores, turned = stack(most * chunk if tiled else chunk + WIDTH), stack(chunk * dim if tiled else 0)
+    decoded = chunk * dim + WIDTH
+    decoded_keys, decoded_values = stack(decoded if format else 0), stack(decoded if format or tiled else 0)
+    if tiled:  # the last places are no query's, but computed with, and what may lie there would be slow
+        for n in range(most):
+            put(tops, n, types.float32(LEAST))
+            put(weights_of, n, types.float32(0.0))
+            put(spare, n, types.float32(0.0))
+        for d in range(block * group * dim, most * dim):
+            put(queries, d, types.float32(0.0))
+            put(sums, d, types.float32(0.0))
     while True:
         item = next_of(words)
         if item >= items * kv_heads:
@@ -291,6 +325,18 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
                 end = min(chunk, start + count - j * chunk)
                 decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys)
                 decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values)
+            is_whole = start >= j * chunk + chunk - 1 and (not window or start + count - window <= j * chunk)
+            if tiled and is_whole and count * group >= QUERIES:
+                if format:
+                    turn_keys(decoded_keys, 0, chunk, dim, turned)
+                else:
+                    turn_keys(k_cache, keys, chunk, dim, turned)
+                    widen(v_cache, values, chunk * dim, decoded_values)
+                _attend_all(
+                    queries, count * group, turned, decoded_values, chunk, dim,
+                    scores, spare, tops, weights_of, shrinks, sums,
+                )  # fmt: skip
+                continue
             for i in range(count):
                 position = start + i - j * chunk
                 end = min(chunk, position + 1)
@@ -392,7 +438,7 @@ def _launcher(source: str) -> Any:
 
 _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types.int64, types.int64)
 # Numba looks at the file of the function alone; these are all that it may be made of.
-_PARTS = (lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, sparse_cpu)
+_PARTS = (lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, sparse_cpu, tiles_cpu)
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
 _KERNELS = _entries(_SOURCE) | gates_cpu.entries(_SOURCE) | quantized_cpu.entries(_SOURCE) | sparse_cpu.entries(_SOURCE)

@@ -206,6 +206,26 @@ def totals(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, 
     return signature(lanes, *(lanes,) * WIDTH), lower
 
 
+@_written
+def flipped(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    """Eight of them: the k-th has the k-th lane of each argument."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        def both(x: Any, y: Any, *orders: Sequence[int]) -> list[Any]:
+            return [builder.shuffle_vector(x, y, ir.Constant(_INTS, order)) for order in orders]
+
+        # Neighbours, and pairs of them, within halves of the register, as its instructions have it; then the halves.
+        ones = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+        twos = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+        v = [x for k in (0, 2, 4, 6) for x in both(args[k], args[k + 1], *ones)]
+        v = [x for k in (0, 1, 4, 5) for x in both(v[k], v[k + 2], *twos)]
+        halves = [both(v[k], v[k + 4], [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]) for k in range(4)]
+        v = [x for half in zip(*halves, strict=True) for x in half]
+        return context.make_tuple(builder, sig.return_type, v)
+
+    return signature(types.UniTuple(lanes, WIDTH), *(lanes,) * WIDTH), lower
+
+
 # 2^x on [-1/2, 1/2], the terms of its Taylor series: the first that is left out is at most 1.4e-9 of it.
 _POWER = [1.0, 0.6931471805599453, 0.2402265069591007, 0.05550410866482158, 0.009618129107628477]
 _POWER += [0.0013333558146428443, 0.00015403530393381608, 1.525273380405984e-05]

@@ -116,6 +116,17 @@ def wide_times(typing: Any, a: Any, b: Any) -> Any:
 
 
 @_written
+def wide_plus(typing: Any, a: Any, b: Any) -> Any:
+    """a + b."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _use_whole_registers(builder)
+        return builder.fadd(*args)
+
+    return signature(wide, wide, wide), lower
+
+
+@_written
 def wide_total(typing: Any, a: Any) -> Any:
     """The sum of the lanes, by halves."""
 
