@@ -6,12 +6,45 @@ being a beginning of what is asked for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from cellar.core.errors import IntegrityError
 from cellar.kv.pool import Chunks
+
+
+class Tails:
+    """Those that follow one chunk: `numbers` by their tokens, and how many there are of each length in bytes."""
+
+    __slots__ = ("lengths", "numbers")
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.lengths: Counter[int] = Counter()
+
+    def add(self, tokens: bytes, chunk: int) -> None:
+        """Another one."""
+        self.lengths[len(tokens)] += 1
+        self.numbers[tokens] = chunk
+
+    def remove(self, tokens: bytes) -> None:
+        """One that is there."""
+        del self.numbers[tokens]
+        self.lengths[len(tokens)] -= 1
+        if not self.lengths[len(tokens)]:
+            del self.lengths[len(tokens)]
+
+    def find(self, tokens: bytes) -> tuple[int, int]:
+        """The longest that `tokens` begin with; -> its number (or -1), and its bytes. There may be thousands that begin
+        alike, but there are no more lengths than tokens in a chunk.
+        """
+        for length in sorted(self.lengths, reverse=True):
+            chunk = self.numbers.get(tokens[:length]) if length <= len(tokens) else None
+            if chunk is not None:
+                return chunk, length
+        return -1, 0
 
 
 class Directory:
@@ -34,7 +67,7 @@ class Directory:
         self._parent: list[bytes] = [b""] * capacity
         self._number: dict[bytes, int] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._tails: dict[bytes, dict[bytes, int]] = {}  # parent -> tokens -> number
+        self._tails: dict[bytes, Tails] = {}  # by parent
         self._tail: dict[int, tuple[bytes, bytes]] = {}  # number -> parent, tokens
 
     def __len__(self) -> int:
@@ -80,7 +113,7 @@ class Directory:
     def add_tail(self, identity: bytes, parent: bytes, tokens: bytes, end: int, audience: int) -> int:
         """`add` for a partly filled chunk; `tokens` are the int32 bytes of what fills it."""
         chunk = self.add(identity, parent, end, audience)
-        self._tails.setdefault(parent, {})[tokens] = chunk
+        self._tails.setdefault(parent, Tails()).add(tokens, chunk)
         self._tail[chunk] = parent, tokens
         return chunk
 
@@ -90,11 +123,8 @@ class Directory:
 
     def find_tail(self, parent: bytes, tokens: bytes) -> tuple[int, int]:
         """The longest tail after `parent` that `tokens` begin with; -> its number (or -1), and its bytes."""
-        best, length = -1, 0
-        for held, chunk in self._tails.get(parent, {}).items():
-            if len(held) > length and tokens.startswith(held):
-                best, length = chunk, len(held)
-        return best, length
+        tails = self._tails.get(parent)
+        return tails.find(tokens) if tails is not None else (-1, 0)
 
     def is_tail(self, chunk: int) -> bool:
         """True for a partly filled chunk."""
@@ -110,8 +140,8 @@ class Directory:
         self.audience[chunk] = -1
         if chunk in self._tail:
             parent, tokens = self._tail.pop(chunk)
-            del self._tails[parent][tokens]
-            if not self._tails[parent]:
+            self._tails[parent].remove(tokens)
+            if not self._tails[parent].numbers:
                 del self._tails[parent]
         self._free.append(chunk)
 
@@ -125,7 +155,9 @@ class Directory:
         somewhere = (self.slot >= 0).any(0)
         if np.flatnonzero(somewhere).tolist() != sorted(named):
             raise IntegrityError("a chunk lies nowhere, or a slot holds a chunk that is not there")
-        if {(p, t, c) for p, held in self._tails.items() for t, c in held.items()} != {
+        if {(p, t, c) for p, held in self._tails.items() for t, c in held.numbers.items()} != {
             (p, t, c) for c, (p, t) in self._tail.items()
         } or not self._tail.keys() <= named.keys():
             raise IntegrityError("the tails and their parents differ")
+        if any(Counter(map(len, held.numbers)) != held.lengths for held in self._tails.values()):
+            raise IntegrityError("the lengths of tails are not counted")

@@ -83,7 +83,7 @@ class Recovery:
         nothing is known.
         """
         rate = self.seconds_per_cost
-        return 0.0 if rate is None else count * rate * float(self._curve(np.ones(1))[0])
+        return 0.0 if rate is None or count <= 0 else count * rate * float(self._curve(np.ones(1))[0])
 
     def step_seconds(self, ranges: Sequence[tuple[int, int]], chunk_size: int, most: int) -> float:
         """Of a step that computes the first `most` of the positions in ascending half-open `ranges` beside decodes; 0:

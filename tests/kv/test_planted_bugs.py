@@ -150,7 +150,9 @@ def tail_is_not_kept(patch: pytest.MonkeyPatch) -> None:
 @bug
 def tail_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
     def find_tail(directory: Directory, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        fitting = [(chunk, len(held)) for held, chunk in directory._tails[parent].items() if len(held) <= len(tokens)]
+        fitting = [
+            (chunk, len(held)) for held, chunk in directory._tails[parent].numbers.items() if len(held) <= len(tokens)
+        ]
         return max(fitting, key=lambda tail: tail[1], default=(-1, 0))
 
     patch.setattr(Directory, "find_tail", find_tail)
@@ -159,7 +161,9 @@ def tail_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
 @bug
 def first_tail_is_found_instead_of_the_longest(patch: pytest.MonkeyPatch) -> None:
     def find_tail(directory: Directory, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        fitting = [(chunk, len(held)) for held, chunk in directory._tails[parent].items() if tokens.startswith(held)]
+        fitting = [
+            (chunk, len(held)) for held, chunk in directory._tails[parent].numbers.items() if tokens.startswith(held)
+        ]
         return fitting[0] if fitting else (-1, 0)
 
     patch.setattr(Directory, "find_tail", find_tail)

@@ -15,7 +15,7 @@ from cellar.core.messages import CopyResult, Emit, KeptChunk
 from cellar.kv import restored
 from cellar.kv import store as store_module
 from cellar.kv.behind import WriteBehind
-from cellar.kv.directory import Directory
+from cellar.kv.directory import Directory, Tails
 from cellar.kv.movement import Movement
 from cellar.kv.pool import SlotPool
 from cellar.kv.shelves import Shelves
@@ -541,7 +541,7 @@ def copies_are_not_awaited(patch: pytest.MonkeyPatch) -> None:
 @bug(tiers=True)
 def tail_is_found_whatever_its_tokens(patch: pytest.MonkeyPatch) -> None:
     def find_tail(directory: Directory, parent: bytes, tokens: bytes) -> tuple[int, int]:
-        for held, chunk in directory._tails.get(parent, {}).items():
+        for held, chunk in directory._tails.get(parent, Tails()).numbers.items():
             if len(held) <= len(tokens):
                 return chunk, len(held)
         return -1, 0
