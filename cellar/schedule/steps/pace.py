@@ -27,7 +27,7 @@ together: reading the weights is a tenth of it at most."""
 BEFORE = 3
 """Steps before the first token of somebody who comes: one that runs, one behind it, and the one that has its prompt."""
 
-PRICE = 1 / 8
+PRICE = 1 / 4
 """Rows that take turns, so that steps are short for others, may take longer by this share for as many tokens."""
 
 FEW_EACH = 2

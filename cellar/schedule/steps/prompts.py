@@ -254,7 +254,8 @@ class Prompts:
 
     def make_way(self) -> None:
         """If somebody was not admitted to the last batch: who waits for its first row is given that of a tenant, or
-        else of an owner, that has many: the latest it has.
+        else of an owner, that has many: the latest of those that no plan in flight names, which is free at once, else
+        the latest it has.
 
         Many are twice its share or more; and where somebody waits for single tokens, more rows than there are owners,
         too: four that have 64 each may hold them for minutes. Where there are more owners than that, turns will do.
@@ -281,7 +282,8 @@ class Prompts:
         rows = self._holders.rows
         running = rows.owned(Phase.RUNNING)
         theirs = np.array([row for row in running.tolist() if name(rows.state(row)) == largest], np.intp)
-        victim = int(rows.in_order(theirs)[-1])
+        idle = theirs[rows.in_flight[theirs] == 0]
+        victim = int(rows.in_order(idle if len(idle) else theirs)[-1])
         loser = rows.state(victim)
         if loser.key[0] < state.key[0]:  # it has a better priority
             return False

@@ -17,6 +17,7 @@ from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.protocol import Scheduler
 from cellar.schedule.steps.pace import LATEST, Pace
+from cellar.schedule.steps.portions import Portions
 from cellar.schedule.steps.prompts import LATE_JOINING
 from cellar.schedule.steps.scheduler import StepScheduler
 from tests.schedule.steps.driver import (
@@ -660,6 +661,19 @@ def test_one_owner_makes_way_for_the_first_of_another() -> None:
     for r in many:
         assert bench.tokens[r.id] == by_hand(r, 64)[0]
     assert list(bench.reasons).index("second") < list(bench.reasons).index("m4"), "its turn came before the rest"
+
+
+def test_a_row_that_no_plan_names_makes_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that take turns: the latest are in the steps that run, and who comes need not wait for these."""
+    bench = Bench(rows=4, run_ahead=1)
+    crowd(bench, 9)
+    monkeypatch.setattr(Portions, "of", lambda portions, ready, pace: ready[-2:])
+    bench.step()
+    bench.add(request("first", [50] * 4, 8, owner="modest"))
+    bench.step()
+    plan, _ = bench.step()
+    assert [opened.row for opened in plan.opens] == [bench.scheduler._requests["first"].row]
+    assert {state.request.id for state in bench.scheduler._rows.states if state} == {"m0", "m2", "m3", "first"}
 
 
 def test_one_tenant_makes_way_for_the_first_of_another() -> None:
