@@ -21,6 +21,9 @@ _MOST = 256 * 2**20
 """A large model's largest steps are rare; what they take beyond this is taken when they come."""
 
 
+_KERNELS = 64 * 2**20
+"""Half a MiB for each of some hundred kernels that oneDNN compiles in a server's first minutes (decision 0087)."""
+
 LOOK_SECONDS = 10.0
 
 _STILL = 2 * 2**20
@@ -84,7 +87,7 @@ def reserve_steps(spec: ModelSpec, tokens: int, rows: int) -> None:
     """
     projected = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     floats = tokens * (4 * spec.hidden_size + 2 * projected + 3 * spec.intermediate_size) + 3 * rows * spec.vocab_size
-    _reserve(min(2 * 4 * floats, _MOST))
+    _reserve(min(2 * 4 * floats, _MOST) + _KERNELS)
 
 
 def _reserve(nbytes: int) -> None:

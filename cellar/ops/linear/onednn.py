@@ -64,15 +64,14 @@ class OneDnnWeight(LinearWeight):
 
 
 def _taken(rows: int) -> int:
-    """So many rows are multiplied in place of `rows`: whole tiles of 16, and from 512 on at most a sixteenth more.
+    """So many rows are multiplied in place of `rows`: whole tiles of 16, and from 256 on at most an eighth more.
 
-    oneDNN compiles a kernel for each number of rows, which takes a millisecond or several, and keeps it. A few dozen
-    numbers are compiled once each; and with AMX whole tiles are faster than those with a rest. Up to 32 rows oneDNN
-    takes kernels without tiles, which are compiled in a third of a millisecond.
+    oneDNN compiles a kernel for each number of rows, which takes a millisecond or several, and keeps half a megabyte
+    for it. A few dozen numbers are compiled once each; and with AMX whole tiles are faster than those with a rest.
     """
     if rows <= _UNTILED_ROWS:
         return rows
-    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length()) // 32)
+    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length()) // 16)
     return -(-rows // step) * step
 
 
