@@ -116,11 +116,12 @@ def test_who_was_cut_off_has_its_lock_again(far: Way) -> None:
         assert not other._database.liveness.alive(f"{int(store.worker, 16) ^ 1:016x}")
 
 
-def test_the_server_is_told_to_give_up_who_is_gone(far: Way) -> None:
+def test_the_server_is_told_to_give_up_who_is_gone(postgres: Cluster) -> None:
     """Over a Unix socket, which is where the way ends, PostgreSQL takes these settings and has no use for them."""
     told = database._session_options()
     for name in ("tcp_user_timeout", "tcp_keepalives_idle", "tcp_keepalives_interval", "tcp_keepalives_count"):
         assert f"-c {name}=" in told
-    with opened(far) as store:
+    postgres.empty()
+    with way(postgres.directory / ".s.PGSQL.5432") as made, opened(made) as store:
         shown = store.write(lambda session: session.connection.exec_driver_sql("SHOW lock_timeout").scalar_one())
         assert shown == "5s"
