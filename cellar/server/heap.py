@@ -20,7 +20,6 @@ _LARGEST_FROM_HEAP = 32 * 2**20
 _MOST = 256 * 2**20
 """A large model's largest steps are rare; what they take beyond this is taken when they come."""
 
-
 _KERNELS = 64 * 2**20
 """Half a MiB for each of some hundred kernels that oneDNN compiles in a server's first minutes (decision 0087)."""
 

@@ -52,7 +52,7 @@ from cellar.ops.cpu.lanes import (
     total,
 )
 from cellar.ops.cpu.pieces import LEAST, add_values, copy, decode, piece, score, turn, weigh
-from cellar.ops.cpu.tiles import QUERIES, largest_of, score_tile, sum_tile, turn_keys, widen
+from cellar.ops.cpu.tiles import QUERIES, largest_of, score_tile, sum_tile, turn_keys
 
 LOG2E = 1.4426950408889634
 
@@ -331,7 +331,7 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
                     turn_keys(decoded_keys, 0, chunk, dim, turned)
                 else:
                     turn_keys(k_cache, keys, chunk, dim, turned)
-                    widen(v_cache, values, chunk * dim, decoded_values)
+                    copy(v_cache, values, decoded_values, 0, chunk * dim, one)
                 _attend_all(
                     queries, count * group, turned, decoded_values, chunk, dim,
                     scores, spare, tops, weights_of, shrinks, sums,

@@ -91,13 +91,6 @@ def largest_of(scores, begin, end):  # type: ignore[no-untyped-def]
 
 
 @piece
-def widen(cache, at, count, rows):  # type: ignore[no-untyped-def]
-    """So many elements as float32."""
-    for d in range(0, count, WIDTH):
-        store(rows, d, load(cache, at + d))
-
-
-@piece
 def sum_tile(weights, at, values, chunk, dim, sums, to, shrinks, n):  # type: ignore[no-untyped-def]
     """What `add_values` does, for four queries and a whole chunk. `dim` is a multiple of SIZE."""
     f0, f1 = wide_splat(get(shrinks, n)), wide_splat(get(shrinks, n + 1))

@@ -104,26 +104,20 @@ def wide_fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return signature(wide, wide, wide, wide), lower
 
 
-@_written
-def wide_times(typing: Any, a: Any, b: Any) -> Any:
-    """a * b."""
+def _of_two(method: str) -> Any:
+    """The builder's `method` of two, lane by lane."""
 
-    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _use_whole_registers(builder)
-        return builder.fmul(*args)
+    def both(typing: Any, a: Any, b: Any) -> Any:
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            _use_whole_registers(builder)
+            return getattr(builder, method)(*args)
 
-    return signature(wide, wide, wide), lower
+        return signature(wide, wide, wide), lower
+
+    return intrinsic(both)
 
 
-@_written
-def wide_plus(typing: Any, a: Any, b: Any) -> Any:
-    """a + b."""
-
-    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _use_whole_registers(builder)
-        return builder.fadd(*args)
-
-    return signature(wide, wide, wide), lower
+wide_times, wide_plus = _of_two("fmul"), _of_two("fadd")
 
 
 @_written

@@ -67,7 +67,8 @@ def _taken(rows: int) -> int:
     """So many rows are multiplied in place of `rows`: whole tiles of 16, and from 256 on at most an eighth more.
 
     oneDNN compiles a kernel for each number of rows, which takes a millisecond or several, and keeps half a megabyte
-    for it. A few dozen numbers are compiled once each; and with AMX whole tiles are faster than those with a rest.
+    for it. A few dozen numbers are compiled once each; and with AMX whole tiles are faster than those with a rest. Up
+    to 32 rows oneDNN takes kernels without tiles, which are faster for so few.
     """
     if rows <= _UNTILED_ROWS:
         return rows
