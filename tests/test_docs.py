@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,14 @@ def test_what_does_not_exist_is_found() -> None:
 
 
 def test_papers_are_cited_by_name() -> None:
-    """Not by the number of a file, and not as "the thesis"."""
-    number = re.compile(r"\b[Tt]hesis\b|(?<![\w.,/+-])00[1-4](?=[ ,:;')]|\.\s)")
+    """Not by the number of a file, and not as "the thesis", in no name of a test either."""
+    number = re.compile(
+        r"(?<![A-Za-z])[Tt]hesis(?![A-Za-z])|(?<![\w.,/+-])00[1-4](?=[ ,:;')]|\.\s)|(?<=[A-Za-z]_)00[1-4](?!\d)"
+    )
+    for citation in ("as in 004, figure 2", "def test_curves_cross_as_in_004() -> None:", "the thesis", "thesis_001"):
+        assert number.search(citation)
+    for other in ("1_000_001", "0.002", "model-00001-of-00002", "hypothesis", "decision 0004"):
+        assert not number.search(other)
     for path in [*PAGES, *SOURCES]:
         if path == Path(__file__):
             continue
@@ -180,3 +187,38 @@ def test_every_figure_of_the_readme_has_a_source() -> None:
         published = (ROOT / page).read_text(encoding="utf-8")
         for figure in re.findall(r"(?<![\w.-])\d[\d,]*\.?\d*(?![\w.])", figures.split("|", 1)[1]):
             assert figure.rstrip(",.") in published, f"{figure} of {row} is not in {page}"
+
+
+def cited_commits(text: str) -> set[str]:
+    """Hashes of seven and more digits; one without letters, or without figures, only behind the word commit."""
+    mixed = r"\b(?=[0-9]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{7,40}\b"
+    return {*re.findall(mixed, text), *re.findall(r"\bcommit\s+`?([0-9a-f]{7,40})\b", text)}
+
+
+def history() -> list[str] | None:
+    """Every commit that HEAD has behind it; None where they are not here: no git, no repository, a shallow clone."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    try:
+        if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").strip() != "false":
+            return None
+        return git("rev-list", "HEAD").split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def test_figures_are_of_commits_that_the_history_has() -> None:
+    commits = history()
+    if commits is None:
+        return
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs" / "performance").glob("*.md"))):
+        for commit in cited_commits(page.read_text(encoding="utf-8")):
+            assert any(known.startswith(commit) for known in commits), f"{name(page)} cites {commit}"
+
+
+def test_commits_are_found_where_they_are_cited() -> None:
+    text = "9aae312 (2026-11-24), commit 1940572, commit\ndeadbee; 8589934592 bytes, 1,940,572 of them, effaced, 0x7fff"
+    assert cited_commits(text) == {"9aae312", "1940572", "deadbee"}

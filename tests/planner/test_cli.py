@@ -109,7 +109,7 @@ def test_plots_or_the_sentence_that_says_what_is_missing(tmp_path: Path) -> None
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
-def test_curves_of_the_layouts_cross_as_in_004() -> None:
+def test_curves_of_the_layouts_cross_as_in_pope_et_al() -> None:
     """Few tokens: weight-stationary is least; many: XYZ, which costs the same whatever the tokens."""
     spec = model_spec("palm-540b")
     answer = find(dimensions(spec), machine("64xtpuv4"), Job(1984, 64), "latency")

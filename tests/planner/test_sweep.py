@@ -31,7 +31,7 @@ def palm_62b() -> tuple[Point, ...]:
 
 
 def test_the_frontier_goes_from_many_chips_to_large_batches() -> None:
-    """Quick and dear on many chips with few sequences, slow and cheap on few with many, as in the figure."""
+    """Fast and expensive on many chips with few sequences, slow and cheap on few with many, as in the figure."""
     best = frontier(palm_62b(), "decode")
     assert best[-1].chips < best[0].chips
     assert best[-1].batch > best[0].batch
