@@ -61,6 +61,20 @@ def prompt_seconds(llm: LLM, length: int) -> float:
     return min(run() for _ in range(4))
 
 
+def tokens_per_second(llm: LLM, count: int, prompt: int, generate: int) -> float:
+    """Generated tokens a second of so many requests at once, the better of two runs."""
+    rng = np.random.default_rng((count, prompt))
+    params = SamplingParams(temperature=0, max_tokens=generate, ignore_eos=True, detokenize=False)
+
+    def run() -> float:
+        prompts = rng.integers(0, llm.spec.vocab_size, (count, prompt)).tolist()
+        begin = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        return time.perf_counter() - begin
+
+    return count * generate / min(run() for _ in range(2))
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(description="Milliseconds per decode step by batch and context.")
@@ -73,11 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, comma-separated")
     parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, each on a GPU of its own")
+    parser.add_argument("--offline", default="", help="requests x prompt x tokens of whole runs, comma-separated")
+    parser.add_argument("--machine-profile", default="auto", help="as of an engine")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--same-prompts", action="store_true", help="compute the prompts of a shape once: faster")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     found: dict[str, float] = {}
+    begin = time.perf_counter()
     with LLM(
         options.model,
         load_format="dummy",
@@ -90,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         enforce_eager=options.eager,
         tensor_parallel_size=options.tensor_parallel_size,
         enable_prefix_caching=options.same_prompts,
+        machine_profile=options.machine_profile,
     ) as llm:
+        found["seconds to ready"] = time.perf_counter() - begin
+        print(f"ready after {found['seconds to ready']:.1f} s", flush=True)
         time.sleep(SETTLE_SECONDS)
         for shape in filter(None, options.shapes.split(",")):
             batch, context = map(int, shape.split("x"))
@@ -99,6 +119,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for length in map(int, filter(None, options.prompts.split(","))):
             found[f"prompt {length}"] = 1e3 * prompt_seconds(llm, length)
             print(f"prompt {length}: {found[f'prompt {length}']:.1f} ms", flush=True)
+        for load in filter(None, options.offline.split(",")):
+            found[f"offline {load}"] = tokens_per_second(llm, *map(int, load.split("x")))
+            print(f"offline {load}: {found[f'offline {load}']:.0f} tokens/s", flush=True)
     print(json.dumps(found))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -1,60 +1,94 @@
-"""Sums over GPUs that write into each other's memory: one launch, no library, captured as any other.
+"""Collectives over GPUs that write into each other's memory: one launch, no library, captured as any other.
 
-Every rank has a box that all others can write to. A program pushes its piece of `x` into a slot of every other's box,
-then raises a flag there, waits for theirs, and adds all pieces in the order of ranks, in float32. A push crosses the
-link once, where a library's small all-gather waits for several exchanges. Slots alternate: who writes into one again
-has heard from everybody since, so all have read what lay there.
+Every rank has a box that all others can write to (`peers.cu`), with room for sums of two kinds. Of small ones every
+rank gets all parts (so gathers go, too), with the number of the call in every 8 bytes: a sum takes little longer than
+the way of its data. Of large ones a rank adds one piece for all, so that a link carries what it must. The next kernel
+may start while a sum waits, and ask for its weights meanwhile.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cellar.ops.triton_support import kernel
+from cellar.ops.cuda.compiler import compile_cuda
+from cellar.ops.cuda.driver import Function
+from cellar.ops.cuda.hopper import hopper_source
+from cellar.ops.triton_support import launches_early
 
-if TYPE_CHECKING:
-    import triton.language as tl
+MOST_BLOCKS = 128
+"""Of a launch. A block waits for its like on every rank; so many run at once on any GPU that has peers."""
 
-MOST_PROGRAMS = 128
-"""Of a launch. They wait for each other, so all of them must run at once."""
+_THREADS = 256
 
-_SMALLEST = 512
+_PUSHED = 768 * 2**10
+"""Bytes that a rank may push to all others together for a small sum; beyond, adding by pieces is faster."""
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSizes:
+    """Of boxes for sums of up to `nbytes` over `ranks` ranks; small ones have at most `small` bytes."""
+
+    ranks: int
+    nbytes: int
+
+    @property
+    def small(self) -> int:
+        """Bytes of the largest sum of which every rank gets all parts."""
+        return min(self.nbytes, _PUSHED // (self.ranks - 1) // 16 * 16)
+
+    @property
+    def piece(self) -> int:
+        """Bytes of the largest piece that one rank adds."""
+        return -(-(self.nbytes // 16) // self.ranks) * 16
+
+    def moved(self, nbytes: int) -> int:
+        """Bytes that a rank gets from others for a sum of so many, or a gather, with the numbers that travel along."""
+        if nbytes <= self.small:
+            return 2 * (self.ranks - 1) * nbytes
+        return 2 * (self.ranks - 1) * (-(-(nbytes // 16) // self.ranks) * 16)
+
+    @property
+    def total(self) -> int:
+        """Bytes of a box: flags, two slots of small parts beside their numbers, pieces and their sums."""
+        return self.ranks * (8 * MOST_BLOCKS + 4 * self.small + 2 * self.piece)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBoxes:
     """A rank's view of all boxes. `addresses`: int64 [ranks] on its device, its own among them; `calls`: int32
-    [MOST_PROGRAMS], zeros at first, of nobody else. A box has `box_nbytes(ranks, nbytes)` bytes, zeros at first.
+    [MOST_BLOCKS], zeros at first, of nobody else. A box has `sizes.total` bytes, zeros at first.
     """
 
     addresses: Tensor
     calls: Tensor
     rank: int
-    size: int
-    nbytes: int
+    sizes: BoxSizes
 
     def take(self, x: Tensor) -> bool:
         """Whether `sum_of_peers` takes such a tensor."""
-        return 0 < x.nbytes <= self.nbytes
+        return x.nbytes > 0 and x.nbytes % 16 == 0 and x.dtype in _DTYPES
 
-
-def box_nbytes(size: int, nbytes: int) -> int:
-    """Bytes of a box for sums of up to `nbytes` (a multiple of 16) over `size` ranks: flags, then two slots a rank."""
-    return size * (4 * MOST_PROGRAMS + 2 * nbytes)
+    def take_rows(self, x: Tensor) -> bool:
+        """Whether `rows_of_peers` takes such a tensor, and `first_of_peers`, of any type."""
+        row = x.nbytes // max(1, len(x))
+        return 0 < x.nbytes <= self.sizes.small and row % 8 == 0
 
 
 def peer_boxes(addresses: list[int], rank: int, nbytes: int, device: torch.device) -> PeerBoxes:
     """The boxes at these addresses, of ranks 0 on, as seen by one rank, whose device can write to all of them."""
     return PeerBoxes(
         torch.tensor(addresses, dtype=torch.int64, device=device),
-        torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device),
+        torch.zeros(MOST_BLOCKS, dtype=torch.int32, device=device),
         rank,
-        len(addresses),
-        nbytes,
+        BoxSizes(len(addresses), nbytes),
     )
 
 
@@ -63,73 +97,87 @@ def sum_of_peers(x: Tensor, boxes: PeerBoxes) -> Tensor:
 
     `x`: any shape, of a type and size that are the same on all ranks, and of which `boxes.take`.
     """
-    x = x.contiguous()
+    if x.nbytes <= boxes.sizes.small:
+        return sum_at_once(x, boxes)
+    return sum_by_pieces(x, boxes)
+
+
+def sum_at_once(x: Tensor, boxes: PeerBoxes) -> Tensor:
+    """`sum_of_peers`, every rank adding all parts; of at most `boxes.sizes.small` bytes."""
+    x = _aligned(x)
     out = torch.empty_like(x)
-    n = x.numel()
-    block = max(_SMALLEST, 1 << (-(-n // MOST_PROGRAMS) - 1).bit_length())
-    _sum_kernel[(-(-n // block),)](
-        x,
-        out,
-        boxes.addresses,
-        boxes.calls,
-        n,
-        boxes.nbytes,
-        RANK=boxes.rank,
-        SIZE=boxes.size,
-        MOST=MOST_PROGRAMS,
-        BLOCK=block,
-        num_warps=8 if block >= 4096 else 4,
-    )
+    units = x.nbytes // 8
+    launch("sum_at_once", x, out, boxes, (units,), min(MOST_BLOCKS, -(-units // _THREADS)))
     return out
 
 
-@kernel
-def _sum_kernel(  # type: ignore[no-untyped-def]
-    x,
-    out,
-    addresses,
-    calls,
-    n,
-    nbytes,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-    MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Piece `program_id` of the sum. Flag [r, p] of a box: the last call whose piece p rank r has pushed there."""
-    p = tl.program_id(0)
-    call = tl.load(calls + p) + 1
-    at = p * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    own = tl.load(x + at, mask=inside)
-    flags: tl.constexpr = 4 * MOST * SIZE
-    slots = flags + ((call & 1) * SIZE).to(tl.int64) * nbytes
-    for r in tl.static_range(SIZE):
-        if r != RANK:
-            slot = (tl.load(addresses + r) + slots + RANK * nbytes).to(tl.pointer_type(x.dtype.element_ty))
-            tl.store(tl.multiple_of(slot, 16) + at, own, mask=inside)
-    tl.debug_barrier()
-    for r in tl.static_range(SIZE):
-        if r != RANK:
-            flag = (tl.load(addresses + r) + (RANK * MOST + p) * 4).to(tl.pointer_type(tl.int32))
-            tl.atomic_xchg(flag, call, sem="release", scope="sys")
-    mine = tl.load(addresses + RANK)
-    for r in tl.static_range(SIZE):
-        if r != RANK:
-            flag = (mine + (r * MOST + p) * 4).to(tl.pointer_type(tl.int32))
-            last = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-            while last - call < 0:
-                last = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    tl.debug_barrier()
-    total = tl.zeros((BLOCK,), tl.float32)
-    for r in tl.static_range(SIZE):
-        if r == RANK:
-            part = own
-        else:
-            slot = (mine + slots + r * nbytes).to(tl.pointer_type(x.dtype.element_ty))
-            part = tl.load(tl.multiple_of(slot, 16) + at, mask=inside, cache_modifier=".cg")
-        total = part.to(tl.float32) if r == 0 else total + part.to(tl.float32)
-    tl.store(out + at, total.to(x.dtype.element_ty), mask=inside)
-    # Of all pieces that programs of this launch stand for, also those that it is too short to have.
-    every = p + tl.num_programs(0) * tl.arange(0, MOST)
-    tl.store(calls + every, call, mask=every < MOST)
+def sum_by_pieces(x: Tensor, boxes: PeerBoxes) -> Tensor:
+    """`sum_of_peers`, every rank adding a piece for all; what is larger than a box takes goes in several launches."""
+    x = _aligned(x)
+    out = torch.empty_like(x)
+    most = boxes.sizes.nbytes // x.element_size()
+    for some, there in zip(x.view(-1).split(most), out.view(-1).split(most), strict=True):
+        units = some.nbytes // 16
+        blocks = -(-units // boxes.sizes.ranks // _THREADS)
+        launch("sum_by_pieces", some, there, boxes, (units,), min(MOST_BLOCKS, blocks))
+    return out
+
+
+def rows_of_peers(x: Tensor, boxes: PeerBoxes) -> Tensor:
+    """[n, w] of every rank side by side: [n, ranks w]. All call it, with equal shapes; `boxes.take_rows(x)`."""
+    x = _aligned(x)
+    out = x.new_empty((len(x), boxes.sizes.ranks * x.shape[1]))
+    _gather(x, out, boxes, x.nbytes // len(x) // 8, boxes.sizes.ranks)
+    return out
+
+
+def first_of_peers(x: Tensor, boxes: PeerBoxes) -> Tensor:
+    """Rank 0's `x`, contiguous, in the place of everyone's; `boxes.take_rows(x)`."""
+    if x.data_ptr() % 16:
+        return x.copy_(first_of_peers(x.clone(), boxes))
+    _gather(x, x, boxes, x.nbytes // 8, 1)
+    return x
+
+
+def _gather(x: Tensor, out: Tensor, boxes: PeerBoxes, width: int, kept: int) -> None:
+    units = x.nbytes // 8
+    launch("gather_rows", x, out, boxes, (units, width, kept), min(MOST_BLOCKS, -(-units // _THREADS)))
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def launch(name: str, x: Tensor, out: Tensor, boxes: PeerBoxes, counts: Sequence[int], blocks: int) -> None:
+    """One of the kernels; the first count is of units of 16 bytes (`sum_by_pieces`) or of 8."""
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, out, boxes.addresses, boxes.calls))
+    _kernel(name, boxes.sizes, x.dtype if x.dtype in _DTYPES else torch.float32, x.device).launch(
+        blocks,
+        [*pointers, ctypes.c_int(boxes.rank), *map(ctypes.c_int, counts)],
+        torch.cuda.current_stream(x.device).cuda_stream,
+        dependent=launches_early(x.device.index),
+    )
+
+
+def peers_source(sizes: BoxSizes, dtype: torch.dtype, threads: int = _THREADS) -> tuple[str, dict[str, int]]:
+    """CUDA C++ of all kernels, and the constants that they are compiled with."""
+    constants = {
+        "RANKS": sizes.ranks,
+        "BLOCKS": MOST_BLOCKS,
+        "THREADS": threads,
+        "SMALL": sizes.small,
+        "PIECE": sizes.piece,
+        "FLOATS": int(dtype == torch.float32),
+        "BF16": int(dtype != torch.float16),
+    }
+    return hopper_source("peers.cu"), constants
+
+
+@functools.cache
+def _kernel(name: str, sizes: BoxSizes, dtype: torch.dtype, device: torch.device) -> Function:
+    source, constants = peers_source(sizes, dtype)
+    major, minor = torch.cuda.get_device_capability(device)
+    cubin = compile_cuda(source, constants, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+    with torch.cuda.device(device):
+        return Function(cubin, name, _THREADS, 0, 1)

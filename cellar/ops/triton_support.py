@@ -47,11 +47,12 @@ def dependent_launch(x: Tensor) -> dict[str, Any]:
     A kernel that is launched so has a constexpr PDL and, where that is true, calls `gdc_wait` before it touches what
     earlier kernels of the step read or write. PDL is true on NVIDIA's GPUs from sm_90 on.
     """
-    return {"PDL": True, "launch_pdl": True} if x.is_cuda and _launches_early(x.device.index) else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if x.is_cuda and launches_early(x.device.index) else {"PDL": False}
 
 
 @functools.cache
-def _launches_early(index: int) -> bool:
+def launches_early(index: int) -> bool:
+    """True if kernels of this GPU can begin before the ones in front have ended."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 

@@ -75,6 +75,7 @@ struct Block {
     std::unordered_map<int, Meeting> meetings;
     std::vector<Meeting> warps, quads;
     std::vector<Group> groups;
+    long long far = 0;  // writes to other devices that are on their way
 };
 
 struct Fiber {
@@ -410,11 +411,40 @@ inline void load_once(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16);
 inline void load_kept(const u32* from, u32& x) { x = *from; }
 inline void load_kept(const u16* from, u32& x) { x = *from; }
 inline void load_global(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
+inline void load_global(const void* from, u32 (&x)[2]) { std::memcpy(x, from, 8); }
 inline void store_global(void* to, const u32 (&x)[4]) { std::memcpy(to, x, 16); }
 inline void store_global(void* to, const u32 (&x)[2]) { std::memcpy(to, x, 8); }
 inline void store_global(void* to, const float (&x)[4]) { std::memcpy(to, x, 16); }
 inline void from_others(const float* at, float& x, float& y) { x = at[0], y = at[1]; }
 inline void from_others(const float* at, float (&x)[4]) { std::memcpy(x, at, 16); }
+
+// What goes to another device arrives at any time later, 8 bytes by 8 bytes, but before a flag that its block raises.
+inline void store_far(void* to, const u32 (&x)[4]) {
+    std::vector<u32> kept(x, x + 4);
+    auto* block = emulated::current->block;
+    for (int half = 0; half < 2; ++half) {
+        ++block->far;
+        emulated::copies.push_back([=] { std::memcpy(static_cast<u32*>(to) + 2 * half, kept.data() + 2 * half, 8), --block->far; });
+    }
+}
+inline void load_far(const void* from, u32 (&x)[4]) { std::memcpy(x, from, 16); }
+template <int COUNT>
+inline void wait_for_words(const unsigned char* at, u64 apart, u32 but, u32 call, u32 (&words)[COUNT][2]) {
+    const auto there = [=](u32 i) { return reinterpret_cast<const u32*>(at + i * apart); };
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (i == but) continue;
+        emulated::wait("wait_for_words", [=] { return there(i)[1] == call && there(i)[3] == call; });
+        words[i][0] = there(i)[0], words[i][1] = there(i)[2];
+    }
+}
+inline void raise_flag(u32* at, u32 call) {
+    auto* block = emulated::current->block;
+    emulated::wait("raise_flag", [=] { return block->far == 0; });
+    emulated::copies.push_back([=] { *at = call; });
+}
+inline void wait_for_flag(const u32* at, u32 call) {
+    emulated::wait("wait_for_flag", [=] { return static_cast<int>(*at - call) >= 0; });
+}
 
 inline float __uint_as_float(u32 bits) {
     float value;

@@ -6,12 +6,25 @@ wait for each other on one device may share a queue.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
 from cellar.ops.collectives import all_reduce
-from cellar.ops.peers import MOST_PROGRAMS, box_nbytes, peer_boxes, sum_of_peers
+from cellar.ops.peers import (
+    MOST_BLOCKS,
+    BoxSizes,
+    PeerBoxes,
+    first_of_peers,
+    launch,
+    peer_boxes,
+    rows_of_peers,
+    sum_at_once,
+    sum_by_pieces,
+    sum_of_peers,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,33 +39,35 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         device = torch.device("cuda", 0)
-        self._memory = [torch.zeros(box_nbytes(size, NBYTES), dtype=torch.uint8, device=device) for _ in range(size)]
+        self._memory = [
+            torch.zeros(BoxSizes(size, NBYTES).total, dtype=torch.uint8, device=device) for _ in range(size)
+        ]
         addresses = [memory.data_ptr() for memory in self._memory]
         self.boxes = [peer_boxes(addresses, rank, NBYTES, device) for rank in range(size)]
         self.streams = [torch.cuda.Stream(device) for _ in range(size)]
 
-    def load(self, parts: list[Tensor]) -> None:
-        """Run each kernel once with flags that say that all have been here: one that is loaded while another waits for
-        it would never run on this one device.
+    def load(self, dtype: torch.dtype) -> None:
+        """Run each kernel once with nothing to add, and flags that say that all have been here: one that is loaded
+        while another waits for it would never run on this one device.
         """
-        kept = [memory.clone() for memory in self._memory], [boxes.calls.clone() for boxes in self.boxes]
+        none = torch.empty(8, dtype=dtype, device="cuda")
+        for memory, boxes in zip(self._memory, self.boxes, strict=True):
+            flags = memory[: 8 * MOST_BLOCKS * len(self.boxes)]
+            flags.view(torch.int32).fill_(2**30)
+            for name, counts in (("sum_at_once", [0]), ("sum_by_pieces", [0]), ("gather_rows", [0, 1, 1])):
+                launch(name, none, none, boxes, counts, 1)
+                torch.cuda.synchronize()
+            flags.zero_()
+            boxes.calls.zero_()
         for memory in self._memory:
-            memory[: 4 * MOST_PROGRAMS * len(parts)].view(torch.int32).fill_(2**30)
-        for part, boxes in zip(parts, self.boxes, strict=True):
-            sum_of_peers(part, boxes)
-            torch.cuda.synchronize()
-        for there, was in zip(
-            [*self._memory, *(boxes.calls for boxes in self.boxes)], [*kept[0], *kept[1]], strict=True
-        ):
-            there.copy_(was)
+            memory.zero_()
 
-    def sums(self, parts: list[Tensor]) -> list[Tensor]:
-        self.load(parts)
+    def all_do(self, way: Callable[[Tensor, PeerBoxes], Tensor], parts: list[Tensor]) -> list[Tensor]:
         torch.cuda.synchronize()
         found = []
         for part, boxes, stream in zip(parts, self.boxes, self.streams, strict=True):
             with torch.cuda.stream(stream):
-                found.append(sum_of_peers(part, boxes))
+                found.append(way(part, boxes))
         torch.cuda.synchronize()
         return found
 
@@ -71,12 +86,30 @@ def expected(parts: list[Tensor]) -> Tensor:
     [(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16), (2, torch.float32)],
 )
 def test_every_rank_has_the_sum_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
+    """Both kernels in turns, where both take a sum."""
     ranks = Ranks(size)
-    lengths = [1, 4096, NBYTES // dtype.itemsize, 70_001, 4096, 1] * 5
-    assert not ranks.boxes[0].take(torch.empty(NBYTES // dtype.itemsize + 1, dtype=dtype, device="cuda"))
+    ranks.load(dtype)
+    small, most = ranks.boxes[0].sizes.small // dtype.itemsize, NBYTES // dtype.itemsize
+    lengths = [8, 4096, small, 70_008, 4096, most, 2 * most + 8, 8] * 3
+    count = 0
     for seed, n in enumerate(lengths):
         parts = parts_of(size, n, dtype, seed)
         assert ranks.boxes[0].take(parts[0])
-        for found in ranks.sums(parts):
-            assert torch.equal(found, expected(parts)), (n, seed)
-    assert ranks.boxes[0].calls.tolist() == [len(lengths)] * MOST_PROGRAMS
+        for way in (sum_of_peers, sum_by_pieces, *([sum_at_once] if n <= small else [])):
+            count += -(-n // most) if way is not sum_at_once else 1
+            for found in ranks.all_do(way, parts):
+                assert torch.equal(found, expected(parts)), (n, seed, way)
+    assert ranks.boxes[0].calls.tolist() == [count] * MOST_BLOCKS
+
+
+def test_rows_side_by_side_and_the_first_ranks() -> None:
+    ranks = Ranks(4)
+    ranks.load(torch.bfloat16)
+    for n, width in ((1, 32_064), (3, 8), (1, 4), (5, 1004)) * 3:
+        parts = [part.view(n, width) for part in parts_of(4, n * width, torch.bfloat16, n)]
+        for found in ranks.all_do(rows_of_peers, parts):
+            assert torch.equal(found, torch.cat(parts, 1))
+        told = [torch.full((2, n), rank, device="cuda") for rank in range(4)]
+        for found, own in zip(ranks.all_do(first_of_peers, told), told, strict=True):
+            assert found is own
+            assert not own.any()

@@ -215,6 +215,10 @@ __device__ __forceinline__ void load_global(const void* from, u32 (&x)[4]) {
                  : "memory");
 }
 
+__device__ __forceinline__ void load_global(const void* from, u32 (&x)[2]) {
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void store_global(void* to, const u32 (&x)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
@@ -234,6 +238,55 @@ __device__ __forceinline__ void from_others(const float* at, float& x, float& y)
 
 __device__ __forceinline__ void from_others(const float* at, float (&x)[4]) {
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3]) : "l"(at));
+}
+
+// -- memory that other devices write to --------------------------------------------------------------------------------
+
+// 16 bytes, of which each 8 arrive whole.
+__device__ __forceinline__ void store_far(void* to, const u32 (&x)[4]) {
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+                 : "memory");
+}
+
+// What another device has written here: not from this block's cache.
+__device__ __forceinline__ void load_far(const void* from, u32 (&x)[4]) {
+    asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+                 : "l"(from)
+                 : "memory");
+}
+
+// The first and third of four words at each of COUNT places but one, `apart` bytes from each other, once the others are
+// `call`.
+template <int COUNT>
+__device__ __forceinline__ void wait_for_words(const unsigned char* at, u64 apart, u32 but, u32 call, u32 (&words)[COUNT][2]) {
+    bool all;
+    do {
+        all = true;
+        u32 x[COUNT][4];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (i != but) load_far(at + i * apart, x[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) {
+            if (i == but) continue;
+            all &= x[i][1] == call && x[i][3] == call;
+            words[i][0] = x[i][0], words[i][1] = x[i][2];
+        }
+    } while (!all);
+}
+
+// Behind all that the block's threads have written before they met.
+__device__ __forceinline__ void raise_flag(u32* at, u32 call) {
+    asm volatile("fence.acq_rel.sys;\nst.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(call) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_flag(const u32* at, u32 call) {
+    u32 found;
+    do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(found) : "l"(at) : "memory");
+    } while (static_cast<int>(found - call) < 0);
 }
 
 // -- products of a warpgroup (`multiply_wide`, `multiply_turned`, `multiply_across` ask for them: Python writes these) ---

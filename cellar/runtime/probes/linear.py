@@ -372,11 +372,13 @@ def _line(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     from cellar.models.registry import open_model, shipped_config
+    from cellar.models.sharding import shard
     from cellar.runtime.device import resolve_device
     from cellar.runtime.probes.registry import shipped
 
     parser = argparse.ArgumentParser(description="Add linear layers of models to a profile.")
     parser.add_argument("--models", required=True, help="names of shipped configs, comma-separated")
+    parser.add_argument("--ranks", default="1", help="the shapes of shares by heads of so many, comma-separated")
     parser.add_argument("--base", required=True, help="profile to add to: a file, or the name of a shipped one")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="auto")
@@ -390,7 +392,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = shipped_config(name)
         if config is None:
             sys.exit(f"no config {name!r} comes with the package; `cellar inspect` takes those that do.")
-        matrices += matrices_of(open_model(config, "bfloat16").spec)
+        spec = open_model(config, "bfloat16").spec
+        matrices += (m for ranks in options.ranks.split(",") for m in matrices_of(shard(spec, 0, int(ranks))))
     base = Path(options.base)
     profile = Profile.load(base) if base.is_file() else shipped(options.base)
     with torch.inference_mode(), torch.cuda.device(device):

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from cellar.core.layouts import Mesh
 from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
+from cellar.ops.added import added
 from cellar.ops.collectives import shares
 from cellar.runtime.mesh.account import Account, Entry
-from cellar.runtime.ranks.comm import added, as_bytes, gone
+from cellar.runtime.ranks.comm import as_bytes, gone
 
 Members = tuple[int, ...]
 """Ranks of a group, ascending."""
@@ -65,7 +66,7 @@ class AxisCollectives:
         if size == 1:
             return x
         if at_once(x.nbytes, size):
-            total = added(self._gathered(x, group, [x.shape] * size)).to(x.dtype)
+            total = added(stacked(self._gathered(x, group, [x.shape] * size)))
         else:
             each = -(-x.numel() // size)
             flat = x.new_zeros(each * size)
@@ -126,7 +127,7 @@ class AxisCollectives:
     def _summed(self, pieces: Sequence[Tensor], group: Members) -> Tensor:
         """A piece for each of the group -> the sum of what all have for this rank."""
         mine = pieces[group.index(self.rank)]
-        return added(self._exchanged(pieces, group, [mine.shape] * len(group))).to(mine.dtype)
+        return added(stacked(self._exchanged(pieces, group, [mine.shape] * len(group))))
 
     def _exchanged(self, pieces: Sequence[Tensor], group: Members, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
         """A piece for each of the group -> what each has for this rank, of these shapes; all in the group's order."""
@@ -163,6 +164,15 @@ class AxisCollectives:
         with gone():
             begin().wait()
         self.waited += time.monotonic() - begun
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Parts of one shape as [parts, ...]: a view where they lie behind one another, as a network has left them."""
+    first = parts[0]
+    apart = all(part.is_contiguous() for part in parts) and first.numel() > 0
+    if apart and all(part.data_ptr() == first.data_ptr() + k * first.nbytes for k, part in enumerate(parts)):
+        return first.as_strided((len(parts), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(list(parts))
 
 
 def _resized(x: Tensor, sizes: Mapping[int, int]) -> list[int]:

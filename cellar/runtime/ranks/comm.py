@@ -15,7 +15,8 @@ from cellar.core.errors import DeviceError
 from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
 from cellar.models.loop import Loop
 from cellar.models.model import Comm
-from cellar.ops.peers import PeerBoxes, sum_of_peers
+from cellar.ops.added import added
+from cellar.ops.peers import PeerBoxes, first_of_peers, rows_of_peers, sum_of_peers
 from cellar.runtime.mesh.account import Account, Entry
 
 if TYPE_CHECKING:
@@ -55,9 +56,9 @@ class GroupComm:
     its company. Here parts are gathered, or exchanged, and added in the order of ranks, in float32: the same bits on
     all ranks, whatever the other rows are. Of R ranks each sends (R - 1) n elements of a small sum, 2 n (R - 1)/R of a
     large one, as an all-reduce does. `loop`: see `Comm`. `widths`: own columns of a gather -> those of all ranks, where
-    they are unequal. `boxes`: how small sums go between GPUs that reach each other's memory. `account` keeps what was
-    sent, but nothing of what a recorded step sends when it is replayed; `waited` the seconds of this rank's host in
-    collectives. Raises DeviceError if another rank has gone.
+    they are unequal. `boxes`: how sums and gathers up to some size go between GPUs that reach each other's memory.
+    `account` keeps what was sent, but nothing of what a recorded step sends when it is replayed; `waited` the seconds
+    of this rank's host in collectives. Raises DeviceError if another rank has gone.
     """
 
     def __init__(
@@ -81,28 +82,31 @@ class GroupComm:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""
-        boxed = self._boxes is not None and self._boxes.take(x)
-        moved = (self.size - 1) * x.nbytes if boxed else moved_by_all_reduce(x.nbytes, x.element_size(), self.size)
+        boxes = self._boxes if self._boxes is not None and self._boxes.take(x) else None
+        moved = boxes.sizes.moved(x.nbytes) if boxes else moved_by_all_reduce(x.nbytes, x.element_size(), self.size)
         self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(x.nbytes, self.size), moved)
-        if boxed:
-            assert self._boxes is not None
+        if boxes is not None:
             self.count += 1
-            return sum_of_peers(x, self._boxes)
+            return sum_of_peers(x, boxes)
         if at_once(x.nbytes, self.size):
-            return added(self._gathered(x)).to(x.dtype)
+            return added(self._gathered(x))
         each = -(-x.numel() // self.size)
         padded = x.new_empty(each * self.size)
         padded[: x.numel()] = x.reshape(-1)
         padded[x.numel() :] = 0
         theirs = torch.empty_like(padded)
         self._exchange(lambda: self._group.alltoall_base(as_bytes(theirs), as_bytes(padded), [], []))
-        mine = added(theirs.view(self.size, each)).to(x.dtype)
+        mine = added(theirs.view(self.size, each))
         return self._gathered(mine).view(-1)[: x.numel()].view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[n, w_r] of every rank r side by side."""
         widths = self._widths.get(x.shape[1], (x.shape[1],) * self.size)
         widest, own = max(widths), x.nbytes
+        if self._boxes is not None and len(set(widths)) == 1 and self._boxes.take_rows(x):
+            self.count += 1
+            self.account.add(Entry("all-gather", "z", "logits"), (self.size - 1) * own, self._boxes.sizes.moved(own))
+            return rows_of_peers(x, self._boxes)
         if x.shape[1] < widest:
             x = torch.nn.functional.pad(x, (0, widest - x.shape[1]))
         parts = self._gathered(x)
@@ -112,6 +116,9 @@ class GroupComm:
 
     def share(self, x: Tensor) -> Tensor:
         """Rank 0's `x`, contiguous, in the place of everyone's."""
+        if self._boxes is not None and self._boxes.take_rows(x):
+            self.count += 1
+            return first_of_peers(x, self._boxes)
         self._exchange(lambda: self._group.broadcast([x]))
         return x
 
@@ -171,18 +178,6 @@ def nccl_group(store: Store, rank: int, size: int, patience: float = 1800.0) -> 
     options._timeout = timedelta(seconds=patience)
     with gone():
         return kind(store, rank, size, options)
-
-
-def added(parts: Sequence[Tensor] | Tensor) -> Tensor:
-    """Parts [ranks, ...] -> the sum, first to last, in float32 for narrower types."""
-    first = parts[0]
-    if len(parts) == 2:
-        return first + parts[1]  # one rounding, as below, in one operation
-    wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
-    total = first.to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total
 
 
 def as_bytes(x: Tensor) -> Tensor:

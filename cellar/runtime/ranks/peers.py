@@ -9,19 +9,17 @@ import torch
 
 from cellar.core.errors import DeviceError
 from cellar.ops.cuda import shared
+from cellar.ops.cuda.compiler import compiler_available
 from cellar.ops.cuda.driver import driver_available
-from cellar.ops.peers import PeerBoxes, box_nbytes, peer_boxes
-from cellar.ops.triton_support import triton_available
+from cellar.ops.peers import BoxSizes, PeerBoxes, peer_boxes
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 
-PAIR_NBYTES = 2**20
-"""Largest sum of two ranks that goes through boxes. More ranks push more: `GROUP_NBYTES`."""
-
-GROUP_NBYTES = 2**19
+BOX_SUM_NBYTES = 16 * 2**20
+"""Largest sum in one launch: 1,024 tokens of 8,192 numbers in 16 bits, a chunk of a long prompt."""
 
 _NONE = "none"
 _YES = "yes"
@@ -32,17 +30,16 @@ def meet(store: Store, rank: int, size: int, device: torch.device) -> PeerBoxes 
 
     All ranks call it, and all get boxes or none does.
     """
-    nbytes = PAIR_NBYTES if size == 2 else GROUP_NBYTES
     mine: shared.SharedMemory | None = None
     addresses: list[int] = []
     failed = _NONE
-    if torch.version.hip is None and driver_available() and triton_available():
+    if torch.version.hip is None and driver_available() and compiler_available():
         try:
-            mine = shared.SharedMemory(box_nbytes(size, nbytes))
+            mine = shared.SharedMemory(BoxSizes(size, BOX_SUM_NBYTES).total)
         except DeviceError as error:
             failed = str(error)
     else:
-        failed = "there is no driver, or no compiler, for the kernel of such sums"
+        failed = "there is no driver, or no compiler, for the kernels of such sums"
     store.set(f"box {rank}", _NONE if mine is None else mine.handle.hex())
     handles = [store.get(f"box {r}").decode() for r in range(size)]
     if mine is not None and _NONE not in handles:
@@ -59,4 +56,4 @@ def meet(store: Store, rank: int, size: int, device: torch.device) -> PeerBoxes 
             first = next(r for r, words in enumerate(said) if words not in (_YES, _NONE))
             logger.warning("small sums go through NCCL, which is slower: GPU %d says: %s.", first, said[first])
         return None
-    return peer_boxes(addresses, rank, nbytes, device)
+    return peer_boxes(addresses, rank, BOX_SUM_NBYTES, device)

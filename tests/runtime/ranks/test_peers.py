@@ -37,7 +37,7 @@ def met(path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> list[PeerBox
     monkeypatch.setattr(peers.shared, "SharedMemory", shared_memory)
     monkeypatch.setattr(peers.shared, "opened", opened)
     monkeypatch.setattr(peers, "driver_available", lambda: True)
-    monkeypatch.setattr(peers, "triton_available", lambda: True)
+    monkeypatch.setattr(peers, "compiler_available", lambda: True)
     found: list[PeerBoxes | None] = [None] * SIZE
 
     def run(rank: int) -> None:
@@ -55,10 +55,9 @@ def met(path: Path, fails: str, monkeypatch: pytest.MonkeyPatch) -> list[PeerBox
 def test_all_that_reach_each_other_have_every_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, boxes in enumerate(met(tmp_path, "", monkeypatch)):
         assert boxes is not None
-        assert (boxes.rank, boxes.size) == (rank, SIZE)
+        assert (boxes.rank, boxes.sizes.ranks) == (rank, SIZE)
         assert boxes.addresses.tolist() == [1000 * r + (r != rank) for r in range(SIZE)]
-        assert not boxes.take(torch.empty(boxes.nbytes + 1, dtype=torch.uint8))
-        assert boxes.take(torch.empty(boxes.nbytes, dtype=torch.uint8))
+        assert boxes.take(torch.empty(boxes.sizes.nbytes, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("fails", ["share", "open"])
@@ -87,7 +86,7 @@ def test_ranks_without_peer_access_sum_through_the_library(
     monkeypatch.setattr(peers.shared, "SharedMemory", lambda nbytes: SimpleNamespace(address=1, handle=bytes(64)))
     monkeypatch.setattr(peers.shared, "opened", refused)
     monkeypatch.setattr(peers, "driver_available", lambda: True)
-    monkeypatch.setattr(peers, "triton_available", lambda: True)
+    monkeypatch.setattr(peers, "compiler_available", lambda: True)
     model, _ = tiny_model()
 
     def run(rank: int) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""Sums of ranks on GPUs, by size and way: what chooses between the two kernels of `ops/peers.py`, and the library.
+
+    python -m benchmarks.sums --ranks 4 --json sums.json
+
+Microseconds of one sum among twenty in a CUDA graph, the slowest rank's; each way is first compared with the parts
+added in the order of ranks. `library` is what NCCL's own all-reduce takes, whose order is another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cellar.ops.peers import sum_at_once, sum_by_pieces
+from cellar.runtime.captured import captured
+from cellar.runtime.ranks.comm import GroupComm, nccl_group
+from cellar.runtime.ranks.peers import meet
+from cellar.runtime.ranks.place import prepare_nccl
+
+SIZES = "8192,16384,32768,65536,131072,262144,524288,1048576,2097152,4194304,8388608,16777216,67108864"
+CALLS = 20
+
+
+def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: str) -> None:
+    """One rank's part; rank 0 prints and writes."""
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    prepare_nccl(size)
+    store = FileStore(meeting, size)
+    group = nccl_group(PrefixStore("group", store), rank, size)
+    boxes = meet(PrefixStore("boxes", store), rank, size, device)
+    plain = GroupComm(group, rank, size)
+    found: dict[str, dict[str, float]] = {}
+    for nbytes in sizes:
+        parts = [
+            torch.randn(nbytes // 2, generator=torch.Generator().manual_seed(r)).bfloat16().to(device)
+            for r in range(size)
+        ]
+        x = parts[rank]
+        ways: dict[str, Callable[[], Tensor]] = {"gathered or exchanged": lambda x=x: plain.all_reduce(x)}  # type: ignore[misc]
+        if boxes is not None and nbytes <= boxes.sizes.small:
+            ways["at once"] = lambda x=x: sum_at_once(x, boxes)  # type: ignore[misc]
+        if boxes is not None and boxes.take(x):
+            ways["by pieces"] = lambda x=x: sum_by_pieces(x, boxes)  # type: ignore[misc]
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part.float()
+        other = x.clone()
+        times = {}
+        for name, way in ways.items():
+            for _ in range(3):
+                if not torch.equal(way(), total.bfloat16()):
+                    raise SystemExit(f"rank {rank}: {name} of {nbytes} bytes is wrong.")
+            times[name] = _seconds(way, device, group)
+        times["library"] = _seconds(lambda other=other: group.allreduce([other]).wait(), device, group)  # type: ignore[misc]
+        slowest = torch.tensor(list(times.values()), device=device)
+        all_of_them = [torch.empty_like(slowest) for _ in range(size)]
+        group.allgather([all_of_them], [slowest]).wait()
+        worst = torch.stack(all_of_them).amax(0).tolist()
+        found[str(nbytes)] = dict(zip(times, (1e6 * seconds for seconds in worst), strict=True))
+        if rank == 0:
+            row = "  ".join(f"{name} {us:.1f}" for name, us in found[str(nbytes)].items())
+            print(f"{nbytes / 1024:.0f} KiB: {row} us", flush=True)
+    if rank == 0 and output:
+        Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _seconds(way: Callable[[], object], device: torch.device, group: Any) -> float:
+    def often() -> None:
+        for _ in range(CALLS):
+            way()
+
+    run = captured(often, device)
+    best = float("inf")
+    for _ in range(8):
+        group.barrier().wait()
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return best / CALLS
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description="Microseconds of a sum over GPUs by its size and way.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sizes", default=SIZES, help="bytes, comma-separated, multiples of 16")
+    parser.add_argument("--json", default="", help="file for the figures")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        given = options.ranks, str(Path(folder) / "meeting"), [int(n) for n in options.sizes.split(",")], options.json
+        context = multiprocessing.get_context("spawn")
+        ranks = [context.Process(target=measure, args=(rank, *given)) for rank in range(options.ranks)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+        if any(process.exitcode for process in ranks):
+            raise SystemExit("a rank failed; what it said is above.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+// Collectives over devices that write into each other's memory (`peers.py`): sums, by a kernel for small ones and one for
+// large ones, and gathers of little.
+//
+// Every rank has a box that all others write to. Small sums (`sum_at_once`): each rank pushes all of its numbers to every
+// other one, and each adds all parts; gathers likewise. Every 8 bytes travel with the number of the call, so that who waits for the data
+// waits for nothing else: no flag behind it, and no fence that first waits until all of it has arrived. Large sums
+// (`sum_by_pieces`): a rank adds one piece for all, so that each link carries what it must; there the numbers travel
+// alone, and a flag for each block's share follows them.
+//
+// Parts are added in the order of ranks, in float32, and rounded once. Slots of small parts alternate from call to call: who
+// writes into one again has heard from everybody since, so all have read what lay there. Pieces and their sums need no
+// second slot: the last that a rank hears of a call comes when its pieces have been read, and the first that it hears of
+// the next one when its sums have.
+
+#if FLOATS
+constexpr int PER_WORD = 1;
+#else
+constexpr int PER_WORD = 2;
+#endif
+
+// A box: flags [2][RANKS][BLOCKS], small parts [2][RANKS][2 * SMALL], pieces [RANKS][PIECE], sums [RANKS][PIECE].
+// SMALL: bytes of the largest small sum; PIECE: bytes of the largest piece.
+constexpr u64 FLAGS = 8ull * RANKS * BLOCKS;
+constexpr u64 SMALL_PARTS = FLAGS, PIECES = SMALL_PARTS + 4ull * RANKS * SMALL, SUMS = PIECES + 1ull * RANKS * PIECE;
+
+__device__ __forceinline__ unsigned char* small_part(u64 box, u32 call, u32 rank) {
+    return reinterpret_cast<unsigned char*>(box + SMALL_PARTS + ((call & 1) * RANKS + rank) * (2ull * SMALL));
+}
+
+__device__ __forceinline__ unsigned char* piece_of(u64 box, u32 rank) {
+    return reinterpret_cast<unsigned char*>(box + PIECES + rank * static_cast<u64>(PIECE));
+}
+
+__device__ __forceinline__ unsigned char* sum_of(u64 box, u32 rank) {
+    return reinterpret_cast<unsigned char*>(box + SUMS + rank * static_cast<u64>(PIECE));
+}
+
+__device__ __forceinline__ u32* flag_of(u64 box, u32 phase, u32 rank, u32 block) {
+    return reinterpret_cast<u32*>(box) + (phase * RANKS + rank) * BLOCKS + block;
+}
+
+__device__ __forceinline__ void add_word(float (&total)[PER_WORD], u32 word, bool first) {
+#if FLOATS
+    const float x[1] = {__uint_as_float(word)};
+#else
+    const float x[2] = {one(static_cast<u16>(word)), one(static_cast<u16>(word >> 16))};
+#endif
+#pragma unroll
+    for (int i = 0; i < PER_WORD; ++i) total[i] = first ? x[i] : total[i] + x[i];
+}
+
+__device__ __forceinline__ u32 as_word(const float (&total)[PER_WORD]) {
+#if FLOATS
+    return __float_as_uint(total[0]);
+#else
+    return two(total[0], total[1]);
+#endif
+}
+
+// The counters of all blocks that a launch may have: those of blocks that this one is too small to have, too.
+__device__ __forceinline__ void count_calls(u32* calls, u32 call, u32 block, u32 blocks) {
+    for (u32 at = block + blocks * threadIdx.x; at < BLOCKS; at += blocks * THREADS) calls[at] = call;
+}
+
+// GPUs before Hopper begin a kernel when the one in front has ended.
+__device__ __forceinline__ void begin() {
+#if __CUDA_ARCH__ >= 900
+    wait_for_kernel_in_front();
+    let_next_kernel_start();
+#endif
+}
+
+// What a thread has of a small collective: units first, first + step, ... of 8 bytes.
+struct Some {
+    u32 first, step, units;
+};
+
+// This rank's `units` of 8 bytes, into the boxes of all others.
+__device__ __forceinline__ void push_small(const unsigned char* x, const u64 (&theirs)[RANKS], u32 call, u32 rank, const Some& some) {
+    for (u32 unit = some.first; unit < some.units; unit += some.step) {
+        u32 own[2];
+        load_global(x + 8ull * unit, own);
+        const u32 sent[4] = {own[0], call, own[1], call};
+#pragma unroll
+        for (int k = 1; k < RANKS; ++k) store_far(small_part(theirs[k], call, rank) + 16ull * unit, sent);
+    }
+}
+
+// Boxes of the others, from the next rank on, so that not all push to one first.
+__device__ __forceinline__ void find_boxes(u64 (&theirs)[RANKS], const u64* boxes, u32 rank) {
+#pragma unroll
+    for (int k = 1; k < RANKS; ++k) theirs[k] = boxes[(rank + k) % RANKS];
+}
+
+// x, out: `units` of 8 bytes. boxes: addresses of all ranks' boxes. calls: [BLOCKS].
+__device__ __forceinline__ void add_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
+                                            u32 units, u32 block, u32 blocks) {
+    const u64 mine = boxes[rank];
+    u64 theirs[RANKS];
+    find_boxes(theirs, boxes, rank);
+    begin();
+    const u32 call = calls[block] + 1;
+    const Some some{block * THREADS + threadIdx.x, blocks * THREADS, units};
+    push_small(x, theirs, call, rank, some);
+    for (u32 unit = some.first; unit < units; unit += some.step) {
+        u32 words[RANKS][2], own[2];
+        load_global(x + 8ull * unit, own);
+        wait_for_words(small_part(mine, call, 0) + 16ull * unit, 2ull * SMALL, rank, call, words);
+        float low[PER_WORD], high[PER_WORD];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            add_word(low, r == rank ? own[0] : words[r][0], r == 0);
+            add_word(high, r == rank ? own[1] : words[r][1], r == 0);
+        }
+        const u32 sum[2] = {as_word(low), as_word(high)};
+        store_global(out + 8ull * unit, sum);
+    }
+    __syncthreads();  // all threads have read the counter
+    count_calls(calls, call, block, blocks);
+}
+
+// Rows of `width` units of 8 bytes of the first `kept` ranks, side by side; `out` may be `x` where that is one.
+__device__ __forceinline__ void gather_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
+                                               u32 units, u32 width, u32 kept, u32 block, u32 blocks) {
+    const u64 mine = boxes[rank];
+    u64 theirs[RANKS];
+    find_boxes(theirs, boxes, rank);
+    begin();
+    const u32 call = calls[block] + 1;
+    const Some some{block * THREADS + threadIdx.x, blocks * THREADS, units};
+    push_small(x, theirs, call, rank, some);
+    for (u32 unit = some.first; unit < units; unit += some.step) {
+        u32 words[RANKS][2], own[2];
+        load_global(x + 8ull * unit, own);
+        wait_for_words(small_part(mine, call, 0) + 16ull * unit, 2ull * SMALL, rank, call, words);
+        const u64 row = unit / width, column = unit % width;
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            if (r >= kept) continue;
+            const u32 part[2] = {r == rank ? own[0] : words[r][0], r == rank ? own[1] : words[r][1]};
+            store_global(out + 8 * ((row * kept + r) * width + column), part);
+        }
+    }
+    __syncthreads();
+    count_calls(calls, call, block, blocks);
+}
+
+// Units [first, last) of 16 bytes, to another device if OUT, else of what others have written here.
+template <bool OUT>
+__device__ __forceinline__ void copy(unsigned char* to, const unsigned char* from, u32 first, u32 last) {
+    constexpr int MANY = 4;  // on their way at once
+    for (u32 unit = first + threadIdx.x; unit < last; unit += MANY * THREADS) {
+        u32 x[MANY][4];
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+            if (unit + i * THREADS < last) load_far(from + 16ull * (unit + i * THREADS), x[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+            if (unit + i * THREADS >= last) continue;
+            if constexpr (OUT) {
+                store_far(to + 16ull * (unit + i * THREADS), x[i]);
+            } else {
+                store_global(to + 16ull * (unit + i * THREADS), x[i]);
+            }
+        }
+    }
+}
+
+// x, out: `units` of 16 bytes, of which each rank adds a piece; each block has its share of every piece.
+__device__ __forceinline__ void add_by_pieces(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
+                                              u32 units, u32 block, u32 blocks) {
+    begin();
+    const u32 call = calls[block] + 1, thread = threadIdx.x;
+    const u64 mine = boxes[rank];
+    const u32 piece = (units + RANKS - 1) / RANKS, share = (piece + blocks - 1) / blocks;
+    const u32 start = block * share, stop = start + share;
+    // Of a piece that begins at unit `at`, what this block has: [start, within(at)).
+    const auto within = [=](u32 at) {
+        const u32 longest = at < units ? (units - at < piece ? units - at : piece) : 0;
+        return stop < longest ? stop : longest;
+    };
+    for (u32 k = 1; k < RANKS; ++k) {
+        const u32 to = (rank + k) % RANKS, at = to * piece;
+        copy<true>(piece_of(boxes[to], rank), x + 16ull * at, start, within(at));
+    }
+    __syncthreads();  // and all threads have read the counter
+    const bool speaks = thread < RANKS && thread != rank;
+    if (speaks) {
+        raise_flag(flag_of(boxes[thread], 0, rank, block), call);
+        wait_for_flag(flag_of(mine, 0, thread, block), call);
+    }
+    __syncthreads();
+    for (u32 unit = start + thread; unit < within(rank * piece); unit += THREADS) {
+        float total[4][PER_WORD];
+        u32 words[RANKS][4];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+            load_far((r == rank ? x + 16ull * rank * piece : piece_of(mine, r)) + 16ull * unit, words[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) add_word(total[i], words[r][i], r == 0);
+        }
+        const u32 sum[4] = {as_word(total[0]), as_word(total[1]), as_word(total[2]), as_word(total[3])};
+        store_global(out + 16ull * (rank * piece + unit), sum);
+        for (u32 k = 1; k < RANKS; ++k) {
+            store_far(sum_of(boxes[(rank + k) % RANKS], rank) + 16ull * unit, sum);
+        }
+    }
+    __syncthreads();
+    if (speaks) {
+        raise_flag(flag_of(boxes[thread], 1, rank, block), call);
+        wait_for_flag(flag_of(mine, 1, thread, block), call);
+    }
+    __syncthreads();
+    for (u32 k = 1; k < RANKS; ++k) {
+        const u32 from = (rank + k) % RANKS, at = from * piece;
+        copy<false>(out + 16ull * at, sum_of(mine, from), start, within(at));
+    }
+    count_calls(calls, call, block, blocks);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units) {
+    add_at_once(x, out, boxes, calls, rank, units, blockIdx.x, gridDim.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+gather_rows(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units, u32 width, u32 kept) {
+    gather_at_once(x, out, boxes, calls, rank, units, width, kept, blockIdx.x, gridDim.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_by_pieces(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units) {
+    add_by_pieces(x, out, boxes, calls, rank, units, blockIdx.x, gridDim.x);
+}
