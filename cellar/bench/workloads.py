@@ -164,16 +164,6 @@ def gamma_arrivals(count: int, rate: float, burstiness: float = 1.0, seed: int =
     return np.asarray(moments * (count / rate / moments[-1]))
 
 
-def poisson_arrivals(count: int, rate: float, seed: int = 0) -> FloatArray:
-    """`gamma_arrivals` of burstiness 1."""
-    return gamma_arrivals(count, rate, seed=seed)
-
-
-def constant_arrivals(count: int, rate: float) -> FloatArray:
-    """One arrival every 1 / rate seconds."""
-    return gamma_arrivals(count, rate, math.inf)
-
-
 def spread_bins(stamps: FloatArray, seed: int = 0) -> FloatArray:
     """Ascending moments for ascending stamps that were rounded down to bins: uniform inside each bin, in order.
 

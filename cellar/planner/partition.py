@@ -505,13 +505,3 @@ def relay_bytes(
     moves = relay_moves(source, target, d.kv_heads)
     sent = sum(volume(move.kind, move.before, move.after, move.axes, sizes, source.mesh) for move in moves)
     return sent * d.layers * formats.kv_bytes
-
-
-def longest_context(d: Dimensions, chips: int, batch: int, reserve: float, attention: str) -> float:
-    """Tokens per sequence that `reserve` bytes on each of `chips` hold, with `attention` by `heads` or by `batch`.
-
-    By heads, the cache is cut over the heads of K and V, and repeated beyond them; by batch it is cut over all chips.
-    """
-    per_token = d.layers * d.kv_elements() * 2.0
-    cut = chips if attention == "batch" else math.gcd(d.kv_heads, chips)
-    return reserve * cut / (batch * per_token)

@@ -29,14 +29,3 @@ def from_words(words: Tensor, bits: int, order: Sequence[int] | None = None) -> 
     if order is not None:
         codes = codes[..., torch.tensor(order, device=words.device).argsort()]
     return codes.reshape(*words.shape[:-1], words.shape[-1] * count)
-
-
-def to_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
-    """The other way: codes uint8 [..., m] -> int32 [..., m bits / 32]; m a multiple of what a word holds."""
-    count = 32 // bits
-    grouped = codes.long().view(*codes.shape[:-1], -1, count)
-    if order is not None:
-        grouped = grouped[..., torch.tensor(order, device=codes.device)]
-    shifts = torch.arange(0, 32, bits, device=codes.device)
-    words = (grouped << shifts).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)

@@ -99,11 +99,6 @@ class AffinityRouter:
         self._output = FIRST_OUTPUT
 
     @property
-    def num_in_flight(self) -> int:
-        """Requests that are remembered."""
-        return len(self._flights)
-
-    @property
     def nbytes(self) -> int:
         """Memory of the tables of digests."""
         return self._holdings.nbytes

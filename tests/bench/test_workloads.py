@@ -19,10 +19,8 @@ from cellar.bench.workloads import (
     Piece,
     Turn,
     Vocabulary,
-    constant_arrivals,
     gamma_arrivals,
     is_sharegpt_text,
-    poisson_arrivals,
     prefix_requests,
     random_conversations,
     random_requests,
@@ -49,14 +47,14 @@ def test_intervals_vary_as_burstiness_says(burstiness: float) -> None:
 def test_the_offered_rate_is_the_one_asked_for() -> None:
     for count in (1, 7, 100):
         assert gamma_arrivals(count, 4.0, seed=3)[-1] == pytest.approx(count / 4)
-    assert constant_arrivals(4, 2.0).tolist() == [0.5, 1.0, 1.5, 2.0]
+    assert gamma_arrivals(4, 2.0, math.inf).tolist() == [0.5, 1.0, 1.5, 2.0]
     assert gamma_arrivals(3, math.inf).tolist() == [0, 0, 0]
-    assert poisson_arrivals(0, 1.0).tolist() == []
+    assert gamma_arrivals(0, 1.0).tolist() == []
 
 
 def test_a_seed_decides_arrivals() -> None:
-    assert poisson_arrivals(9, 1.0, 5).tolist() == poisson_arrivals(9, 1.0, 5).tolist()
-    assert poisson_arrivals(9, 1.0, 5).tolist() != poisson_arrivals(9, 1.0, 6).tolist()
+    assert gamma_arrivals(9, 1.0, seed=5).tolist() == gamma_arrivals(9, 1.0, seed=5).tolist()
+    assert gamma_arrivals(9, 1.0, seed=5).tolist() != gamma_arrivals(9, 1.0, seed=6).tolist()
     with pytest.raises(ConfigError, match="request_rate is 0"):
         gamma_arrivals(1, 0.0)
     with pytest.raises(ConfigError, match="burstiness is -1"):

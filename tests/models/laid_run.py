@@ -18,8 +18,8 @@ from cellar.models.loop import Lane, Loop
 from cellar.models.model import Hidden, Model, run_layer
 from cellar.models.views import View, laid, laid_spec
 from cellar.ops.rotary import rope_table
-from cellar.runtime.mesh.relay import relaid
 from tests.models.dense_context import DenseContext
+from tests.models.relay import relaid
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from cellar.planner.partition import distinct_layouts, padded_heads
 from cellar.planner.sharding import volume
 from cellar.planner.traffic import StepSizes, Traffic, step_traffic
 from cellar.runtime.mesh.account import Account
-from cellar.runtime.mesh.relay import relaid
 from cellar.runtime.mesh.threads import ThreadCollectives, ThreadMesh
 from tests.conformance.chatglm import config_of
 from tests.models.dense_context import logits_of
 from tests.models.laid_run import LaidRank, Span
+from tests.models.relay import relaid
 from tests.models.test_halves import SIZES
 from tests.models.test_sharding import stored_tensors
 

@@ -204,8 +204,6 @@ def test_the_diagonal_block_is_larger_by_the_closed_form(s: int, n: int) -> None
     sizes = [f(200e9, layer, hidden, kv, s, n) for f in (blocks.zigzag_block, blocks.diagonal_block)]
     assert sizes[1] / sizes[0] == pytest.approx(blocks.diagonal_gain(s, n), rel=2 / n)
     assert kv_growth(Job(s, n), "diagonal") == pytest.approx(1 / blocks.diagonal_gain(s, n), rel=2 / n)
-    weights = 2.0 * d.parameters
-    assert blocks.weight_bytes_per_token(weights, sizes[1]) < blocks.weight_bytes_per_token(weights, sizes[0])
     # Theorem 4.1: the zig-zag schedule moves at most twice the weights of the optimal one.
     assert sizes[1] / sizes[0] <= 2
 

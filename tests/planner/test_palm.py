@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from cellar.core.layouts import Layout, Mesh
 from cellar.planner.calibration import PALM, Case, best, fit, seconds, with_constants
 from cellar.planner.cost import Dimensions, dimensions, flops_utilization
 from cellar.planner.machines import TPU_HBM, TPU_HOP, TPU_MATMUL, TPU_NETWORK, tpu_v4
 from cellar.planner.models import NAMES, decoder_spec, known_spec
-from cellar.planner.partition import longest_context, padded_heads
+from cellar.planner.partition import kv_bytes_per_chip, padded_heads
 
 
 def palm(name: str) -> Dimensions:
@@ -77,11 +78,12 @@ def test_longest_contexts(batch: int, published: tuple[int, ...]) -> None:
     multi = padded_heads(dimensions(spec), 64)
     assert multi is not None
     assert multi.kv_heads == 64
-    found = (
-        longest_context(multi, 64, batch, reserve, "heads"),
-        longest_context(single, 64, batch, reserve, "heads"),
-        longest_context(single, 64, batch, reserve, "batch"),
-    )
+    by_heads, by_batch = Layout(Mesh(4, 4, 4), "", "zyx"), Layout(Mesh(4, 4, 4))
+    assert (by_heads.attention, by_batch.attention) == ("heads", "batch")
+    found = [
+        reserve / kv_bytes_per_chip(d, layout, batch, 1)
+        for d, layout in ((multi, by_heads), (single, by_heads), (single, by_batch))
+    ]
     assert found == pytest.approx(published, rel=0.02)
 
 

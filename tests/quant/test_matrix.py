@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from cellar.core.errors import ConfigError
 from cellar.core.formats import Format
@@ -16,7 +18,7 @@ from cellar.ops.linear.dense import DenseWeight
 from cellar.quant import matrix as matrix_module
 from cellar.quant import product
 from cellar.quant.matrix import E2M1, Quantized, dequantized, quantized, stacked
-from cellar.quant.pack import AWQ_ORDER, from_bytes, from_words, to_bytes, to_words
+from cellar.quant.pack import AWQ_ORDER, from_bytes, from_words, to_bytes
 from cellar.quant.weight import QuantizedWeight, StackedWeight
 
 FORMATS = {
@@ -251,6 +253,17 @@ def test_parts_of_unequal_formats_stay_apart() -> None:
     assert torch.equal(weight.slice(0, range(50, 100)).dense(), whole[50:100])
     assert torch.equal(weight.slice(1, range(64, 128)).dense(), whole[:, 64:128])
     assert weight.nbytes == four.nbytes + eight.nbytes + plain.nbytes
+
+
+def to_words(codes: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """What `from_words` undoes: codes uint8 [..., m] -> int32 [..., m bits / 32]."""
+    count = 32 // bits
+    grouped = codes.long().view(*codes.shape[:-1], -1, count)
+    if order is not None:
+        grouped = grouped[..., torch.tensor(order, device=codes.device)]
+    shifts = torch.arange(0, 32, bits, device=codes.device)
+    words = (grouped << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
 @settings(deadline=None)

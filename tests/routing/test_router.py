@@ -113,6 +113,19 @@ def test_what_a_report_has_not_seen_still_counts() -> None:
     assert router.choose(request(range(500, 505)), 0.0).replica == other.name  # 50 ms against 100
 
 
+def test_a_prompt_that_was_computed_is_not_waited_for_whatever_a_report_has_seen() -> None:
+    replicas = fleet(2)
+    router = routed(replicas)
+    choice = router.choose(request(range(10)), 0.0)
+    busy = next(r for r in replicas if r.name == choice.replica)
+    other = next(r for r in replicas if r is not busy)
+    router.started(choice.number, 0.0)
+    router.report(busy.report({"router": choice.number - 1}), 0.0)  # made while the request was on its way
+    other.waiting = 5
+    router.report(other.report(), 0.0)
+    assert router.choose(request(range(500, 505)), 0.0).replica == busy.name  # nothing against 50 ms: not 100
+
+
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_has_ended_counts_no_more_whatever_a_report_has_seen(begun: bool) -> None:
     prices = RoutePrices(CHUNK, {1: 0.01}, {}, StepPrice(0.0, 0.001))
@@ -200,7 +213,7 @@ def test_what_two_digests_do_not_name_is_gone() -> None:
         for replica in replicas:
             router.report(replica.report({"router": 1}), at)
     assert router.choose(request(range(10)), 3.0).why is Why.NEW
-    assert router.num_in_flight == 1
+    assert len(router._flights) == 1
 
 
 def test_the_answer_of_a_conversation_is_known_before_a_digest_names_it() -> None:
@@ -251,7 +264,7 @@ def test_who_is_gone_is_not_chosen_and_its_successor_holds_nothing() -> None:
     router.remove("never heard of")
     router.started(sent.number, 0.0)
     router.ended(sent.number, 3, 0.0)
-    assert router.num_in_flight == 0
+    assert len(router._flights) == 0
     assert all(router.choose(request(range(10)), 100.0 * k).replica != "r1" for k in range(9))
     assert router.report(Replica("r3").report(), 0.0)  # has the same column
     assert router.choose(request(range(10)), 1e4, among=["r3"]).seconds == pytest.approx(0.1, rel=0.01)
@@ -432,7 +445,7 @@ def test_memory_is_bounded() -> None:
     for k in range(MAX_ENDED * 5 // 4 + 50):
         choice = router.choose(request([k, k + 1]), 0.0)
         router.ended(choice.number, 1, 0.0)
-    assert router.num_in_flight <= MAX_ENDED + 50
+    assert len(router._flights) <= MAX_ENDED + 50
     assert router.nbytes == before
     for k in range(64):
         router.report(Replica(f"more{k}").report(), 0.0)

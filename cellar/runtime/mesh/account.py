@@ -32,14 +32,6 @@ class Account:
         self.moved[entry] = self.moved.get(entry, 0) + moved
         self.calls[entry] = self.calls.get(entry, 0) + 1
 
-    def by_axes(self) -> Mapping[tuple[str, str], tuple[int, int]]:
-        """(kind, axes) -> (logical, moved) bytes."""
-        found: dict[tuple[str, str], tuple[int, int]] = {}
-        for entry, logical in self.logical.items():
-            before = found.get((entry.kind, entry.axes), (0, 0))
-            found[entry.kind, entry.axes] = before[0] + logical, before[1] + self.moved[entry]
-        return found
-
     def totals(self) -> Mapping[str, tuple[int, int]]:
         """Kind -> (logical, moved) bytes."""
         found: dict[str, tuple[int, int]] = {}

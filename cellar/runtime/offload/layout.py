@@ -97,11 +97,6 @@ class LayerLayout:
     left_nbytes: int
     record_nbytes: Mapping[str, int]
 
-    @property
-    def moved_nbytes(self) -> int:
-        """Bytes that come into the slot from elsewhere in a pass."""
-        return sum(move.nbytes for move in self.moves if move.place != "device")
-
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     """Rounded up to a multiple of `to`."""

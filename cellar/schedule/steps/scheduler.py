@@ -62,10 +62,9 @@ MAX_NAMED_PER_COMMIT = 256
 class StepScheduler:
     """Implements `Scheduler` for transformer steps of one worker.
 
-    `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. `row_depth` is
-    how many plans in flight may name one row (default: `config.run_ahead`). Of `stages` of a pipeline each has another
-    plan: they share the tokens of a step and the rows that decode (`teams.py`). `root` is what the
-    identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
+    `num_slots` chunks of `chunk_size` tokens and `num_rows` rows are what the runtime has. Of `stages` of
+    a pipeline each has another plan: they share the tokens of a step and the rows that decode (`teams.py`). `root` is
+    what the identities of chunks begin with: see `kv/identity.py`. `tiers` says how many chunks slower tiers hold,
     `policy` which chunks leave a tier first, `recovery` which are loaded and which computed again (default: all are
     loaded). `diagonal` lets requests begin evenly spread over the steps (`stagger.py`). `phases_apart` computes prompts
     first, by themselves: the schedulers that the unified one is compared with do (Pensieve §3.6.7).
@@ -80,7 +79,6 @@ class StepScheduler:
         config: ScheduleConfig,
         enable_prefix_caching: bool = True,
         *,
-        row_depth: int | None = None,
         root: bytes = b"",
         tiers: Mapping[Tier, int] | None = None,
         policy: Policy | None = None,
@@ -91,7 +89,6 @@ class StepScheduler:
     ) -> None:
         self._config = config
         self._max_model_len = max_model_len
-        row_depth = row_depth or config.run_ahead
         self._caching = enable_prefix_caching
         self._store = KVStore(num_slots, chunk_size, root, tiers, policy, recovery)
         self.foreign = self._store.foreign  # what other engines have written
@@ -106,11 +103,11 @@ class StepScheduler:
         pace = Pace(config.max_mixed_seconds)
         self._stagger = Stagger(num_slots - keep_free, self._rows.num_free, chunk_size) if diagonal else None
         # Pieces of a prompt wait for no token: one may be at each stage.
-        pieces = row_depth + stages - 1
+        pieces = config.run_ahead + stages - 1
         self._prompts = Prompts(self._holders, pace, keep_free, pieces, self._caching, self._fail, self._stagger)
         budget = -(-(config.max_num_batched_tokens or self._rows.tokens.size) // stages)
         self._plans = Plans(
-            self._holders, self._prompts, self._tally, budget, row_depth, self._stagger, phases_apart, stages
+            self._holders, self._prompts, self._tally, budget, config.run_ahead, self._stagger, phases_apart, stages
         )
 
     # -- the protocol -----------------------------------------------------------------------------

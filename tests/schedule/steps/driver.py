@@ -59,7 +59,7 @@ class Setting:
     budget: int = 16
     short: int | None = None
     run_ahead: int = 2
-    row_depth: int | None = None
+    one_plan_a_row: bool = False
     policy: str = "fcfs"
     reserve: float = 0.1
     caching: bool = True
@@ -211,13 +211,14 @@ class World:
             s.max_model_len,
             self.config,
             s.caching,
-            row_depth=s.row_depth,
             stages=s.stages,
             tiers=self.tiers,
             policy=RetentionValue({1: 1.0, s.max_model_len: 4.0}) if s.values else None,
             diagonal=s.diagonal,
             recovery=AnyRecovery() if s.recovery == "any" else Recovery(s.recovery, {1: 1.0, s.max_model_len: 4.0}),  # type: ignore[arg-type]
         )
+        if s.one_plan_a_row:
+            let_one_plan_name_a_row(self.scheduler, s.stages)
         if s.short is not None:
             self.scheduler._prompts.pace = Pace(0.1, s.short, least=1)
             for count in (1, 4, 8, 16, 32):  # rows take turns, as if steps cost what is in them
@@ -555,6 +556,12 @@ def request(name: str, prompt: Sequence[int], max_tokens: int, stop: Sequence[in
     return Request(name, np.array(prompt, np.int32), params, frozenset(stop), max_tokens, **own)
 
 
+def let_one_plan_name_a_row(scheduler: StepScheduler, stages: int = 1) -> None:
+    """Plans in flight differ in their rows, as those of stages do, however many there are: more orders of commits."""
+    scheduler._plans._row_depth = 1
+    scheduler._prompts._row_depth = stages
+
+
 def end_during_a_suspension() -> None:
     """Memory comes back while a suspension is pending: whoever waits must not overtake the suspended.
 
@@ -562,7 +569,8 @@ def end_during_a_suspension() -> None:
     latest, is in flight and a1 and a2, which are not, get aborted.
     """
     config = ScheduleConfig(max_num_batched_tokens=1, max_num_seqs=5, decode_reserve=0.0, run_ahead=4)
-    scheduler = StepScheduler(4, 5, 4, 16, config, row_depth=1)
+    scheduler = StepScheduler(4, 5, 4, 16, config)
+    let_one_plan_name_a_row(scheduler)
     runtime = FakeRuntime(Capacity(4, 5, 4, 16), vocab_size=VOCAB, strict=True)
     results: deque[Any] = deque()
 
@@ -636,7 +644,7 @@ def random_case(
         budget=rng.choice((3, 8, 16) if pressure else (1, 3, 8, 16, 50)),
         short=random.Random(seed + 1).choice((None, None, 1, 5)),
         run_ahead=rng.choice((1, 2, 3, 4)),
-        row_depth=rng.choice((None, None, 1)),
+        one_plan_a_row=rng.choice((False, False, True)),
         policy=rng.choice(("fcfs", "fcfs", "priority")),
         reserve=rng.choice((0.0, 0.1) if pressure else (0.1, 0.3)),
         caching=rng.random() < 0.8 or tiers,

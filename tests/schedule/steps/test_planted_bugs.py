@@ -146,7 +146,7 @@ def decode_gets_its_chunk_one_token_late(patch: pytest.MonkeyPatch) -> None:
 # -- identity ------------------------------------------------------------------------------------------
 
 
-@bug(pressure=False, caching=True, run_ahead=4, row_depth=None, first=17)
+@bug(pressure=False, caching=True, run_ahead=4, one_plan_a_row=False, first=17)
 def identity_comes_from_tokens_not_committed(patch: pytest.MonkeyPatch) -> None:
     def completed(rows: Rows, of: Index) -> Index:
         return of[rows.planned[of] >= rows.next_named[of]]

@@ -28,6 +28,7 @@ from tests.schedule.steps.driver import (
     by_hand,
     drive,
     end_during_a_suspension,
+    let_one_plan_name_a_row,
     random_case,
     request,
 )
@@ -40,11 +41,13 @@ class Bench:
 
     def __init__(self, slots: int = 32, rows: int = 8, chunk: int = 4, longest: int = 64, **options: Any) -> None:
         caching = options.pop("caching", True)
-        row_depth = options.pop("row_depth", None)
+        one_plan_a_row = options.pop("one_plan_a_row", False)
         short = options.pop("short", None)
         fake = {key: options.pop(key) for key in ("fail", "nan", "delay") if key in options}
         config = ScheduleConfig(max_num_seqs=rows, **{"max_num_batched_tokens": 64, **options})
-        self.scheduler = StepScheduler(slots, rows, chunk, longest, config, caching, row_depth=row_depth)
+        self.scheduler = StepScheduler(slots, rows, chunk, longest, config, caching)
+        if one_plan_a_row:
+            let_one_plan_name_a_row(self.scheduler)
         if short is not None:
             self.scheduler._prompts.pace = Pace(0.1, short, least=1)
         self.runtime = FakeRuntime(Capacity(slots, rows, chunk, longest), vocab_size=VOCAB, **fake)
@@ -116,7 +119,7 @@ def spans(plan: StepPlan) -> list[tuple[int, int, int, Source, Emit]]:
         budget=st.sampled_from((2, 8, 32)),
         short=st.sampled_from((None, 2, 5)),
         run_ahead=st.integers(1, 4),
-        row_depth=st.sampled_from((None, 1)),
+        one_plan_a_row=st.booleans(),
         policy=st.sampled_from(("fcfs", "priority")),
         reserve=st.sampled_from((0.0, 0.1, 0.4)),
         caching=st.booleans(),
@@ -143,7 +146,7 @@ def test_random_operations(setting: Setting, ops: list[Op]) -> None:
         budget=st.sampled_from((2, 8, 32)),
         short=st.sampled_from((None, 2, 5)),
         run_ahead=st.integers(1, 4),
-        row_depth=st.sampled_from((None, 1)),
+        one_plan_a_row=st.booleans(),
         reserve=st.sampled_from((0.0, 0.1, 0.4)),
         max_delay=st.sampled_from((0, 2)),
         error_every=st.sampled_from((0, 0, 9)),
@@ -399,7 +402,7 @@ def test_an_owner_alone_waits_for_itself() -> None:
 
 def test_a_decode_that_is_under_way_counts_as_one() -> None:
     """With one plan in flight per row decodes are in every second plan; the others stand before them all the same."""
-    bench = Bench(max_num_batched_tokens=20, run_ahead=2, row_depth=1, short=3)
+    bench = Bench(max_num_batched_tokens=20, run_ahead=2, one_plan_a_row=True, short=3)
     bench.add(request("a", range(4), 40))
     bench.step()
     bench.add(request("b", range(30), 1))
@@ -545,7 +548,7 @@ def test_steady_decodes_send_no_deltas_but_new_chunks() -> None:
 
 
 def test_more_decodes_than_budget_serve_the_earliest() -> None:
-    bench = Bench(max_num_batched_tokens=2, run_ahead=2, row_depth=1)
+    bench = Bench(max_num_batched_tokens=2, run_ahead=2, one_plan_a_row=True)
     bench.add(*(request(f"r{k}", [k], 3) for k in range(4)))
     assert spans(bench.plan())[0][:3] == (0, 0, 1)
     assert spans(bench.plan())[0][:3] == (2, 0, 1)
@@ -580,8 +583,8 @@ def test_run_ahead_results_after_a_stop_are_void() -> None:
     assert not bench.scheduler.has_work()
 
 
-def test_row_depth_one_keeps_a_row_out_of_the_next_plan() -> None:
-    bench = Bench(run_ahead=3, row_depth=1, max_num_batched_tokens=4)
+def test_a_row_that_one_plan_may_name_is_not_in_the_next() -> None:
+    bench = Bench(run_ahead=3, one_plan_a_row=True, max_num_batched_tokens=4)
     bench.add(request("a", range(6), 3), request("b", range(2), 3))
     assert [s[:3] for s in spans(bench.plan())] == [(0, 0, 4)]
     assert [s[:3] for s in spans(bench.plan())] == [(1, 0, 2)], "b, since a is in flight"

@@ -154,7 +154,7 @@ def test_planted_bugs_are_found(name: str) -> None:
         budget=st.sampled_from((2, 8, 32)),
         short=st.sampled_from((None, 2, 5)),
         run_ahead=st.integers(1, 3),
-        row_depth=st.sampled_from((None, 1)),
+        one_plan_a_row=st.booleans(),
         policy=st.sampled_from(("fcfs", "priority")),
         reserve=st.sampled_from((0.0, 0.1)),
         max_delay=st.sampled_from((0, 2)),

@@ -1,4 +1,8 @@
-"""K and V of rows from where one layout has them to where another wants them: prompts in one, decodes in the other."""
+"""K and V of rows from where one layout has them to where another wants them, as the planner prices that move.
+
+Engines refuse plans whose caches move. With this, tests show that a move sends what the planner counts, and that no
+token changes.
+"""
 
 from __future__ import annotations
 
