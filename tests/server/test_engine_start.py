@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
 from functools import partial
@@ -58,6 +59,26 @@ def test_what_an_engine_said_is_heard_though_it_has_ended_since(tmp_path: Path) 
     assert start.process.exitcode == 0
     with pytest.raises(CellarError, match="no such model"), start:
         EngineProcess(refuse, str(tmp_path / "engine"), start=start)
+
+
+def end_by(number: int) -> Opened:
+    if number != signal.SIGKILL:
+        signal.signal(number, signal.SIG_DFL)  # it leaves ends to its server
+    os.kill(os.getpid(), number)
+    raise AssertionError("it has ended")
+
+
+def test_whose_engine_is_killed_as_it_opens_learns_what_to_lower(tmp_path: Path) -> None:
+    """A system that has no memory left kills; by any other signal an engine ends for reasons of its own."""
+    with pytest.raises(CellarError) as killed:
+        EngineProcess(partial(end_by, signal.SIGKILL), str(tmp_path / "engine"))
+    assert str(killed.value) == (
+        "the engine process has ended by signal 9, as a system ends whoever takes the last of its memory: lower "
+        "kv_offloading_size or, on the CPU, kv_cache_memory_bytes."
+    )
+    with pytest.raises(CellarError) as ended:
+        EngineProcess(partial(end_by, signal.SIGTERM), str(tmp_path / "engine"))
+    assert str(ended.value) == "the engine process has ended by signal 15."
 
 
 def test_whose_server_is_gone_ends_by_itself() -> None:

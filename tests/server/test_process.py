@@ -122,6 +122,25 @@ def test_streams_outlive_an_engine_that_is_killed_and_started_again(host: Superv
         assert text == TEXT.decode(plain([1, 2, 3], 5))
 
 
+def test_who_reads_the_log_of_a_killed_engine_learns_what_to_lower(
+    host: Supervisor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A system that has no memory left kills; of an engine that aborts nothing of the kind is said."""
+    said: list[str] = []
+    for number in (signal.SIGKILL, signal.SIGABRT):
+        restarted = threading.Event()
+        host.on_restart(restarted.set)
+        caplog.clear()
+        assert host.pid is not None
+        os.kill(host.pid, number)
+        assert restarted.wait(SECONDS)
+        said += [message for record in caplog.records if "it is started" in (message := record.getMessage())]
+    killed, aborted = said
+    assert "by signal 9, as a system ends whoever takes the last of its memory: lower kv_offloading_size" in killed
+    assert "kv_cache_memory_bytes" in killed
+    assert "by signal 6; it is started again" in aborted
+
+
 @pytest.mark.long
 def test_a_request_under_which_the_only_engine_is_killed_twice_is_given_up(host: Supervisor) -> None:
     async def run() -> None:
