@@ -3,7 +3,8 @@
     python -m benchmarks.sums --ranks 4 --json sums.json
 
 Microseconds of one sum among twenty in a CUDA graph, the slowest rank's; each way is first compared with the parts
-added in the order of ranks. `library` is what NCCL's own all-reduce takes, whose order is another.
+added in the order of ranks. `library` is what NCCL's own all-reduce takes, whose order is another; `then norm` and
+`with norm` are rows of 8,192 numbers with residual and RMSNorm behind, in two launches and in one.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cellar.ops.peers import sum_at_once, sum_by_pieces
+from cellar.ops.norm import add_rms_norm
+from cellar.ops.peers import PeerBoxes, sum_at_once, sum_by_pieces, sum_norm_of_peers, sum_of_peers
 from cellar.runtime.captured import captured
 from cellar.runtime.ranks.comm import GroupComm, nccl_group
 from cellar.runtime.ranks.peers import meet
 from cellar.runtime.ranks.place import prepare_nccl
 
-SIZES = "8192,16384,32768,65536,131072,262144,524288,1048576,2097152,4194304,8388608,16777216,67108864"
+SIZES = "8192,16384,32768,65536,131072,262144,393216,524288,1048576,2097152,4194304,8388608,16777216,67108864"
 CALLS = 20
+EPS = 1e-5
+
+WIDTH = 8192
+"""Of rows with a norm."""
 
 
 def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: str) -> None:
@@ -53,6 +60,11 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
             ways["at once"] = lambda x=x: sum_at_once(x, boxes)  # type: ignore[misc]
         if boxes is not None and boxes.take(x):
             ways["by pieces"] = lambda x=x: sum_by_pieces(x, boxes)  # type: ignore[misc]
+        if boxes is not None and nbytes % (2 * WIDTH) == 0 and boxes.take_norm(rows := x.view(-1, WIDTH)):
+            residual = torch.randn(rows.shape, generator=torch.Generator().manual_seed(size)).bfloat16().to(device)
+            weight = torch.ones(WIDTH, dtype=torch.bfloat16, device=device)
+            ways["then norm"] = partial(_norm_behind, rows, residual, weight, boxes)
+            ways["with norm"] = partial(_norm_inside, rows, residual, weight, boxes)
         total = parts[0].float()
         for part in parts[1:]:
             total += part.float()
@@ -60,7 +72,8 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
         times = {}
         for name, way in ways.items():
             for _ in range(3):
-                if not torch.equal(way(), total.bfloat16()):
+                wanted = residual + total.bfloat16().view(-1, WIDTH) if "norm" in name else total.bfloat16()
+                if not torch.equal(way(), wanted):
                     raise SystemExit(f"rank {rank}: {name} of {nbytes} bytes is wrong.")
             times[name] = _seconds(way, device, group)
         times["library"] = _seconds(lambda other=other: group.allreduce([other]).wait(), device, group)  # type: ignore[misc]
@@ -74,6 +87,14 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
             print(f"{nbytes / 1024:.0f} KiB: {row} us", flush=True)
     if rank == 0 and output:
         Path(output).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _norm_behind(x: Tensor, residual: Tensor, weight: Tensor, boxes: PeerBoxes) -> Tensor:
+    return add_rms_norm(residual, sum_of_peers(x, boxes), weight, EPS)[1]
+
+
+def _norm_inside(x: Tensor, residual: Tensor, weight: Tensor, boxes: PeerBoxes) -> Tensor:
+    return sum_norm_of_peers(x, residual, weight, EPS, boxes)[1]
 
 
 def _seconds(way: Callable[[], object], device: torch.device, group: Any) -> float:

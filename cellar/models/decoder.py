@@ -187,7 +187,7 @@ class Decoder:
         """q, k, v = norm(x) W, of each head normed again in some models."""
         tensors = plain(weights)
         norm, bias = tensors["input_norm"], tensors.get("qkv_bias")
-        qkv, residual = points.norm_linear(h.residual, h.delta, norm, self._eps, weights["qkv"], bias, ctx.comm)
+        qkv, residual = points.norm_linear(h.residual, h.added, norm, self._eps, weights["qkv"], bias, ctx.comm)
         q, k, v = qkv.view(-1, sum(self._split), self.spec.head_dim).split_with_sizes(self._split, dim=1)
         q, k, v = points.spread(q, k, v, ctx.comm)
         if "q_norm" in weights:
@@ -201,12 +201,13 @@ class Decoder:
         """x += out(attended); x += down(act(gate(norm(x))) * up(norm(x))), the last add put off."""
         tensors, comm = plain(weights), ctx.comm
         attended = points.returned(attended, comm)
-        delta = points.summed_linear(attended.flatten(1), weights["out"], tensors.get("out_bias"), comm)
+        out, bias = weights["out"], tensors.get("out_bias")
+        delta = points.parted_linear(attended.flatten(1), out, bias, carried.residual, comm)
         up = points.FeedForward(
             weights["gate_up"], tensors.get("gate_up_bias"), self._activation, weights["down"], tensors.get("down_bias")
         )
         fed, residual = points.norm_feed_forward(carried.residual, delta, tensors["post_norm"], self._eps, up, comm)
-        return Hidden(residual, fed)
+        return Hidden.of(residual, fed)
 
     def final_hidden(self, weights: Weights, h: Hidden, comm: Comm | None = None) -> Tensor:
         """Hidden rows after the last norm, if there is one: [n, hidden]."""

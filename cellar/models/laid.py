@@ -47,6 +47,7 @@ class Laid:
     whole: Whole
     tokens: tuple[int, ...] = ()
     loop: Loop | None = None
+    normed_sums: None = None
 
     def of(self, tokens: Sequence[int]) -> Laid:
         """For a step with so many tokens of each home; for the head, so many rows."""

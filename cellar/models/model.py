@@ -24,11 +24,31 @@ def plain(weights: Weights) -> Mapping[str, Tensor]:
     return cast("Mapping[str, Tensor]", weights)
 
 
+class Part(NamedTuple):
+    """What a rank has computed of a sum over ranks, [tokens, hidden], which the norm behind it adds up on its way."""
+
+    x: Tensor
+
+
 class Hidden(NamedTuple):
-    """The hidden state is residual + delta (delta None: nothing to add). Both [tokens, hidden]."""
+    """The hidden state is residual + delta (delta None: nothing to add). Both [tokens, hidden].
+
+    Between two layers there may be a `part` in the delta's place.
+    """
 
     residual: Tensor
     delta: Tensor | None = None
+    part: Part | None = None
+
+    @classmethod
+    def of(cls, residual: Tensor, added: Tensor | Part) -> Hidden:
+        """With a delta, or a part of one."""
+        return cls(residual, None, added) if isinstance(added, Part) else cls(residual, added)
+
+    @property
+    def added(self) -> Tensor | Part | None:
+        """What is to be added to the residual, or this rank's part of it."""
+        return self.delta if self.part is None else self.part
 
 
 class Carried(NamedTuple):
@@ -51,6 +71,16 @@ class Projected(NamedTuple):
     carried: Carried
 
 
+class NormedSums(Protocol):
+    """Sums over ranks with the residual and the norm behind them in one step. All ranks call all, in the same order."""
+
+    def take(self, like: Tensor) -> bool:
+        """Whether sums of such a shape and type go so: the same on all ranks."""
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """-> (rms_norm(residual + s), residual + s), s the sum of all ranks' parts."""
+
+
 class Comm(Protocol):
     """Collectives among the ranks that share the tensors of a model (`sharding.py`). Every rank calls all of them, in
     the same order; all get the same bits.
@@ -59,6 +89,10 @@ class Comm(Protocol):
     @property
     def loop(self) -> Loop | None:
         """How long steps are cut, so that a chunk is summed while the next is multiplied; None: they are not."""
+
+    @property
+    def normed_sums(self) -> NormedSums | None:
+        """How sums go that a norm follows, where that is one step."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks; it may be `x`, changed in place."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cellar.models.laid import Laid, sent
 from cellar.models.loop import Loop, Steps, alone, looped
-from cellar.models.model import Comm
+from cellar.models.model import Comm, Hidden, NormedSums, Part
 from cellar.ops.activation import activate, gated
 from cellar.ops.embedding import embedding
 from cellar.ops.linear import fused
@@ -52,6 +52,14 @@ def kept(x: Tensor, comm: Comm | None) -> Tensor:
     return comm.kept(x) if isinstance(comm, Laid) else x
 
 
+def whole(h: Hidden, comm: Comm | None) -> Hidden:
+    """The hidden state with nothing left to be added up."""
+    if h.part is None:
+        return h
+    assert comm is not None, "who leaves parts has other ranks"
+    return Hidden(h.residual, comm.all_reduce(h.part.x))
+
+
 def rms_norm(
     residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, comm: Comm | None
 ) -> tuple[Tensor, Tensor]:
@@ -72,7 +80,7 @@ def layer_norm(
 
 def norm_linear(
     residual: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Part | None,
     norm: Tensor,
     eps: float,
     weight: Weight,
@@ -80,6 +88,9 @@ def norm_linear(
     comm: Comm | None,
 ) -> tuple[Tensor, Tensor]:
     """-> (rms_norm(residual + delta) W^T + b, residual + delta)."""
+    if isinstance(delta, Part):
+        x, total = _normed_sums(residual, comm).add_rms_norm(delta.x, residual, norm, eps)
+        return linear(x, weight, bias), total
     if not isinstance(comm, Laid):
         return fused.norm_linear(residual, delta, norm, eps, weight, bias)
 
@@ -114,28 +125,33 @@ def layer_norm_linear(
 
 def norm_feed_forward(
     residual: Tensor,
-    delta: Tensor | None,
+    delta: Tensor | Part | None,
     norm: Tensor,
     eps: float,
     up: FeedForward,
     comm: Comm | None,
-) -> tuple[Tensor, Tensor]:
-    """-> (the sum over ranks of a gated feed-forward of rms_norm(residual + delta), residual + delta)."""
+) -> tuple[Tensor | Part, Tensor]:
+    """-> (the sum over ranks of a gated feed-forward of rms_norm(residual + delta), residual + delta); of the sum a
+    `Part` if `delta` is one.
+    """
 
     assert up.gated, "what norms so is gated"
+    if isinstance(delta, Part):
+        x, total = _normed_sums(residual, comm).add_rms_norm(delta.x, residual, norm, eps)
+        return Part(fused.feed_forward(x, up.weight, up.bias, up.kind, up.down, up.down_bias)), total
 
-    def whole(residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def all_of_it(residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         return fused.norm_feed_forward(residual, delta, norm, eps, up.weight, up.bias, up.kind, up.down, up.down_bias)
 
     if comm is None:
-        return whole(residual, delta)
+        return all_of_it(residual, delta)
 
     def steps(residual: Tensor, delta: Tensor | None) -> Steps[tuple[Tensor, Tensor]]:
         if isinstance(comm, Laid):
             x, total = yield from comm.rms_norm(residual, delta, norm, eps)
             fed = yield from _fed(x, up, comm)
         else:
-            fed, total = whole(residual, delta)
+            fed, total = all_of_it(residual, delta)
         return (yield from _summed(fed, comm)), total
 
     return looped(_loop(comm), steps, residual, delta)
@@ -171,6 +187,24 @@ def summed_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Comm | N
         return (yield from _summed(linear(x, weight, bias), comm))
 
     return looped(_loop(comm, comm.layout.rest if isinstance(comm, Laid) else ""), steps, x)
+
+
+def parted_linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, comm: Comm | None) -> Tensor | Part:
+    """`summed_linear`, or this rank's part of it where the norm of what is added to `residual` adds it up."""
+    if _adds_with_norm(residual, comm) is None:
+        return summed_linear(x, weight, bias, comm)
+    return Part(linear(x, weight, bias))
+
+
+def _adds_with_norm(like: Tensor, comm: Comm | None) -> NormedSums | None:
+    sums = None if comm is None or isinstance(comm, Laid) else comm.normed_sums
+    return sums if sums is not None and sums.take(like) else None
+
+
+def _normed_sums(like: Tensor, comm: Comm | None) -> NormedSums:
+    sums = _adds_with_norm(like, comm)
+    assert sums is not None, "it has said so when the part was left"
+    return sums
 
 
 def _summed(x: Tensor, comm: Comm | None) -> Steps[Tensor]:

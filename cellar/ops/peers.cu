@@ -18,13 +18,13 @@ constexpr int PER_WORD = 1;
 constexpr int PER_WORD = 2;
 #endif
 
-// A box: flags [2][RANKS][BLOCKS], small parts [2][RANKS][2 * SMALL], pieces [RANKS][PIECE], sums [RANKS][PIECE].
-// SMALL: bytes of the largest small sum; PIECE: bytes of the largest piece.
+// A box: flags [2][RANKS][BLOCKS], small parts [2][RANKS][SLOT], pieces [RANKS][PIECE], sums [RANKS][PIECE].
+// SLOT: bytes of all numbered words of a rank in a call; PIECE: bytes of the largest piece.
 constexpr u64 FLAGS = 8ull * RANKS * BLOCKS;
-constexpr u64 SMALL_PARTS = FLAGS, PIECES = SMALL_PARTS + 4ull * RANKS * SMALL, SUMS = PIECES + 1ull * RANKS * PIECE;
+constexpr u64 SMALL_PARTS = FLAGS, PIECES = SMALL_PARTS + 2ull * RANKS * SLOT, SUMS = PIECES + 1ull * RANKS * PIECE;
 
 __device__ __forceinline__ unsigned char* small_part(u64 box, u32 call, u32 rank) {
-    return reinterpret_cast<unsigned char*>(box + SMALL_PARTS + ((call & 1) * RANKS + rank) * (2ull * SMALL));
+    return reinterpret_cast<unsigned char*>(box + SMALL_PARTS + ((call & 1) * RANKS + rank) * static_cast<u64>(SLOT));
 }
 
 __device__ __forceinline__ unsigned char* piece_of(u64 box, u32 rank) {
@@ -55,6 +55,17 @@ __device__ __forceinline__ u32 as_word(const float (&total)[PER_WORD]) {
 #else
     return two(total[0], total[1]);
 #endif
+}
+
+// The sum of 8 bytes of all ranks.
+__device__ __forceinline__ void add_parts(const u32 (&words)[RANKS][2], const u32 (&own)[2], u32 rank, u32 (&sum)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float total[PER_WORD];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) add_word(total, r == rank ? own[half] : words[r][half], r == 0);
+        sum[half] = as_word(total);
+    }
 }
 
 // The counters of all blocks that a launch may have: those of blocks that this one is too small to have, too.
@@ -105,14 +116,9 @@ __device__ __forceinline__ void add_at_once(const unsigned char* x, unsigned cha
     for (u32 unit = some.first; unit < units; unit += some.step) {
         u32 words[RANKS][2], own[2];
         load_global(x + 8ull * unit, own);
-        wait_for_words(small_part(mine, call, 0) + 16ull * unit, 2ull * SMALL, rank, call, words);
-        float low[PER_WORD], high[PER_WORD];
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-            add_word(low, r == rank ? own[0] : words[r][0], r == 0);
-            add_word(high, r == rank ? own[1] : words[r][1], r == 0);
-        }
-        const u32 sum[2] = {as_word(low), as_word(high)};
+        wait_for_words(small_part(mine, call, 0) + 16ull * unit, SLOT, rank, call, words);
+        u32 sum[2];
+        add_parts(words, own, rank, sum);
         store_global(out + 8ull * unit, sum);
     }
     __syncthreads();  // all threads have read the counter
@@ -132,7 +138,7 @@ __device__ __forceinline__ void gather_at_once(const unsigned char* x, unsigned 
     for (u32 unit = some.first; unit < units; unit += some.step) {
         u32 words[RANKS][2], own[2];
         load_global(x + 8ull * unit, own);
-        wait_for_words(small_part(mine, call, 0) + 16ull * unit, 2ull * SMALL, rank, call, words);
+        wait_for_words(small_part(mine, call, 0) + 16ull * unit, SLOT, rank, call, words);
         const u64 row = unit / width, column = unit % width;
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {

@@ -26,8 +26,17 @@ MOST_BLOCKS = 128
 
 _THREADS = 256
 
+_MOST_UNITS = 8 * _THREADS
+"""Of 8 bytes that a block has of a row: a thread keeps them in registers."""
+
 _PUSHED = 768 * 2**10
 """Bytes that a rank may push to all others together for a small sum; beyond, adding by pieces is faster."""
+
+_JOINED = 512 * 2**10
+"""Bytes of the largest sum whose norm is in the same launch; of larger ones numbers travel faster alone."""
+
+_NORMED_INSIDE = 4096
+"""Widest row of one token that a product norms itself, in a launch less than even a sum with its norm takes."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -45,6 +54,11 @@ class BoxSizes:
         return min(self.nbytes, _PUSHED // (self.ranks - 1) // 16 * 16)
 
     @property
+    def slot(self) -> int:
+        """Bytes for what a rank sends in a call with numbers: all of a small sum, or its pieces and their sums."""
+        return max(2 * self.small, -(-4 * _JOINED // self.ranks // 32) * 32)
+
+    @property
     def piece(self) -> int:
         """Bytes of the largest piece that one rank adds."""
         return -(-(self.nbytes // 16) // self.ranks) * 16
@@ -57,8 +71,19 @@ class BoxSizes:
 
     @property
     def total(self) -> int:
-        """Bytes of a box: flags, two slots of small parts beside their numbers, pieces and their sums."""
-        return self.ranks * (8 * MOST_BLOCKS + 4 * self.small + 2 * self.piece)
+        """Bytes of a box: flags, two slots with numbers, pieces and their sums."""
+        return self.ranks * (8 * MOST_BLOCKS + 2 * self.slot + 2 * self.piece)
+
+
+@dataclass(frozen=True, slots=True)
+class NormSizes:
+    """Of rows with their norm: how wide these are, in how many blocks, and in how many hops: a rank adds all parts of a
+    row (1), or a piece for all (2).
+    """
+
+    width: int
+    slices: int
+    hops: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +105,28 @@ class PeerBoxes:
         """Whether `rows_of_peers` takes such a tensor, and `first_of_peers`, of any type."""
         row = x.nbytes // max(1, len(x))
         return 0 < x.nbytes <= self.sizes.small and row % 8 == 0
+
+    def take_norm(self, x: Tensor) -> bool:
+        """Whether rows [n, w] go by `sum_norm_of_peers`: of one token, and of sums that are not small. Of the others
+        steps are faster with two launches: clusters wait for room (docs/log/ranks.md).
+        """
+        alone = len(x) == 1 and x.shape[1] > _NORMED_INSIDE
+        return self.take(x) and (alone or self.sizes.small < x.nbytes <= _JOINED) and self.norm_sizes(x) is not None
+
+    def norm_sizes(self, x: Tensor) -> NormSizes | None:
+        """How rows [n, w] are divided; None: not at all."""
+        hops = 1 if x.nbytes <= self.sizes.small else 2
+        units, rest = divmod(x.nbytes // len(x), 8)
+        for slices in (8, 4, 2, 1):
+            whole = units % slices == 0 and (hops == 1 or units // slices % self.sizes.ranks == 0)
+            if (
+                whole
+                and (slices == 1 or len(x) * slices <= MOST_BLOCKS)
+                and units // slices <= _MOST_UNITS
+                and not rest
+            ):
+                return NormSizes(x.shape[1], slices, hops)
+        return None
 
 
 def peer_boxes(addresses: list[int], rank: int, nbytes: int, device: torch.device) -> PeerBoxes:
@@ -116,11 +163,23 @@ def sum_by_pieces(x: Tensor, boxes: PeerBoxes) -> Tensor:
     x = _aligned(x)
     out = torch.empty_like(x)
     most = boxes.sizes.nbytes // x.element_size()
-    for some, there in zip(x.view(-1).split(most), out.view(-1).split(most), strict=True):
+    for start in range(0, x.numel(), most):
+        some, there = (t.view(-1)[start : start + most] for t in (x, out))
         units = some.nbytes // 16
         blocks = -(-units // boxes.sizes.ranks // _THREADS)
         launch("sum_by_pieces", some, there, boxes, (units,), min(MOST_BLOCKS, blocks))
     return out
+
+
+def sum_norm_of_peers(x: Tensor, residual: Tensor, norm: Tensor, eps: float, boxes: PeerBoxes) -> tuple[Tensor, Tensor]:
+    """-> (rms_norm(residual + s), residual + s), s the `sum_of_peers` of x [n, w]; `boxes.take_norm(x)`.
+
+    residual: [n, w]; norm: [w]. All call it, with equal residuals.
+    """
+    x, residual = _aligned(x), _aligned(residual)
+    normed, total = torch.empty_like(x), torch.empty_like(x)
+    launch_norm(x, residual, norm, normed, total, eps, boxes, len(x))
+    return normed, total
 
 
 def rows_of_peers(x: Tensor, boxes: PeerBoxes) -> Tensor:
@@ -160,13 +219,28 @@ def launch(name: str, x: Tensor, out: Tensor, boxes: PeerBoxes, counts: Sequence
     )
 
 
+def launch_norm(
+    x: Tensor, residual: Tensor, norm: Tensor, normed: Tensor, total: Tensor, eps: float, boxes: PeerBoxes, rows: int
+) -> None:
+    """The kernel for sums of the shape of x with their norm, of its first `rows`."""
+    sizes = boxes.norm_sizes(x)
+    assert sizes is not None, "`take_norm` has said so"
+    pointers = (t.data_ptr() for t in (x, residual, norm, normed, total, boxes.addresses, boxes.calls))
+    _norm_kernel(sizes, boxes.sizes, x.dtype, x.device).launch(
+        min(len(x), MOST_BLOCKS),
+        [NormGiven(*pointers, boxes.rank, rows, eps)],
+        torch.cuda.current_stream(x.device).cuda_stream,
+        dependent=launches_early(x.device.index),
+    )
+
+
 def peers_source(sizes: BoxSizes, dtype: torch.dtype, threads: int = _THREADS) -> tuple[str, dict[str, int]]:
     """CUDA C++ of all kernels, and the constants that they are compiled with."""
     constants = {
         "RANKS": sizes.ranks,
         "BLOCKS": MOST_BLOCKS,
         "THREADS": threads,
-        "SMALL": sizes.small,
+        "SLOT": sizes.slot,
         "PIECE": sizes.piece,
         "FLOATS": int(dtype == torch.float32),
         "BF16": int(dtype != torch.float16),
@@ -174,10 +248,45 @@ def peers_source(sizes: BoxSizes, dtype: torch.dtype, threads: int = _THREADS) -
     return hopper_source("peers.cu"), constants
 
 
+def norm_source(
+    norm: NormSizes, sizes: BoxSizes, dtype: torch.dtype, threads: int = _THREADS
+) -> tuple[str, dict[str, int]]:
+    """The same of a sum with its norm."""
+    _, constants = peers_source(sizes, dtype, threads)
+    constants |= {"WIDTH": norm.width, "SLICES": norm.slices, "HOPS": norm.hops}
+    return hopper_source("peers.cu", "peers_norm.cu"), constants
+
+
+def norm_shared(slices: int, threads: int = _THREADS) -> int:
+    """Bytes of shared memory: a number of each warp, and of each block of the cluster."""
+    return 4 * (-(-threads // 32 // 4) * 4 + 4 * slices)
+
+
+class NormGiven(ctypes.Structure):
+    """As `peers_norm.cu` has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "residual", "weight", "normed", "total", "boxes", "calls")),
+        ("rank", ctypes.c_uint32),
+        ("rows", ctypes.c_uint32),
+        ("eps", ctypes.c_float),
+    )
+
+
+@functools.cache
+def _norm_kernel(norm: NormSizes, sizes: BoxSizes, dtype: torch.dtype, device: torch.device) -> Function:
+    cubin = compile_cuda(*norm_source(norm, sizes, dtype), _architecture(device))
+    with torch.cuda.device(device):
+        return Function(cubin, "sum_norm", _THREADS, norm_shared(norm.slices), norm.slices)
+
+
 @functools.cache
 def _kernel(name: str, sizes: BoxSizes, dtype: torch.dtype, device: torch.device) -> Function:
-    source, constants = peers_source(sizes, dtype)
-    major, minor = torch.cuda.get_device_capability(device)
-    cubin = compile_cuda(source, constants, f"sm_{major}{minor}{'a' if major == 9 else ''}")
+    cubin = compile_cuda(*peers_source(sizes, dtype), _architecture(device))
     with torch.cuda.device(device):
         return Function(cubin, name, _THREADS, 0, 1)
+
+
+def _architecture(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}{'a' if major == 9 else ''}"

@@ -24,7 +24,6 @@ from cellar.ops.linear.nibbles import (
     written_out,
 )
 from cellar.ops.linear.weight import LinearWeight
-from cellar.ops.norm import add_rms_norm
 from cellar.quant.choice import Kernel, QuantizedChoice, default_nibbles
 from cellar.quant.fragments import fragments, fragments_take, unfragmented
 from cellar.quant.matrix import Quantized, dequantized, quantized
@@ -61,6 +60,13 @@ class NibbleWeight(LinearWeight):
             return torch.nn.functional.linear(x, self.dense().to(x.dtype), bias)
         return multiply_nibbles(x, self._form, bias, self.choice.at(x.shape[0]))
 
+    def gated_multiply(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        """SiLU's gate where the product of a few tokens is written."""
+        sizes = self._few(x)
+        if sizes is None or kind != "silu" or not nibbles_gate(self.out_features, sizes):
+            return super().gated_multiply(x, bias, kind)
+        return nibbles_linear(x, self._form, bias, sizes, gate=True)
+
     def norm_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -73,13 +79,10 @@ class NibbleWeight(LinearWeight):
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
     ) -> tuple[Tensor, Tensor]:
         """The gate where the product is written, one token in one launch."""
-        sizes = self._few(residual)
-        if sizes is None or kind != "silu" or not nibbles_gate(self.out_features, sizes):
+        sizes = self._few(residual) if kind == "silu" and self._alone(residual, norm) is not None else None
+        if sizes is None or not nibbles_gate(self.out_features, sizes):
             return super().norm_gated_multiply(residual, delta, norm, eps, bias, kind)
-        if self._alone(residual, norm) is not None:
-            return nibbles_alone(Alone(residual, delta, norm, eps), self._form, bias, sizes, gate=True)
-        normed, total = add_rms_norm(residual, delta, norm, eps)
-        return nibbles_linear(normed, self._form, bias, sizes, gate=True), total
+        return nibbles_alone(Alone(residual, delta, norm, eps), self._form, bias, sizes, gate=True)
 
     def _few(self, x: Tensor) -> Nibbles | None:
         """Sizes of the kernel for a few tokens, where it takes these."""

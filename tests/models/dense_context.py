@@ -8,6 +8,7 @@ from torch import Tensor
 from cellar.core.specs import ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Model, run_layer
+from cellar.models.points import whole
 from cellar.ops.rotary import rope_table
 from cellar.ops.rotary.definition import rotary_definition
 
@@ -53,6 +54,7 @@ def logits_of(
         h = model.embed(weights.embedding, tokens[start : start + size], ctx)
         for j, layer in enumerate(weights.layers):
             h = run_layer(model, j, layer, h, ctx)
+        h = whole(h, comm)
         rows.append(model.head(weights.head, h, comm))
         start += size
     assert start == len(tokens)

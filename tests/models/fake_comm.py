@@ -11,22 +11,42 @@ import torch
 from torch import Tensor
 
 from cellar.models.loop import Loop
+from cellar.models.model import NormedSums
+from cellar.ops.norm import add_rms_norm
 
 T = TypeVar("T")
 
 
 class ThreadComm:
-    """A `Comm` of one of several threads. Strict: all ranks must call the same collective with the same shape."""
+    """A `Comm` of one of several threads. Strict: all ranks must call the same collective with the same shape.
+
+    `most_rows`: sums of up to so many rows go with the norm behind them.
+    """
 
     loop: Loop | None = None
+    most_rows = 0
 
     def __init__(self, rank: int, board: list[tuple[str, Tensor] | None], barrier: threading.Barrier) -> None:
         self._rank = rank
         self._board = board
         self._barrier = barrier
 
+    @property
+    def normed_sums(self) -> NormedSums | None:
+        return self if self.most_rows else None
+
+    def take(self, like: Tensor) -> bool:
+        return len(like) <= self.most_rows
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        assert self.take(part)
+        return add_rms_norm(residual, self._sum("sum and norm", part), norm, eps)
+
     def all_reduce(self, x: Tensor) -> Tensor:
-        parts = self._exchanged("reduce", x)
+        return self._sum("reduce", x)
+
+    def _sum(self, what: str, x: Tensor) -> Tensor:
+        parts = self._exchanged(what, x)
         assert len({part.shape for part in parts}) == 1, "ranks sum tensors of different shapes"
         total = parts[0].clone()
         for part in parts[1:]:

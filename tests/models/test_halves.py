@@ -76,6 +76,7 @@ class CountingComm:
     """One rank of one, which keeps account of what is asked of it."""
 
     loop = None
+    normed_sums = None
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, tuple[int, ...]]] = []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
+from cellar.models.decoder import Decoder
 from cellar.models.loader import LoadedWeights, dummy, load
 from cellar.models.quantization import is_linear
 from cellar.models.registry import open_model, shipped_config, shipped_names
@@ -66,6 +67,33 @@ def test_ranks_together_compute_what_one_device_computes(case: str, tmp_path: Pa
     for logits in found:
         assert torch.equal(logits, found[0]), "every rank has the same bits"
         torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("most", [1, 9, 20], ids="up to {} rows".format)
+@pytest.mark.parametrize("case", [name for name in CASES if "opt" not in name])
+def test_sums_that_go_with_the_norm_behind_them_change_nothing(
+    case: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts in pieces of 20, 1 and 9 tokens, of which some go so, to the last bit."""
+    config, size = CASES[case]
+    model = open_model(config, "float32")
+    save_file(stored_tensors(model.spec), tmp_path / "model.safetensors")
+    asked: list[str] = []
+
+    def logits(rank: int, comm: ThreadComm) -> Tensor:
+        part = type(model)(shard(model.spec, rank, size))
+        return logits_of(part, load(part.spec, tmp_path), TOKENS, [20, 1, 9], comm)
+
+    plain = on_ranks(size, logits)
+    monkeypatch.setattr(ThreadComm, "most_rows", most)
+    exchanged = ThreadComm._exchanged
+    monkeypatch.setattr(ThreadComm, "_exchanged", lambda self, what, x: asked.append(what) or exchanged(self, what, x))
+    for one, other in zip(plain, on_ranks(size, logits), strict=True):
+        assert torch.equal(one, other)
+    layers, pieces = len(model.spec.layers), sum(n <= most for n in (20, 1, 9))
+    norms = isinstance(model, Decoder)  # others have no RMSNorm behind their sums
+    # Of the last layer the second sum has no norm behind it in the loop over layers.
+    assert asked.count("sum and norm") == size * pieces * (2 * layers - 1) * norms
 
 
 def test_a_missing_sum_shows() -> None:

@@ -38,19 +38,21 @@ def without(shape: Shape) -> LinearChoice:
     return choice
 
 
-def test_a_shape_left_out_is_within_a_hundredth_of_its_measured_best() -> None:
+def test_a_shape_left_out_is_mostly_its_measured_best() -> None:
+    """The worst are shares of ranks: much smaller than what lies near them."""
     found = list(losses(without))
-    assert len(found) == 63
-    assert max(found) < 0.01
-    assert sum(found) / len(found) < 0.0005
-    assert sum(loss == 0 for loss in found) >= 59
+    assert len(found) == 224
+    assert max(found) < 0.11
+    assert sum(found) / len(found) < 0.003
+    assert sum(loss == 0 for loss in found) >= 200
+    assert sum(loss < 0.01 for loss in found) >= 210
 
 
-def test_the_rules_of_thumb_are_up_to_an_eighth_off_on_the_same_shapes() -> None:
-    """And these were made from the same shapes. If this fails, the rules have become better than what replaces them."""
+def test_the_rules_of_thumb_are_up_to_a_sixth_off_on_the_same_shapes() -> None:
+    """And these were made from some of the same shapes. If this fails, they are better than what replaces them."""
     found = list(losses(lambda shape: default_choice(shape.n, shape.k)))
-    assert 0.1 < max(found) < 0.125
-    assert sum(found) > 5 * sum(losses(without))
+    assert 0.15 < max(found) < 0.17
+    assert sum(found) > 1.7 * sum(losses(without))
 
 
 @pytest.mark.parametrize("name", DECODES)

@@ -7,22 +7,26 @@ wait for each other on one device may share a queue.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from cellar.ops.collectives import all_reduce
+from cellar.ops.norm.definition import add_rms_norm_definition
 from cellar.ops.peers import (
     MOST_BLOCKS,
     BoxSizes,
     PeerBoxes,
     first_of_peers,
     launch,
+    launch_norm,
     peer_boxes,
     rows_of_peers,
     sum_at_once,
     sum_by_pieces,
+    sum_norm_of_peers,
     sum_of_peers,
 )
 
@@ -61,6 +65,12 @@ class Ranks:
             boxes.calls.zero_()
         for memory in self._memory:
             memory.zero_()
+
+    def load_norm(self, x: Tensor, residual: Tensor, weight: Tensor, boxes: PeerBoxes) -> None:
+        """The same of a sum with its norm, of no rows."""
+        calls = torch.zeros_like(boxes.calls)
+        launch_norm(x, residual, weight, x.clone(), x.clone(), 1e-5, replace(boxes, calls=calls), 0)
+        torch.cuda.synchronize()
 
     def all_do(self, way: Callable[[Tensor, PeerBoxes], Tensor], parts: list[Tensor]) -> list[Tensor]:
         torch.cuda.synchronize()
@@ -113,3 +123,26 @@ def test_rows_side_by_side_and_the_first_ranks() -> None:
         for found, own in zip(ranks.all_do(first_of_peers, told), told, strict=True):
             assert found is own
             assert not own.any()
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2, torch.bfloat16), (4, torch.bfloat16), (4, torch.float16)])
+def test_sums_with_their_norm_are_sums_and_norms(size: int, dtype: torch.dtype) -> None:
+    """Also of numbers of rows that go in two launches elsewhere."""
+    ranks = Ranks(size)
+    ranks.load(dtype)
+    width, eps = 2048, 1e-5
+    weight = torch.randn(width, device="cuda").to(dtype)
+    for n in (1, 1, 3, 8, 16, 20, 31, 32, 1):
+        parts = [part.view(n, width) for part in parts_of(size, n * width, dtype, n)]
+        residual = parts_of(1, n * width, dtype, 7)[0].view(n, width)
+        for boxes in ranks.boxes:  # loaded while nobody waits: see `load`
+            ranks.load_norm(parts[0], residual, weight, boxes)
+
+        def both(part: Tensor, boxes: PeerBoxes, residual: Tensor = residual) -> Tensor:
+            return torch.stack(sum_norm_of_peers(part, residual, weight, eps, boxes))
+
+        wanted = add_rms_norm_definition(residual, expected(parts), weight, eps)
+        for normed, total in ranks.all_do(both, parts):
+            assert torch.equal(total, wanted[1]), n
+            unit = 2**-7 if dtype == torch.bfloat16 else 2**-10
+            torch.testing.assert_close(normed, wanted[0], rtol=unit, atol=unit)

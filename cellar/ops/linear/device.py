@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.activation import gated
 from cellar.ops.linear.choice import LEAST_FLAT_ROWS, Kernel, LinearChoice, Wide, default_choice
 from cellar.ops.linear.hopper import wide, wide_takes
 from cellar.ops.linear.triton import multiply, norm_gemv
@@ -51,6 +50,12 @@ class DeviceWeight(MatrixWeight):
         """By this kernel."""
         return multiply(x, self.matrix, bias, kernel, self.arrivals)
 
+    def gated_multiply(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        """SiLU's gate in the epilogue of the wide product."""
+        if kind == "silu" and isinstance(kernel := self.kernel(x), Wide):
+            return wide(x, self.matrix, bias, kernel, gate=True)
+        return super().gated_multiply(x, bias, kind)
+
     def norm_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -64,14 +69,11 @@ class DeviceWeight(MatrixWeight):
     def norm_gated_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
     ) -> tuple[Tensor, Tensor]:
-        """With SiLU one token in a single launch, and the gate in the epilogue of the wide product."""
+        """With SiLU one token in a single launch."""
         sizes = self.choice.fused
         if kind == "silu" and sizes is not None and residual.shape[0] == 1:
             return norm_gemv(residual, delta, norm, eps, self.matrix, bias, sizes, gate=True)
-        normed, total = add_rms_norm(residual, delta, norm, eps)
-        if kind == "silu" and isinstance(kernel := self.kernel(normed), Wide):
-            return wide(normed, self.matrix, bias, kernel, gate=True), total
-        return gated(self.multiply(normed, bias), kind), total
+        return super().norm_gated_multiply(residual, delta, norm, eps, bias, kind)
 
 
 def prepare(matrix: Tensor, choice: LinearChoice | None = None) -> DeviceWeight:

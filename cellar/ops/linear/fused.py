@@ -104,6 +104,13 @@ def norm_feed_forward(
     return as_linear(weight).norm_feed_multiply(residual, delta, norm, eps, bias, kind, as_linear(down), down_bias)
 
 
+def feed_forward(
+    x: Tensor, weight: Weight, bias: Tensor | None, kind: str, down: Weight, down_bias: Tensor | None
+) -> Tensor:
+    """(act(gate) * up) D^T + d, gate and up the halves of x W^T + b; x: [t, k]."""
+    return as_linear(down).multiply(as_linear(weight).gated_multiply(x, bias, kind), down_bias)
+
+
 def norm_feed_forward_definition(
     residual: Tensor,
     delta: Tensor | None,

@@ -55,6 +55,10 @@ class LinearWeight(ABC):
         """
         return self.remade(self.dense().narrow(axis, part.start, len(part)))
 
+    def gated_multiply(self, x: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+        """act(gate) * up, the halves of x W^T + b, gate rows first."""
+        return gated(self.multiply(x, bias), kind)
+
     def norm_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
@@ -67,7 +71,7 @@ class LinearWeight(ABC):
     ) -> tuple[Tensor, Tensor]:
         """`norm_gated_linear` with this weight, gate rows first."""
         normed, total = add_rms_norm(residual, delta, norm, eps)
-        return gated(self.multiply(normed, bias), kind), total
+        return self.gated_multiply(normed, bias, kind), total
 
     def norm_feed_multiply(
         self,

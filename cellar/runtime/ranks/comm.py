@@ -14,9 +14,9 @@ from torch import Tensor
 from cellar.core.errors import DeviceError
 from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
 from cellar.models.loop import Loop
-from cellar.models.model import Comm
+from cellar.models.model import Comm, NormedSums
 from cellar.ops.added import added
-from cellar.ops.peers import PeerBoxes, first_of_peers, rows_of_peers, sum_of_peers
+from cellar.ops.peers import PeerBoxes, first_of_peers, rows_of_peers, sum_norm_of_peers, sum_of_peers
 from cellar.runtime.mesh.account import Account, Entry
 
 if TYPE_CHECKING:
@@ -79,6 +79,23 @@ class GroupComm:
         self._group = group
         self._widths = dict(widths or {})
         self._boxes = boxes
+
+    @property
+    def normed_sums(self) -> NormedSums | None:
+        """Through boxes, of few tokens."""
+        return None if self._boxes is None else self
+
+    def take(self, like: Tensor) -> bool:
+        """Whether a sum of this shape and type goes with its norm."""
+        return self._boxes is not None and self._boxes.take_norm(like)
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Implements `NormedSums`."""
+        assert self._boxes is not None, "`take` has said so"
+        self.count += 1
+        moved = self._boxes.sizes.moved(part.nbytes)
+        self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(part.nbytes, self.size), moved)
+        return sum_norm_of_peers(part, residual, norm, eps, self._boxes)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""

@@ -96,13 +96,14 @@ class Place(Protocol):
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
     """Implements `Place` for tensor parallelism by heads. `meeting` is a file in a private directory, new for each
-    group, by which ranks find each other. `loop_tokens`: see `Loop`.
+    group, by which ranks find each other. `loop_tokens`: see `Loop`; None: as planned, but not where sums go through
+    boxes, which take less time than products in chunks lose (docs/log/ranks.md).
     """
 
     rank: int
     size: int
     meeting: str
-    loop_tokens: int = LOOP_TOKENS
+    loop_tokens: int | None = None
 
     def take(self, model: Model, device: torch.device) -> Seat:
         """The model with the rank's share of its tensors."""
@@ -120,13 +121,14 @@ class TensorPlace:
             shares = [vocab.ranges(*vocab.share(rank, self.size)) for rank in range(self.size)]
             columns = [sum(len(piece) for piece in share) for share in shares]
             widths[columns[self.rank]] = columns
-        loop = Loop(lane_on(device), self.loop_tokens)
+        loop = Loop(lane_on(device), self.loop_tokens or LOOP_TOKENS)
         if device.type == "cpu":
             return gloo_comm(store, self.rank, self.size, widths, loop=loop)
         torch.cuda.set_device(device)
         prepare_nccl(self.size)
         boxes = meet(store, self.rank, self.size, device)
-        return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=loop)
+        chunks = loop if boxes is None or self.loop_tokens else None
+        return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ class StagedPlace:
     stages: int
     meeting: str
     ahead: int
-    loop_tokens: int = LOOP_TOKENS
+    loop_tokens: int | None = None
 
     @property
     def size(self) -> int:

@@ -78,7 +78,7 @@ class Stages:
         whole = torch.empty((2, num_tokens, self._width), dtype=self._dtype, device=device)
         with gone():
             self._onward.receive(whole, self.index - 1).wait()
-        return Hidden(*whole.unbind())
+        return Hidden(whole[0], whole[1])
 
     def send(self, h: Hidden) -> None:
         """Hidden rows of a step to the stage after: both parts, since their sum would be rounded once more."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from cellar.core.specs import LayerSpec, ModelSpec
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Hidden, LayerContext, Model, run_layer
+from cellar.models.points import whole
 from cellar.ops.attention import (
     AttentionShape,
     AttentionWork,
@@ -422,6 +423,7 @@ class Forward:
                     hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)
             if pace is not None:
                 pace.lap()
+        hidden = [whole(h, self._comm) for h in hidden]
         if self._stages is not None and not self._stages.is_last:
             for h in hidden:
                 self._stages.send(h)

@@ -165,6 +165,7 @@ class AbsentRanks:
 
     vocab_size: int
     loop: None = None
+    normed_sums: None = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As it is."""

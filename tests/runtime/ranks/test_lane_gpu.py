@@ -26,6 +26,8 @@ LONG = 2_000_000
 class SlowComm:
     """A `Comm` of one rank whose sums take long, and give three times what they take."""
 
+    normed_sums = None
+
     def __init__(self, loop: Loop | None) -> None:
         self.loop = loop
 
