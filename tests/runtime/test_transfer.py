@@ -114,3 +114,4 @@ def test_small_arrays_do_not_stand_behind_a_load_in_the_copy_engine() -> None:
         there = work.resident.meta[HEADER:].view(-1, ITEM_FIELDS)
         np.testing.assert_array_equal(there.cpu().numpy(), work.items.table)
     assert not loaded.query(), "the load had ended before, or was waited for"
+    torch.cuda.synchronize(device)  # or who is given this memory next has it written over
