@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from cellar.planner.cost import Dimensions
     from cellar.planner.machines import Machine
     from cellar.planner.offload import Job, Schedule
+    from cellar.planner.partition import Formats
     from cellar.planner.saved import SavedPlan
+    from cellar.planner.search import Answer
 
 MOST_CHIPS = 1024
 SCHEDULES = {"zigzag": ("zigzag",), "diagonal": ("diagonal",), "best": ("zigzag", "diagonal")}
@@ -39,7 +41,8 @@ def plan(
     formats: Annotated[
         str | None,
         typer.Option(
-            help="Weights (and KV): bf16, int8, int4, int4+kv4 or float32, several with commas; default: as it runs."
+            help="Weights (and KV): bf16, int8, fp8, int4, int4+kv4 or float32, several with commas; default: as it "
+            "runs, and the others are listed."
         ),
     ] = None,
     chips: Annotated[
@@ -72,6 +75,7 @@ def plan(
 ) -> None:
     """Search placement, partition and pipeline together; print the best plan, what binds it, and the frontier."""
     import json as jsonlib
+    from dataclasses import asdict
 
     from cellar.planner.cost import dimensions
     from cellar.planner.offload import Job
@@ -81,6 +85,7 @@ def plan(
     from cellar.reports.models import model_spec
     from cellar.reports.offload import print_planned
     from cellar.reports.plan import print_answer, print_compared, save_plots
+    from cellar.reports.plan_formats import asked_formats, compared, in_formats, own_formats
 
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r} is unknown; use {', '.join(OBJECTIVES)}.")
@@ -113,7 +118,7 @@ def plan(
             typer.echo(str(output))
         return
     here = here.limited(sizes)
-    job, chosen_formats = Job(prompt, generate), _formats(formats, spec)
+    job, chosen_formats = Job(prompt, generate), asked_formats(formats, spec)
     if prompt + generate > spec.max_position:
         raise ConfigError(
             f"{prompt} + {generate} tokens are more than the {spec.max_position} that {model} can attend to; "
@@ -128,24 +133,30 @@ def plan(
         _swept(d, here, chips, job, chosen_formats, f"{model} on {machine}: {prompt} + {generate} tokens", plots, json)
         return
 
-    def search(found: Any) -> Any:
-        return find(d, found, job, objective, latency, chosen_formats, schedules)  # type: ignore[arg-type]
+    def search(found: Machine, among: Sequence[Formats] = chosen_formats) -> Answer:
+        return find(d, found, job, objective, latency, among, schedules)  # type: ignore[arg-type]
 
+    # Steps are measured in the model's own formats, whatever is asked for.
     dtype = run_dtype(chosen_formats[0], spec.dtype)
-    answer = search(fitted(here, profile, d, model, chosen_formats[0], dtype)[0])
+    here = fitted(here, profile, d, model, own_formats(spec, dtype), dtype)[0]
+    answer = search(here)
+    rows = () if formats else compared(spec, answer.chosen, lambda form: search(here, (form,)).chosen)
     about = {"model": model, "prompt": prompt, "generate": generate, **answer.chosen.figures()}
     if json:
         pareto = [one.figures() for one in answer.pareto]
-        typer.echo(jsonlib.dumps({**about, "warnings": answer.warnings, "pareto": pareto}))
+        listed = [asdict(row) for row in rows]
+        typer.echo(jsonlib.dumps({**about, "warnings": answer.warnings, "pareto": pareto, "formats": listed}))
     else:
         title = f"{model} on {machine}: {prompt} + {generate} tokens, for {objective}"
-        print_answer(answer, title, sources)
+        print_answer(answer, title, sources, rows)
     if compare is not None:
         before = _saved(Path(compare))
         other = search(open_machine(compare)).chosen.figures() if before is None else before
         print_compared(answer.chosen.figures(), other)
     if output is not None:
-        saved = saved_plan(answer.running or answer.chosen, spec, _named(model), prompt=prompt, generate=generate)
+        written = answer.running or answer.chosen
+        held = in_formats(spec, written.formats)
+        saved = saved_plan(written, held, _named(model), prompt=prompt, generate=generate)
         output.write_text(saved.to_json() + "\n", encoding="utf-8")
         typer.echo(str(output), err=json)
     if plots is not None:
@@ -222,30 +233,6 @@ def _named(model: str) -> str:
     """The model as an engine that starts anywhere finds it."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else model
-
-
-def _formats(names: str | None, spec: ModelSpec) -> tuple[Any, ...]:
-    """Those of weights; K and V as the spec has them, if it has them in fewer bits."""
-    from dataclasses import replace
-
-    from cellar.planner.saved import kv_cache_dtype_of
-
-    found, kept, group = _named_formats(names, spec.dtype), kv_cache_dtype_of(spec), spec.kv.groups[0]
-    if kept == "auto":
-        return found
-    each = group.row_nbytes / group.head_dim
-    return tuple(replace(form, name=f"{form.name}, KV {kept}", kv_bytes=each) for form in found)
-
-
-def _named_formats(names: str | None, dtype: str) -> tuple[Any, ...]:
-    from cellar.planner.partition import FORMATS, formats_of
-
-    if names is None:
-        return (formats_of(dtype),)
-    unknown = [name for name in names.split(",") if name not in FORMATS]
-    if unknown:
-        raise ConfigError(f"format {unknown[0]!r} is unknown; use {', '.join(FORMATS)}.")
-    return tuple(FORMATS[name] for name in names.split(","))
 
 
 def _saved(path: Path) -> Any:

@@ -47,7 +47,8 @@ def _what_would_do(d: Dimensions, machine: Machine, job: Job, formats: Sequence[
     for count in _counts(d, max(least, machine.num_devices + 1)):
         if fits(d, machine.with_devices(count), job, formats):
             return f"take {count} such devices"
-    for form in (INT8, INT4, INT4_KV4):
+    stored = any(form.weight_bytes < 2 and not form.quantization for form in formats)  # a quantized checkpoint
+    for form in () if stored else (INT8, INT4, INT4_KV4):
         if fits(d, machine, job, (form,)):
             return f"take --formats {form.name}"
     for prompt in (job.prompt // 2, job.prompt // 8):

@@ -28,27 +28,31 @@ from cellar.planner.sharding import Kind, volume
 class Formats:
     """Bytes per element of stored weights and KV (with their scales). Activations have two.
 
-    `compute` is the dtype of the products: what is stored in fewer bits is unpacked to it.
+    `compute` is the dtype of the products: what is stored in fewer bits is unpacked to it. `quantization` and
+    `kv_cache_dtype` are the options of an engine that make a plain model so; empty: they are left out.
     """
 
     name: str
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     compute: str = "bfloat16"
+    quantization: str = ""
+    kv_cache_dtype: str = ""
 
     @property
     def table_bytes(self) -> float:
         """Bytes per element of tables and head, which are not quantized."""
-        return max(2.0, self.weight_bytes)
+        return 4.0 if self.compute == "float32" else 2.0
 
 
 BF16 = Formats("bf16")
 FLOAT32 = Formats("float32", 4.0, 4.0, "float32")
 # One scale of two bytes per output channel is nothing beside it; 4 bits in groups of 64 with scale and minimum are 4.5.
-INT8 = Formats("int8", 1.0, 2.0)
-INT4 = Formats("int4", 4.5 / 8, 2.0)
-INT4_KV4 = Formats("int4+kv4", 4.5 / 8, 4.5 / 8)
-FORMATS = {form.name: form for form in (BF16, INT8, INT4, INT4_KV4, FLOAT32)}
+INT8 = Formats("int8", 1.0, 2.0, quantization="int8")
+FP8 = Formats("fp8", 1.0, 2.0, quantization="fp8")
+INT4 = Formats("int4", 4.5 / 8, 2.0, quantization="int4")
+INT4_KV4 = Formats("int4+kv4", 4.5 / 8, 4.5 / 8, quantization="int4", kv_cache_dtype="int4")
+FORMATS = {form.name: form for form in (BF16, INT8, FP8, INT4, INT4_KV4, FLOAT32)}
 
 
 def formats_of(dtype: str) -> Formats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cellar.core.errors import CapacityError
 from cellar.core.layouts import Mesh
 from cellar.core.messages import BlockSchedule, Partition, Placed, PlacedUnits, Placement
+from cellar.core.pieces import format_name
 from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.planner.integer import IntegerPlan, integer
 from cellar.planner.offload import TIERS
@@ -12,11 +13,10 @@ from cellar.planner.partition import padded_heads
 from cellar.planner.plans import Plan
 from cellar.planner.shards import stored_shape
 
-_STORED = {"int8": "int8", "int4": "int4", "int4+kv4": "int4"}
-
 
 def placement(plan: Plan, spec: ModelSpec, dtype: str, chunks: int | None = None) -> Placement:
-    """What a plan means for the tensors of a spec that runs in `dtype`; a resident one has so many chunks of KV.
+    """What a plan means for the tensors of a spec in the plan's formats that runs in `dtype`; a resident one has so
+    many chunks of KV.
 
     Raises CapacityError if whole rows do not fit where shares did.
     """
@@ -30,23 +30,16 @@ def placement(plan: Plan, spec: ModelSpec, dtype: str, chunks: int | None = None
     assert d is not None
     mesh = plan.decode.layout.mesh
     weights = tuple(
-        Placed(name, "device", 0, stored_shape(t, d, mesh)[0], _format(plan, t, dtype))
-        for name, t in spec.named_tensors()
+        Placed(name, "device", 0, stored_shape(t, d, mesh)[0], _format(t, dtype)) for name, t in spec.named_tensors()
     )
     kv = () if chunks is None else (PlacedUnits("device", chunks, "device"),)
     assert plan.kind != "offload", "it has shares"
     return Placement(weights, "device", "device", plan.kind, kv, partition=_partition(plan))
 
 
-def _format(plan: Plan, tensor: TensorSpec, dtype: str) -> str:
-    """Matrices of layers are quantized, and the head to 8 bits, as `models/quantization.py` does.
-
-    Tables and vectors are not. A head is priced as a table is, with more bytes.
-    """
-    if tensor.name == "lm_head" and plan.formats.name in _STORED:
-        return "int8"
-    inner = len(tensor.shape) == 2 and not {"vocab", "position"} & set(tensor.axes)
-    return _STORED.get(plan.formats.name, dtype) if inner else dtype
+def _format(tensor: TensorSpec, dtype: str) -> str:
+    """As its spec has it; a quantized head is priced as a table is, with more bytes."""
+    return format_name(tensor) if tensor.formats else dtype
 
 
 def _partition(plan: Plan) -> Partition | None:
@@ -78,12 +71,12 @@ def _offloaded(plan: Plan, found: IntegerPlan, spec: ModelSpec, dtype: str) -> P
         rows = found.rows.get(tensor.name) if name.startswith("layers.") else None
         if rows is None:
             shape = stored_shape(tensor, plan.d, mesh)
-            weights.append(Placed(name, "device", 0, shape[0], _format(plan, tensor, dtype)))
+            weights.append(Placed(name, "device", 0, shape[0], _format(tensor, dtype)))
             continue
         start = 0
         for tier, count in zip(TIERS, rows, strict=True):
             if count:
-                weights.append(Placed(name, tier, start, start + count, _format(plan, tensor, dtype)))
+                weights.append(Placed(name, tier, start, start + count, _format(tensor, dtype)))
             start += count
     kv = []
     for kind, units in found.kv.items():

@@ -18,7 +18,7 @@ from cellar.planner.work import StepCost, StepWork
 
 
 def saved_plan(plan: Plan, spec: ModelSpec, model: str, **about: object) -> SavedPlan:
-    """What a plan says to an engine, with `about` among its figures.
+    """What a plan says to an engine that has the model of this spec in its formats, with `about` among its figures.
 
     Raises CapacityError if whole rows do not fit where shares did.
     """

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cellar.core.config import CacheConfig
+from cellar.core.formats import Format
 from cellar.core.specs import ModelSpec
 from cellar.reports.models import model_spec
 from cellar.runtime.memory import host_available, human
@@ -30,7 +31,7 @@ class Share:
 class Anatomy:
     """Sizes in bytes, work in FLOPs, per token. `fits` says whether the weights do; then so many tokens of KV do.
 
-    `shares` say where every byte of the weights goes.
+    `weight_formats` are the bytes of each format, scales included; `shares` say where every byte of the weights goes.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Anatomy:
     tied_head: bool
     num_parameters: int
     weight_nbytes: int
+    weight_formats: dict[str, int]
     kv_dtype: str
     kv_nbytes_per_token: int
     flops_per_token: int
@@ -100,6 +102,7 @@ def anatomy(name: str, spec: ModelSpec, device: str, memory: int) -> Anatomy:
         tied_head=spec.tied_head,
         num_parameters=spec.num_parameters(),
         weight_nbytes=spec.nbytes(),
+        weight_formats=_formats(spec),
         kv_dtype=spec.kv.groups[0].dtype,
         kv_nbytes_per_token=spec.kv.nbytes_per_token(),
         flops_per_token=spec.flops(1, 0, 1),
@@ -111,6 +114,36 @@ def anatomy(name: str, spec: ModelSpec, device: str, memory: int) -> Anatomy:
         full_sequences=tokens // spec.max_position,
         shares=_shares(spec),
     )
+
+
+def _formats(spec: ModelSpec) -> dict[str, int]:
+    """Bytes by format, the largest first."""
+    found: dict[str, int] = {}
+    for _, tensor in spec.named_tensors():
+        if not tensor.formats:
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.nbytes
+            continue
+        for part in tensor.stored_parts():
+            name = _format_words(part.format)
+            found[name] = found.get(name, 0) + part.format.nbytes(part.shape)
+    return dict(sorted(found.items(), key=lambda pair: -pair[1]))
+
+
+def _format_words(format: Format) -> str:
+    """`int4 in groups of 128`, `fp8 in blocks of 128 x 128 with activations in fp8`."""
+    if not format.is_quantized:
+        return format.name
+    across = f"blocks of {format.rows} x {format.group}" if format.rows > 1 else f"groups of {format.group}"
+    how = f"in {across}" if format.group else "by row" if format.rows else "by matrix"
+    return f"{format.name} {how}" + (f" with activations in {format.activations}" if format.activations else "")
+
+
+def _words(a: Anatomy) -> str:
+    """One format, or the bytes of each; and what products are in, where that differs."""
+    if list(a.weight_formats) == [a.dtype]:
+        return f" in {a.dtype}"
+    parts = (f"{human(nbytes)} {name}" for name, nbytes in a.weight_formats.items())
+    return f": {', '.join(parts)}; computed in {a.dtype}"
 
 
 def _shares(spec: ModelSpec) -> tuple[Share, ...]:
@@ -139,7 +172,7 @@ def print_anatomy(a: Anatomy) -> None:
         "vocabulary": f"{a.vocab_size:,}" + (", head tied to the embedding" if a.tied_head else ""),
         "context": f"{a.context:,} tokens",
         "parameters": f"{a.num_parameters:,}",
-        "weights": f"{human(a.weight_nbytes)} in {a.dtype}",
+        "weights": f"{human(a.weight_nbytes)}{_words(a)}",
         "KV cache per token": f"{human(a.kv_nbytes_per_token)} in {a.kv_dtype}",
         "FLOPs per token": f"{a.flops_per_token:.3g}, {a.flops_per_token_full_context:.3g} at full context",
         f"fits here ({a.device})": _fit(a),

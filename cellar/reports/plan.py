@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,23 @@ from cellar.planner.partition import Work, meshes, sizes_of
 from cellar.planner.plans import Plan
 from cellar.planner.search import Answer
 from cellar.reports import plan_rows
+from cellar.reports.plan_formats import FormatRow
+from cellar.runtime.memory import human
+
+FORMATS_NOTE = (
+    "Fewer bits change answers (docs/quantization.md), so a plan has them only where they are asked for. An engine's "
+    "options are --quantization and --kv-cache-dtype. Prices are by bytes alone: products take as long as in 16 bits."
+)
 
 
-def print_answer(answer: Answer, title: str, sources: bool = False, console: Console | None = None) -> None:
-    """What goes where, the prediction, busy channels, what binds, the next best, and the frontier."""
+def print_answer(
+    answer: Answer,
+    title: str,
+    sources: bool = False,
+    formats: Sequence[FormatRow] = (),
+    console: Console | None = None,
+) -> None:
+    """What goes where, the prediction, busy channels, what binds, the next best, the frontier, and other formats."""
     console = console or Console(highlight=False)
     plan = answer.chosen
     console.print(_pairs(title, [("plan", plan.name), *plan_rows.where(plan), *plan_rows.prediction(plan)]))
@@ -32,6 +45,9 @@ def print_answer(answer: Answer, title: str, sources: bool = False, console: Con
         other = answer.next_best
         console.print(f"next best: {other.name}: {other.tokens_per_second:,.4g} tok/s, {other.latency:,.3g} s")
     console.print(_pareto(answer))
+    if len(formats) > 1:
+        console.print(_formats(formats))
+        console.print(FORMATS_NOTE)
     if sources:
         table = Table("number", "value", "origin", title="What this rests on", title_justify="left")
         for row in plan_rows.origins(plan.machine):
@@ -61,6 +77,16 @@ def _pareto(answer: Answer) -> Table:
         price = f"{plan.dollars_per_million:,.3g}" if plan.dollars_per_million else ""
         figures = (_short(plan.latency), _short(plan.tokens_per_second), price, f"{100 * plan.utilization:.0f}")
         table.add_row(*figures, plan.name)
+    return table
+
+
+def _formats(rows: Sequence[FormatRow]) -> Table:
+    table = Table("with", "weights", "KV a token", "tok/s", "latency s", title="In other formats", title_justify="left")
+    for row in rows:
+        figures = ("no such plan", "")
+        if row.tokens_per_second is not None and row.latency_seconds is not None:
+            figures = (_short(row.tokens_per_second), _short(row.latency_seconds))
+        table.add_row(row.option, human(row.weight_nbytes), human(row.kv_nbytes_per_token), *figures)
     return table
 
 

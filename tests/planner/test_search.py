@@ -35,6 +35,7 @@ from cellar.planner.plans import Plan, ways
 from cellar.planner.resident import resident_bytes
 from cellar.planner.saved import read_plan
 from cellar.planner.search import Answer, find, frontier
+from cellar.reports.plan_formats import in_formats
 from cellar.reports.plan_rows import busy, origins, prediction, where
 
 JOB = Job(512, 32)
@@ -391,7 +392,8 @@ def planned(d: Dimensions, spec: ModelSpec, m: Machine, **options: object) -> tu
 
 
 def test_an_offloaded_placement_is_complete() -> None:
-    plan, found = planned(BIG, LLAMA_70B, machine("t4"), formats=(INT4,))
+    spec = in_formats(LLAMA_70B, INT4)
+    plan, found = planned(BIG, spec, machine("t4"), formats=(INT4,))
     rows_of(found, LLAMA_70B)
     assert found.kind == "offload"
     assert found.block is not None
@@ -401,7 +403,8 @@ def test_an_offloaded_placement_is_complete() -> None:
     formats = {p.format for p in found.weights if p.tensor.endswith(".down")}
     assert formats == {"int4"}
     assert {p.format for p in found.weights if p.tensor == "embed"} == {"bfloat16"}
-    saved = saving.saved_plan(plan, LLAMA_70B, "x", prompt=512)
+    assert {p.format for p in found.weights if p.tensor == "lm_head"} == {"int8"}
+    saved = saving.saved_plan(plan, spec, "x", prompt=512)
     assert read_plan(saved.to_json()) == saved
     assert (saved.limits, saved.cost) == (None, None)
 
