@@ -157,21 +157,34 @@ def test_a_quantized_checkpoint_is_priced_by_its_own_bytes(tmp_path: Path) -> No
     assert "formats is int8, but the checkpoint is quantized already (int4); leave formats out" in refused.output
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
-def test_a_plan_in_fewer_bits_is_run_by_an_engine_with_them_alone(form: str, tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "model", hidden_size=64, intermediate_size=96)
+@pytest.mark.parametrize(
+    ("asked", "quantization", "kept"),
+    [
+        ("--formats int8", "int8", "auto"),
+        ("--formats fp8", "fp8", "auto"),
+        ("--formats int4+kv4", "int4", "int4"),
+        ("--formats int8 --kv-cache-dtype fp8", "int8", "fp8"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_plan_in_fewer_bits_is_run_by_an_engine_with_them_alone(
+    asked: str, quantization: str, kept: str, tied: bool, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": tied}
+    model = write_checkpoint(tmp_path / "model", **sizes)
     profile(tmp_path / "machine.json")
     saved = tmp_path / "plan.json"
-    lengths = ("--prompt", "32", "--generate", "16", "--formats", form)
-    result = plan(str(model), "--machine", str(tmp_path / "machine.json"), *lengths, "-o", str(saved))
+    lengths = ("--prompt", "32", "--generate", "16")
+    result = plan(str(model), "--machine", str(tmp_path / "machine.json"), *lengths, *asked.split(), "-o", str(saved))
     assert result.exit_code == 0, result.output
     written = read_plan(saved.read_text())
-    assert written.dtype == "float32", "what products are in stays"
+    assert (written.dtype, written.kv_cache_dtype) == ("float32", kept), "what products are in stays"
     options = {"model": str(model), "plan": str(saved), "device": "cpu", "num_threads": 1}
-    with LLM(**options, quantization=form) as llm:
+    with LLM(**options, quantization=quantization) as llm:
         assert llm.stats().total_chunks == written.placement.num_chunks
         assert llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True), use_tqdm=False)
-    with pytest.raises(ConfigError, match=rf"the placement has .* in {form} of "):
+    why = "the plan is for" if tied else rf"the placement has .* in {quantization} of "
+    with pytest.raises(ConfigError, match=why):
         LLM(**options)
 
 
