@@ -17,10 +17,12 @@ class Line:
     def add(self, amount: float, seconds: float) -> None:
         """A measurement; amounts are positive.
 
-        One that took less than half of what was expected shows what is possible now: those before count no more.
+        One that took less than half of what was expected shows what is possible now: those before count no more. Of the
+        first two that is said of no more than they had alone: they may not tell what is fixed.
         """
         fixed, each = self.fit()
-        if self._sums[0] > 2 and seconds < (fixed + each * amount) / 2:
+        n, before, *_ = self._sums
+        if n and (n > 2 or amount * n <= before) and seconds < (fixed + each * amount) / 2:
             self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         new = (1.0, amount, seconds, amount * amount, amount * seconds)
         self._sums = tuple(MEMORY * old + more for old, more in zip(self._sums, new, strict=True))  # type: ignore[assignment]

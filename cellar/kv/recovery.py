@@ -21,7 +21,10 @@ MARGIN = 0.1
 """Computing takes the device from others: what is longer by so much to load is loaded none the less."""
 
 RETRY_SECONDS = 30.0
-"""A tier from which nothing came for so long is asked for one chunk, though it was too slow."""
+"""A tier from which nothing came for so long is asked again, though it was too slow."""
+
+RETRY_SHARE = 20
+"""It is asked again sooner, if what it is asked for should take one in so many of the seconds since."""
 
 TURN_SECONDS = 0.004
 """From a load's answer to the first layer of the step that needs it: it is taken in, a plan is made and brought to the
@@ -133,12 +136,22 @@ class Recovery:
         ends = np.maximum(moments, floor) - sum(gain[count] for gain, count in zip(gains, counts, strict=True))
         good = np.flatnonzero(ends <= ends.min() + 1e-12 * np.abs(ends).max())
         best = good[np.argmax(np.sum(counts, 0)[good])]
-        for t, order, count in zip(asked, orders, counts, strict=True):
+        for t, order, count, ready, gain in zip(asked, orders, counts, times, gains, strict=True):
             number = int(count[best])
-            if not number and now >= links[t].last + RETRY_SECONDS:
-                number = 1
+            if not number:
+                number = _asked_again(links[t], gain[-1], ready, now)
             load[order[number:]] = False
         return load
+
+
+def _asked_again(link: Link, compute: float, ready: Floats, now: float) -> int:
+    """How many chunks of a tier that was too slow are loaded, to learn whether it still is: `ready` [n] is when each
+    should be there. As many as should take no longer than to `compute` all, or one: of a few only what is fixed is
+    learned, and one slow load would be believed for ever.
+    """
+    number = max(1, int(np.searchsorted(ready, compute, side="right")))
+    pause = min(RETRY_SECONDS, RETRY_SHARE * float(ready[number - 1]))
+    return number if now >= link.last + pause else 0
 
 
 def _size(cost: float) -> int:

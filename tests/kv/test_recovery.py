@@ -156,6 +156,45 @@ def test_tier_that_was_given_up_is_asked_for_one_chunk_after_a_while() -> None:
     assert known.loads(tier, cost, slow, RETRY_SECONDS + 1).all(), "it has become fast"
 
 
+@pytest.mark.parametrize("slow_loads", [1, 2, 3])
+def test_slow_loads_at_the_beginning_are_not_believed_for_long(slow_loads: int) -> None:
+    """As on four GPUs, where nothing came from the host after the first seconds: 35 chunks are computed in 58 ms and
+    loaded in 6.5, but the first loads took 300 while memory was still registered.
+    """
+    known, tier, cost = Recovery("faster"), np.ones(35, np.int8), np.ones(35)
+    known.measured(35.0, 0.058)
+    links, now = [Link(), Link()], 0.0
+    for number in range(slow_loads):
+        links[1].ordered(number, 35 - number, now)
+    for number in range(slow_loads):
+        now += 0.3
+        links[1].came(number, True, now)
+    loaded = []
+    for number in range(100, 180):
+        now += 0.125
+        count = int(np.count_nonzero(known.loads(tier, cost, links, now)))
+        loaded.append(count)
+        if count:
+            links[1].ordered(number, count, now)
+            links[1].came(number, True, now + 0.003 + 0.0001 * count)
+    assert all(count == 35 for count in loaded[72:]), loaded  # after 9 s
+    assert sum(count > 0 for count in loaded[:8]) <= 1, "what was slow is not tried by everybody"
+
+
+def test_a_tier_that_is_too_slow_is_asked_seldom() -> None:
+    known, tier, cost = Recovery("faster"), np.ones(35, np.int8), np.ones(35)
+    known.measured(35.0, 0.058)
+    links, now, busy = [Link(), link(0.0, 0.01)], 0.0, 0.0
+    for number in range(1000):
+        now += 0.1
+        count = int(np.count_nonzero(known.loads(tier, cost, links, now)))
+        if count:
+            links[1].ordered(1000 + number, count, now)
+            links[1].came(1000 + number, True, now + 0.01 * count)
+            busy += 0.01 * count
+    assert 0 < busy < 0.05 * now
+
+
 # -- what is learned -----------------------------------------------------------------------------------
 
 

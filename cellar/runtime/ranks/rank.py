@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -51,6 +52,9 @@ MOST_UNSENT = 1024
 MOST_AT_ONCE = 2**15
 """Bytes of an order that is written by who gives it, if the pipe has room: its buffer is several times as large, and
 room is at least most of it."""
+
+SWITCH_SECONDS = 0.001
+"""How long a thread of a rank's process may keep the interpreter to itself: copies are asked for beside its steps."""
 
 OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
@@ -207,7 +211,9 @@ class ProcessRank:
         self.heard = time.monotonic()
         self.pulse: Pulse | None = None
         self.process: BaseProcess = context.Process(
-            target=run_rank, args=(number, theirs, lifeline, opener), name=f"cellar-rank-{number}"
+            target=run_rank,
+            args=(number, theirs, lifeline, opener, logging.getLogger().getEffectiveLevel()),
+            name=f"cellar-rank-{number}",
         )
         with _without_main():
             self.process.start()
@@ -309,8 +315,10 @@ def _without_main() -> Iterator[None]:
             setattr(main, name, value)
 
 
-def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener) -> None:
+def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener, log_level: int) -> None:
     """In a rank's process: until it is told to end, or the other end of the pipe is gone."""
+    logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s rank {number} %(name)s: %(message)s")
+    sys.setswitchinterval(SWITCH_SECONDS)
     # The group decides when to end; a terminal's Ctrl-C and a service's end reach all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -345,6 +353,8 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
         say(_death(number, error))
     else:
         opened.append(runtime)
+        gc.collect()  # as in an engine's process: no collection walks over all of the model in the middle of a step
+        gc.freeze()
         say(Opened(number, runtime.capacity, getattr(runtime, "memory", None)))
         obey(runtime, order, lambda result: say(Answer(number, result)), lambda error: say(_death(number, error)))
     sys.stdout.flush()

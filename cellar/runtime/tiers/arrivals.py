@@ -49,6 +49,10 @@ class EventMark:
         self._recorded.follow()
         torch.cuda.current_stream().wait_event(self._event)
 
+    def reached(self) -> bool:
+        """Whether it has come."""
+        return self._recorded.is_good() and bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def join(self) -> None:
         """Wait for it, or until it fails."""
         self._recorded.join()

@@ -57,15 +57,19 @@ class EarlyLoads:
                 device.write_part(part, batch.target_slots, memory, batch.source_slots)
                 mark.record()
                 asked += 1
+                watch.asked()
             for done, mark in enumerate(marks, 1):
-                # The moment to answer, if it comes while this part is copied.
-                pause = watch.left() - batch.lead
-                if not answered and pause < watch.expected / len(marks):
-                    time.sleep(max(0.0, pause))
-                    answered = True
-                    answer(watch.expected)
+                if not mark.reached():
+                    # The moment to answer, if it comes while this part is copied.
+                    pause = watch.left() - batch.lead
+                    if not answered and pause < watch.expected / len(marks):
+                        time.sleep(max(0.0, pause))
+                        answered = True
+                        answer(watch.expected)
                 mark.join()
-                watch.reached(done / len(marks))
+                # Where asking took longer than copying, several are there by now: of these the last one tells the rate.
+                if done == len(marks) or not marks[done].reached():
+                    watch.reached(done / len(marks))
             self._rate = watch.rate()
             if not answered:
                 answer(watch.expected)
@@ -113,6 +117,7 @@ class _Watch:
         self._begin = time.perf_counter()
         self._nbytes = nbytes
         self._before = rate
+        self._idle = 0.0  # seconds before any of it was on its way
         self.expected = math.inf if rate is None else nbytes / rate
         """Seconds of all of it."""
 
@@ -120,9 +125,13 @@ class _Watch:
         """Seconds until the end."""
         return max(0.0, self.expected - (time.perf_counter() - self._begin))
 
+    def asked(self) -> None:
+        """A part of it is on its way."""
+        self._idle = self._idle or time.perf_counter() - self._begin
+
     def reached(self, share: float) -> None:
         """So much of it is there."""
-        self.expected = (time.perf_counter() - self._begin) / share
+        self.expected = self._idle + (time.perf_counter() - self._begin - self._idle) / share
 
     def rate(self) -> float:
         """Bytes per second to expect from the next, when this one has ended."""

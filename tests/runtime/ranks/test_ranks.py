@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +28,7 @@ from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.group import RankGroup, _Watch
-from cellar.runtime.ranks.rank import MOST_AT_ONCE, Opened, Packed, ProcessRank
+from cellar.runtime.ranks.rank import MOST_AT_ONCE, SWITCH_SECONDS, Opened, Packed, ProcessRank
 from cellar.runtime.ranks.star import Star, stars
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -404,6 +406,25 @@ def test_orders_keep_their_turn_whoever_writes_them() -> None:
         at_once += rank._orders.empty() and rank._unsent == 0
     assert [news.get(timeout=SECONDS).result.number for _ in batches] == list(range(100))
     assert at_once, "some were"
+    rank.stop()
+    rank.join(SECONDS)
+
+
+def _says_how_it_runs() -> Runtime[StepPlan]:
+    raise ConfigError(f"{sys.getswitchinterval():g} s, level {logging.getLogger().getEffectiveLevel()}")
+
+
+@pytest.mark.long
+def test_a_ranks_process_lets_copies_in_and_says_as_much_as_its_parent() -> None:
+    """Who asks for copies waits for the interpreter a few times for each: at 5 ms a time loads came too late."""
+    news: SimpleQueue[Any] = SimpleQueue()
+    before = logging.getLogger().level
+    logging.getLogger().setLevel(logging.INFO)
+    try:
+        rank = ProcessRank(0, _says_how_it_runs, news)
+    finally:
+        logging.getLogger().setLevel(before)
+    assert str(news.get(timeout=SECONDS).error) == f"{SWITCH_SECONDS:g} s, level {logging.INFO}"
     rank.stop()
     rank.join(SECONDS)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
@@ -194,8 +195,24 @@ class _Event:
     def record(self) -> None:
         self.recorded = True
 
+    def query(self) -> bool:
+        return self.recorded
+
     def synchronize(self) -> None:
         assert self.recorded, "an event that nobody recorded is reached at once"
+
+
+class _LateEvent(_Event):
+    """One that is reached a millisecond after somebody waits for it."""
+
+    reached = False
+
+    def query(self) -> bool:
+        return self.reached
+
+    def synchronize(self) -> None:
+        time.sleep(0.001)
+        self.reached = True
 
 
 class _Queue:
@@ -231,6 +248,29 @@ def test_a_load_is_answered_while_it_is_still_asked_for(world: World, monkeypatc
         arrival.before(2)
     arrival.join()
     assert not world.arrivals
+
+
+@pytest.mark.parametrize(("event", "pauses"), [(_Event, (0.03, 0.03, 0.03)), (_LateEvent, (0.09, 0.0, 0.0))])
+def test_a_load_that_is_asked_for_slowly_says_no_more_than_it_took(
+    world: World, event: type[_Event], pauses: Sequence[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking waits for the interpreter or the driver; copies take no longer for that, but several times as long was
+    said of the first load after the first of its parts, and then all was computed again.
+    """
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    early, answers = EarlyLoads(world.chunks, world.arrivals), SimpleQueue[float]()
+    write = world.chunks.write_part
+
+    def slowly(part: int, slots: IntArray, memory: Bytes, places: IntArray) -> None:
+        time.sleep(pauses[part])
+        write(part, slots, memory, places)
+
+    monkeypatch.setattr(world.chunks, "write_part", slowly)
+    batch = CopyBatch(1, Tier.HOST, np.array([0], np.int32), Tier.DEVICE, np.array([4], np.int32), lead=AGES)
+    begin = time.perf_counter()
+    early._in_queue(batch, world.host.chunks, answers.put)
+    assert 0.09 <= answers.get(timeout=SECONDS) < 2 * (time.perf_counter() - begin)
+    assert answers.empty()
 
 
 def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
