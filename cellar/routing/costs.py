@@ -30,9 +30,9 @@ class Company:
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds at each replica [replicas]: until the prompt's turn (`wait`) and until its memory (`room`), loads,
-    computing, and all steps of its answer. `saved` is what computing all of the prompt would take more than `load` and
-    `compute`. `movable` are the seconds that each could save others by writing what it holds to the remote tier, if
-    that pays; empty if nothing is moved.
+    computing, and all steps of its answer. `others` are those by which the requests that are there end later, in sum.
+    `saved` is what computing all of the prompt would take more than `load` and `compute`. `movable` are the seconds
+    that each could save others by writing what it holds to the remote tier, if that pays; empty if nothing is moved.
     """
 
     wait: Floats
@@ -40,6 +40,7 @@ class Costs:
     load: Floats
     compute: Floats
     decode: Floats
+    others: Floats
     saved: Floats
     movable: Floats
 
@@ -50,8 +51,8 @@ class Costs:
 
     @property
     def total(self) -> Floats:
-        """Until the last one."""
-        return self.first + self.decode
+        """Until the last one, and what it costs others."""
+        return self.first + self.decode + self.others
 
 
 def costs(
@@ -112,9 +113,11 @@ def costs(
         compute = np.maximum(compute - moved - number * way, tail)
         load = load + number * way
     decode = output_tokens * prices.decode(company.requests + 1, company.context + prompt_tokens + output_tokens / 2)
+    # Whoever is there stands still while the prompt is computed, and has longer steps while the answer is.
+    others = company.requests * (compute + output_tokens * prices.joining(prompt_tokens + output_tokens / 2))
     room = _room(prompt_tokens + output_tokens - tokens, company, decode)
     saved = whole + tail - compute - load
-    return Costs(company.wait, room, load, compute, decode, saved, movable)
+    return Costs(company.wait, room, load, compute, decode, others, saved, movable)
 
 
 def _without(seen: Floats, all_of: Floats, false: NDArray[np.float64]) -> Floats:

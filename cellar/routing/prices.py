@@ -136,3 +136,7 @@ class RoutePrices:
         """Seconds of a step of so many rows with so many tokens of context: [n], [n] -> [n]."""
         step = self.step
         return step.fixed + step.per_row * rows + step.per_token * tokens
+
+    def joining(self, tokens: float) -> float:
+        """Seconds by which a step of decodes is longer with one row more, of so many tokens of context."""
+        return self.step.per_row + self.step.per_token * tokens

@@ -1,4 +1,4 @@
-"""AffinityRouter: a request goes where it ends soonest, with what lies there. See docs/decisions/0046."""
+"""AffinityRouter: a request goes where it and those who are there lose least time. See docs/decisions/0046."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Why(StrEnum):
     ONLY = "only"  # no other may be chosen
     CHUNKS = "chunks"  # it holds chunks that save time
     SESSION = "session"  # the conversation was there last, and no digest can say so yet
-    LOAD = "load"  # others hold more, but going there takes longer
+    LOAD = "load"  # others hold more, but going there costs more
     NEW = "new"  # nobody holds any to speak of
     RULE = "rule"  # a baseline's
 
@@ -86,7 +86,7 @@ class Router(Protocol):
 
 
 class AffinityRouter:
-    """Implements `Router` by cost: wait, load, compute, decode."""
+    """Implements `Router` by cost: wait, load, compute, decode, and what that costs the requests that are there."""
 
     def __init__(self, prices: RoutePrices, shape: DigestShape, name: str = "router") -> None:
         self.name = name
@@ -148,7 +148,7 @@ class AffinityRouter:
         return Choice(replicas.names[column], self._number, first, why, self._source(found, allowed, column))
 
     def costs(self, request: RoutedRequest, now: float) -> dict[str, float]:
-        """Seconds that a request is expected to take at each replica, until its last token."""
+        """Seconds that a request is expected to take at each replica until its last token, and to cost others."""
         keys = self._keys(request)
         found, _ = self._costs(request, keys, now)
         columns = np.flatnonzero(self._replicas.present[: self._replicas.width]).tolist()
@@ -199,10 +199,10 @@ class AffinityRouter:
         return costs(self._prices, request.prompt_tokens, output, num_chunks, held, company, false), home
 
     def _least(self, found: Costs, allowed: NDArray[np.int64]) -> int:
-        """The least cost; of equal ones the least loaded, then the most free memory, then the longest without work."""
+        """The least cost; of equal ones the most free memory, then the longest without work."""
         replicas, total = self._replicas, found.total[allowed]
         equal = allowed[total <= total.min() * (1 + 1e-6) + 1e-9]
-        keys = (replicas.turn[equal], -replicas.free[equal], replicas.requests[equal])
+        keys = (replicas.turn[equal], -replicas.free[equal])
         return int(equal[np.lexsort(keys)[0]])
 
     def _why(self, found: Costs, allowed: NDArray[np.int64], column: int, home: int) -> Why:

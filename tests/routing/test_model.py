@@ -99,7 +99,8 @@ class RouterMachine(RuleBasedStateMachine):
         short = max(0.0, tokens + self.output - resident - max(known.free, 0) - max(known.cached, 0))
         room = short / max(known.context, 1.0) * decode
         wait = max(0.0, known.clear - self.now)
-        return wait + room + load + compute + decode, load + compute
+        others = known.requests * (compute + self.output * (1e-5 + 1e-7 * (tokens + self.output / 2)))
+        return wait + room + load + compute + decode + others, load + compute
 
     @rule(
         name=st.sampled_from("abcd"),

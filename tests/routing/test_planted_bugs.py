@@ -398,20 +398,6 @@ def free_memory_breaks_no_tie(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AffinityRouter, "_least", blind)
 
 
-@bug
-def load_breaks_no_tie(patch: pytest.MonkeyPatch) -> None:
-    least = AffinityRouter._least
-
-    def blind(router: AffinityRouter, found: costs_module.Costs, allowed: np.ndarray) -> int:
-        requests = router._replicas.requests.copy()
-        router._replicas.requests[:] = 0
-        column = least(router, found, allowed)
-        router._replicas.requests[:] = requests
-        return column
-
-    patch.setattr(AffinityRouter, "_least", blind)
-
-
 # -- costs ---------------------------------------------------------------------------------------------
 
 
@@ -432,6 +418,17 @@ def priced(**changes: Any) -> Plant:
 @bug
 def decodes_cost_nothing(patch: pytest.MonkeyPatch) -> None:
     priced(step=lambda prices: StepPrice())(patch)
+
+
+@bug
+def who_is_there_does_not_count(patch: pytest.MonkeyPatch) -> None:
+    true = router_module.costs
+
+    def selfish(*given: Any) -> costs_module.Costs:
+        found = true(*given)
+        return replace(found, others=np.zeros_like(found.others))
+
+    patch.setattr(router_module, "costs", selfish)
 
 
 @bug

@@ -121,9 +121,10 @@ def test_a_prompt_that_was_computed_is_not_waited_for_whatever_a_report_has_seen
     other = next(r for r in replicas if r is not busy)
     router.started(choice.number, 0.0)
     router.report(busy.report({"router": choice.number - 1}), 0.0)  # made while the request was on its way
-    other.waiting = 5
+    other.waiting = 7
     router.report(other.report(), 0.0)
-    assert router.choose(request(range(500, 505)), 0.0).replica == busy.name  # nothing against 50 ms: not 100
+    # Who is there stands still for 50 ms, against 70 ms of waiting: not 100 more.
+    assert router.choose(request(range(500, 505)), 0.0).replica == busy.name
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -228,6 +229,7 @@ def test_the_answer_of_a_conversation_is_known_before_a_digest_names_it() -> Non
     again = router.choose(request(range(48), session=b"talk"), 1.0)
     assert (again.replica, again.why) == (first.replica, Why.SESSION)
     router.ended(again.number, 0, 1.5)
+    replicas[0].requests = 0
     for at in (2, 3):
         for replica in replicas:
             router.report(replica.report({"router": 2}), at)
@@ -392,6 +394,45 @@ def test_company_slows_decodes_and_full_memory_waits() -> None:
     for replica in full:
         router.report(replica.report({"router": 1}), 9.0)
     assert router.choose(request(range(4)), 9.0).replica == "r1"
+
+
+# Llama-3-8B on an H200: 32 tokens of a prompt take 0.8 ms; a step of 40 rows of 1,100 tokens takes 6 ms.
+H200 = RoutePrices(CHUNK, {1: 8e-4, 2: 8e-4}, {}, StepPrice(0.004, 1e-5, 3.3e-8))
+
+
+def moderate(home: int = 40, waiting: int = 0, draining: bool = False) -> AffinityRouter:
+    """Four replicas of which one, with so many requests, has 30 chunks; the others have 36 requests each."""
+    router = AffinityRouter(H200, SHAPE)
+    for replica in fleet(4, r0=range(30)):
+        is_home = replica.name == "r0"
+        replica.prices, replica.requests = H200, home if is_home else 36
+        replica.context = 1100 * replica.requests
+        replica.waiting = waiting if is_home else 0
+        replica.__post_init__()
+        router.report(replica.report(draining=draining and is_home), 0.0)
+    return router
+
+
+@pytest.mark.parametrize("home", [36, 40, 44, 52])
+def test_a_few_requests_more_do_not_send_a_conversation_from_its_chunks(home: int) -> None:
+    """Longer steps cost it up to 150 ms more than elsewhere, but there its prompt would hold up 36 others for 24 ms."""
+    choice = moderate(home).choose(request(range(30), more=20), 0.0)
+    assert (choice.replica, choice.why) == ("r0", Why.CHUNKS)
+
+
+def test_a_crowded_or_draining_replica_is_left_by_its_conversations() -> None:
+    asked = request(range(30), more=20)
+    for router in (moderate(200), moderate(40, waiting=2000), moderate(draining=True)):
+        assert router.choose(asked, 0.0).replica != "r0"
+
+
+def test_a_new_prompt_goes_where_it_holds_up_the_fewest() -> None:
+    """It waits 40 ms at the others; at r0 16 more would stand still for 24 ms."""
+    router = AffinityRouter(H200, SHAPE)
+    for name, requests, waiting in (("r0", 52, 0), ("r1", 36, 50)):
+        replica = Replica(name, requests=requests, waiting=waiting, prices=H200)
+        router.report(replica.report(), 0.0)
+    assert router.choose(request(range(100, 130)), 0.0).replica == "r1"
 
 
 REMOTE = RoutePrices(
