@@ -62,8 +62,9 @@ def planned(tiny: Path, count: int, form: Formats = FLOAT32) -> list[Plan]:
     return [plan for plan in found if plan.stages == plan.replicas == 1]
 
 
-def saved(plan: Plan, tiny: Path, folder: Path, **split: Any) -> Path:
-    found = saved_plan(plan, open_model(read_config(tiny), "float32", 16).spec, str(tiny))
+def saved(plan: Plan, tiny: Path, folder: Path, quantization: str | None = None, **split: Any) -> Path:
+    spec = open_model(read_config(tiny), "float32", 16, quantization=quantization).spec
+    found = saved_plan(plan, spec, str(tiny))
     if split:
         assert found.placement.partition is not None
         other = replace(found.placement.partition, **split)
@@ -106,8 +107,9 @@ def test_a_quantized_plan_names_what_ranks_store(name: str, tmp_path: Path) -> N
     raw = read_config(wide)
     plan = quantized(wide, name)
     assert plan.decode is not None
-    found = saved_plan(plan, open_model(raw, "float32", 16).spec, str(wide))
-    share = stored(open_model(raw, "float32", 16, quantization=name).spec, plan.decode.layout.mesh, 0)
+    spec = open_model(raw, "float32", 16, quantization=name).spec
+    found = saved_plan(plan, spec, str(wide))
+    share = stored(spec, plan.decode.layout.mesh, 0)
     wanted = {tensor: (piece.shape[0], format_name(piece)) for tensor, piece in share.named_tensors()}
     assert {part.tensor: (part.stop, part.format) for part in found.placement.weights} == wanted
 
@@ -117,7 +119,7 @@ def test_a_plan_of_quantized_weights_runs(tiny: Path, tmp_path: Path) -> None:
     """Shares in int8, of what is gathered for prompts, too: tokens of one device in int8. Without it, it is refused."""
     plan = quantized(tiny, "int8")
     assert plan.decode is not None
-    file = saved(plan, tiny, tmp_path, prefill_gather="xyz", prefill_heads="")
+    file = saved(plan, tiny, tmp_path, "int8", prefill_gather="xyz", prefill_heads="")
     with pytest.raises(ConfigError, match=r"rows 0 to \d+ in int8 of .*, but the model has rows .* in float32"):
         LLM(plan=str(file), device="cpu", num_threads=1)
     with LLM(plan=str(file), device="cpu", num_threads=1, quantization="int8") as llm:

@@ -1,0 +1,1 @@
+"""Servers of one machine under a load of conversations: replicas against one, KV tiers against none."""
