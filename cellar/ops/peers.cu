@@ -103,9 +103,11 @@ __device__ __forceinline__ void find_boxes(u64 (&theirs)[RANKS], const u64* boxe
     for (int k = 1; k < RANKS; ++k) theirs[k] = boxes[(rank + k) % RANKS];
 }
 
-// x, out: `units` of 8 bytes. boxes: addresses of all ranks' boxes. calls: [BLOCKS].
-__device__ __forceinline__ void add_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
-                                            u32 units, u32 block, u32 blocks) {
+// This rank's `units` of 8 bytes at x to all others, and `put(unit, words, own)` for each of them once all ranks' words are
+// there. boxes: addresses of all ranks' boxes. calls: [BLOCKS].
+template <class Put>
+__device__ __forceinline__ void exchange_at_once(const unsigned char* x, const u64* boxes, u32* calls, u32 rank, u32 units, u32 block,
+                                                 u32 blocks, const Put& put) {
     const u64 mine = boxes[rank];
     u64 theirs[RANKS];
     find_boxes(theirs, boxes, rank);
@@ -117,28 +119,26 @@ __device__ __forceinline__ void add_at_once(const unsigned char* x, unsigned cha
         u32 words[RANKS][2], own[2];
         load_global(x + 8ull * unit, own);
         wait_for_words(small_part(mine, call, 0) + 16ull * unit, SLOT, rank, call, words);
-        u32 sum[2];
-        add_parts(words, own, rank, sum);
-        store_global(out + 8ull * unit, sum);
+        put(unit, words, own);
     }
     __syncthreads();  // all threads have read the counter
     count_calls(calls, call, block, blocks);
 }
 
+// x, out: `units` of 8 bytes.
+__device__ __forceinline__ void add_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
+                                            u32 units, u32 block, u32 blocks) {
+    exchange_at_once(x, boxes, calls, rank, units, block, blocks, [=](u32 unit, const u32 (&words)[RANKS][2], const u32 (&own)[2]) {
+        u32 sum[2];
+        add_parts(words, own, rank, sum);
+        store_global(out + 8ull * unit, sum);
+    });
+}
+
 // Rows of `width` units of 8 bytes of the first `kept` ranks, side by side; `out` may be `x` where that is one.
 __device__ __forceinline__ void gather_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
                                                u32 units, u32 width, u32 kept, u32 block, u32 blocks) {
-    const u64 mine = boxes[rank];
-    u64 theirs[RANKS];
-    find_boxes(theirs, boxes, rank);
-    begin();
-    const u32 call = calls[block] + 1;
-    const Some some{block * THREADS + threadIdx.x, blocks * THREADS, units};
-    push_small(x, theirs, call, rank, some);
-    for (u32 unit = some.first; unit < units; unit += some.step) {
-        u32 words[RANKS][2], own[2];
-        load_global(x + 8ull * unit, own);
-        wait_for_words(small_part(mine, call, 0) + 16ull * unit, SLOT, rank, call, words);
+    exchange_at_once(x, boxes, calls, rank, units, block, blocks, [=](u32 unit, const u32 (&words)[RANKS][2], const u32 (&own)[2]) {
         const u64 row = unit / width, column = unit % width;
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {
@@ -146,9 +146,7 @@ __device__ __forceinline__ void gather_at_once(const unsigned char* x, unsigned 
             const u32 part[2] = {r == rank ? own[0] : words[r][0], r == rank ? own[1] : words[r][1]};
             store_global(out + 8 * ((row * kept + r) * width + column), part);
         }
-    }
-    __syncthreads();
-    count_calls(calls, call, block, blocks);
+    });
 }
 
 // Units [first, last) of 16 bytes, to another device if OUT, else of what others have written here.
