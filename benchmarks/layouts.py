@@ -93,7 +93,7 @@ class Prices:
         """`layers` of the model `d` are run."""
 
         def price(count: int) -> StepPrices:
-            return StepPrices(replace(d, layers=count), machine, formats, case.layout, case.looped)
+            return StepPrices(replace(d, layers=count), machine, formats, case.layout, case.looped, laid=True)
 
         return cls(price(layers), price(d.layers))
 

@@ -4,7 +4,9 @@
 
 Microseconds of one sum among twenty in a CUDA graph, the slowest rank's; each way is first compared with the parts
 added in the order of ranks. `library` is what NCCL's own all-reduce takes, whose order is another; `then norm` and
-`with norm` are rows of 8,192 numbers with residual and RMSNorm behind, in two launches and in one.
+`with norm` are rows of 8,192 numbers with residual and RMSNorm behind, in two launches and in one. `copied` is the
+sum of a micro-batch with both, whose parts the copy engines bring: twenty in a row, launched one by one, and nothing
+beside them.
 """
 
 from __future__ import annotations
@@ -22,19 +24,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cellar.core.micro_batches import LANES, PART_NBYTES
 from cellar.ops.norm import add_rms_norm
 from cellar.ops.peers import PeerBoxes, sum_at_once, sum_by_pieces, sum_norm_of_peers, sum_of_peers
 from cellar.runtime.captured import captured
 from cellar.runtime.ranks.comm import GroupComm, nccl_group
+from cellar.runtime.ranks.micro_batches import CopiedSums
+from cellar.runtime.ranks.part_boxes import PartSizes, meet_with_parts
 from cellar.runtime.ranks.peers import meet
 from cellar.runtime.ranks.place import prepare_nccl
 
-SIZES = "8192,16384,32768,65536,131072,262144,393216,524288,1048576,2097152,4194304,8388608,16777216,67108864"
+SIZES = "8192,16384,32768,65536,131072,262144,393216,524288,1048576,2097152,4194304,8388608,16777216,33554432,67108864"
 CALLS = 20
 EPS = 1e-5
 
 WIDTH = 8192
 """Of rows with a norm."""
+
+LEAST_COPIED = 2**20
 
 
 def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: str) -> None:
@@ -48,6 +55,7 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
     group = nccl_group(PrefixStore("group", store), rank, size)
     boxes = meet(PrefixStore("boxes", store), rank, size, device)
     plain = GroupComm(group, rank, size)
+    parted = meet_with_parts(PrefixStore("parts", store), rank, PartSizes(LANES, size, PART_NBYTES, 2 * WIDTH), device)
     found: dict[str, dict[str, float]] = {}
     for nbytes in sizes:
         parts = [
@@ -76,6 +84,9 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
                 if not torch.equal(way(), wanted):
                     raise SystemExit(f"rank {rank}: {name} of {nbytes} bytes is wrong.")
             times[name] = _seconds(way, device, group)
+        if parted is not None and LEAST_COPIED <= nbytes <= PART_NBYTES and nbytes % (2 * WIDTH) == 0:
+            copied = CopiedSums(0, parted, device, lambda *_: None)
+            times["copied"] = _eager_seconds(copied, x.view(-1, WIDTH), device, group)
         times["library"] = _seconds(lambda other=other: group.allreduce([other]).wait(), device, group)  # type: ignore[misc]
         slowest = torch.tensor(list(times.values()), device=device)
         all_of_them = [torch.empty_like(slowest) for _ in range(size)]
@@ -95,6 +106,22 @@ def _norm_behind(x: Tensor, residual: Tensor, weight: Tensor, boxes: PeerBoxes) 
 
 def _norm_inside(x: Tensor, residual: Tensor, weight: Tensor, boxes: PeerBoxes) -> Tensor:
     return sum_norm_of_peers(x, residual, weight, EPS, boxes)[1]
+
+
+def _eager_seconds(sums: CopiedSums, rows: Tensor, device: torch.device, group: Any) -> float:
+    weight = torch.ones(WIDTH, dtype=rows.dtype, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    best = float("inf")
+    for _ in range(4):
+        group.barrier().wait()
+        torch.cuda.synchronize(device)
+        begin.record()
+        for _ in range(CALLS):
+            sums.add_rms_norm(rows, rows, weight, EPS)
+        end.record()
+        torch.cuda.synchronize(device)
+        best = min(best, begin.elapsed_time(end) / 1e3)
+    return best / CALLS
 
 
 def _seconds(way: Callable[[], object], device: torch.device, group: Any) -> float:

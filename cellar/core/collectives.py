@@ -15,6 +15,10 @@ OURS = "ranks"
 
 PEERS = "peers"
 SEND = "send"
+SUM = "sum"
+"""Of prices: an all-reduce as tensor parallelism by heads does it, through boxes in peers' memory. A profile has it as
+the all-reduce of `OURS`.
+"""
 
 
 def sent_nbytes(kind: str, whole: int, ranks: int) -> int:

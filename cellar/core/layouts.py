@@ -133,6 +133,17 @@ class Layout:
         """Axes that cut the batch in attention, and so the KV cache."""
         return self.gather + self.to_batch
 
+    def is_tensor_parallel(self, kv_heads: int) -> bool:
+        """Whether it is tensor parallelism by heads as well (`models/sharding.py`): weights stay, E is whole on every
+        chip, and the heads of queries, K and V are cut over all.
+        """
+        return (
+            self.mesh.size > 1
+            and self.mesh.x == 1
+            and self.mesh.count(self.gather) == 1
+            and self.mesh.count(self.head_axes) == self.mesh.count(self.kv_axes(kv_heads)) == self.mesh.size
+        )
+
     def kv_axes(self, kv_heads: int) -> str:
         """The part of `head_axes` that cuts the heads of K and V; over the others the cache is repeated."""
         return _dividing(self.mesh, self.head_axes, kv_heads)

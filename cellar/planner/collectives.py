@@ -1,8 +1,10 @@
-"""Prices of collectives that `cellar profile --ranks` measured: lines of seconds over bytes, and how far off they are.
+"""Prices of collectives that were measured: lines of seconds over bytes, and how far off they are.
 
 A collective of one kind over so many ranks takes `start` seconds, and `each` for a byte that a rank must send
 (`sharding.volume`). Small ones may go another way than large ones (boxes in each other's memory, all parts at once), so
 there are two such lines where one misses. They are fitted to some of the sizes and judged on the others.
+
+They are measured by `cellar profile --ranks`, or were for the machines of the library (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cellar.core.collectives import OURS, SEND
-from cellar.core.hardware import Table
+from cellar.core.collectives import OURS, PEERS, SEND, SUM
+from cellar.core.hardware import Origin, Table
 from cellar.planner.sharding import Kind
 
-KINDS = frozenset({*(kind.value for kind in Kind if kind is not Kind.SLICE), SEND})
+KINDS = frozenset({*(kind.value for kind in Kind if kind not in (Kind.SLICE, Kind.SUM)), SEND})
 
 LEAST = 3
 """Sizes that a line needs, so that it is more than the way between two of them."""
@@ -52,6 +54,7 @@ class Fit:
     ranks: int
     lines: tuple[Line, ...]
     missed: float | None = None
+    source: Origin = "measured"
 
     def line(self, nbytes: float) -> Line:
         """The one for so many bytes."""
@@ -74,8 +77,15 @@ class Collectives:
         """The most that were measured."""
         return max(fit.ranks for fit in self.fits)
 
+    @property
+    def boxes(self) -> bool:
+        """Whether sums of tensor parallelism go through boxes in peers' memory; if not, they are all-reduces."""
+        return any(fit.kind == SUM for fit in self.fits)
+
     def of(self, kind: str, ranks: int) -> Fit:
         """Over so many ranks, else the next more, else the most that were measured."""
+        if kind == SUM and not self.boxes:
+            kind = Kind.ALL_REDUCE.value
         known = sorted((fit for fit in self.fits if fit.kind == kind), key=lambda fit: fit.ranks)
         return next((fit for fit in known if fit.ranks >= ranks), known[-1])
 
@@ -90,9 +100,20 @@ def read(table: Table) -> tuple[Fit, ...]:
 
 
 def ours(table: Table) -> Collectives | None:
-    """What the planner prices by; None if a kind was not measured."""
-    found = tuple(one for one in read(table) if one.way == OURS)
-    return Collectives(found) if {one.kind for one in found} >= KINDS else None
+    """What the planner prices by; None if a kind was not measured.
+
+    Where there are boxes, our all-reduce is a sum through them, which layouts of plans do not have: the library's is
+    the nearest that is measured to theirs.
+    """
+    fits = read(table)
+    found = tuple(one for one in fits if one.way == OURS)
+    if not {one.kind for one in found} >= KINDS:
+        return None
+    reduce, ways = Kind.ALL_REDUCE.value, {one.way for one in fits}
+    theirs = tuple(one for one in fits if one.way not in (OURS, PEERS) and one.kind == reduce)
+    if PEERS not in ways or not theirs:
+        return Collectives(found)
+    return Collectives((*(replace(one, kind=SUM) if one.kind == reduce else one for one in found), *theirs))
 
 
 def fit(way: str, kind: str, ranks: int, points: Sequence[tuple[float, float, bool]]) -> Fit:

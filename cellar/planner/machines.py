@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
-from cellar.core.collectives import SEND, TABLE
+from cellar.core.collectives import SEND, SUM, TABLE
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Link, Measure, Origin, Profile
 from cellar.planner.collectives import Collectives, ours
+from cellar.planner.ranks import NVLINK, NVLINK_RANKS, UNKNOWN, RankConstants
 from cellar.planner.sharding import Kind
 
 GIB = 2.0**30
@@ -47,7 +48,8 @@ class Network:
 
     A collective over k devices takes (k - 1) hops of `hop` seconds on a ring or torus axis, one on a switch. A box of
     fewer than `closes` devices is a torus that was cut open: its rings are lines, which go one way at a time.
-    `measured`: what collectives took on this very machine; then these are prices, and rate and hop only say it shortly.
+    `measured`: what collectives took on this very machine, or one of its kind; then these are prices, and rate and hop
+    only say it shortly.
     """
 
     name: str
@@ -69,9 +71,9 @@ class Network:
         return nbytes / (self.bandwidth.value * share) + self.hop.value
 
     def summing(self, nbytes: float, share: float, devices: int) -> float:
-        """Seconds of an all-reduce over so many devices of which each sends so many bytes."""
+        """Seconds of a sum of tensor parallelism over so many devices of which each sends so many bytes."""
         if self.measured is not None:
-            return self.measured.of(Kind.ALL_REDUCE.value, devices).seconds(nbytes)
+            return self.measured.of(SUM, devices).seconds(nbytes)
         return nbytes / (self.bandwidth.value * share) + 2 * self.hop.value
 
 
@@ -109,8 +111,8 @@ class Constants:
 class Machine:
     """`num_devices` equal devices, `per_host` of them to a host, which share the host's memory and disk.
 
-    `to_device` and `to_host` belong to each device alone. `networks` join devices, innermost first.
-    `price` is dollars per device and hour.
+    `to_device` and `to_host` belong to each device alone. `networks` join devices, innermost first; `ranks`: what
+    engines over several devices do beside products. `price` is dollars per device and hour.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Machine:
     disk: Device | None = None
     disk_write: Measure | None = None
     networks: tuple[Network, ...] = ()
+    ranks: RankConstants = UNKNOWN
     price: Measure | None = None
 
     @property
@@ -248,7 +251,16 @@ def flexgen_t4() -> Machine:
     )
 
 
-def _server(name: str, device: Device, pcie: tuple[Link, Link], nvlink: float, wire: float, dollars: float) -> Machine:
+def _server(
+    name: str,
+    device: Device,
+    pcie: tuple[Link, Link],
+    nvlink: float,
+    wire: float,
+    dollars: float,
+    measured: Collectives | None = None,
+    ranks: RankConstants = UNKNOWN,
+) -> Machine:
     return Machine(
         name=name,
         device=device,
@@ -260,10 +272,11 @@ def _server(name: str, device: Device, pcie: tuple[Link, Link], nvlink: float, w
         disk=Device("NVMe", "disk", _bytes(15_000 * GB, "assumed"), _rate(12 * GB, "assumed")),
         disk_write=_rate(6 * GB, "assumed"),
         networks=(
-            Network("NVLink", 8, _rate(nvlink, "datasheet"), _seconds(6e-6, "assumed")),
+            Network("NVLink", 8, _rate(nvlink, "datasheet"), _seconds(6e-6, "assumed"), measured=measured),
             Network("InfiniBand", 1 << 20, _rate(wire, "datasheet"), _seconds(15e-6, "assumed")),
         ),
         constants=_GPU,
+        ranks=ranks,
         price=Measure(dollars, "dollars/h", "assumed"),
     )
 
@@ -301,13 +314,15 @@ A100_NETWORK, A100_HOP, A100_OUTER_HOP = 0.636, 4.388e-5, 3.561e-5
 def h100() -> Machine:
     """H100 SXM, PCIe 5, NVLink 4."""
     device = _gpu("H100 SXM", 80, 3350, 989, 3)
-    return _server("H100", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 4.0)
+    pcie = _pcie(55 * GB, 53 * GB, "measured")
+    return _server("H100", device, pcie, 450 * GB, 50 * GB, 4.0, NVLINK, NVLINK_RANKS)
 
 
 def h200() -> Machine:
     """H200 SXM: an H100 with 141 GB at 4.8 TB/s. The PCIe rate was measured with pinned memory."""
     device = _gpu("H200 SXM", 141, 4800, 989, 3)
-    machine = _server("H200", device, _pcie(55 * GB, 53 * GB, "measured"), 450 * GB, 50 * GB, 5.0)
+    pcie = _pcie(55 * GB, 53 * GB, "measured")
+    machine = _server("H200", device, pcie, 450 * GB, 50 * GB, 5.0, NVLINK, NVLINK_RANKS)
     # The same constants, but here they are known.
     seen = ("matmul", "attention_matmul", "attention_hbm", "product_overlap", "layer_seconds", "eager_seconds")
     fitted = {name: replace(getattr(_GPU, name), source="fitted") for name in seen}
@@ -430,7 +445,13 @@ def from_profile(profile: Profile) -> Machine:
         disk_write=_wire(profile, host.name, disk.name).bandwidth if disk else None,
         networks=(_of_ranks(measured, count),) if measured else _joined(profile, device, count, down),
         constants=replace(_of_measured(host), network=_share(1.0, "measured")) if measured else _of_measured(host),
+        ranks=_assumed(NVLINK_RANKS) if count > 1 else UNKNOWN,
     )
+
+
+def _assumed(ranks: RankConstants) -> RankConstants:
+    """The same figures of a machine on which they were not measured."""
+    return RankConstants(*(replace(getattr(ranks, field.name), source="assumed") for field in fields(ranks)))
 
 
 def _of_ranks(measured: Collectives, count: int) -> Network:

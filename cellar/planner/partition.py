@@ -3,8 +3,12 @@
 Price of one block on every device (all do the same): the products take as long as the slowest of matrix units, memory
 and the gathering of weights, which goes on a layer ahead; attention follows, then the collectives on activations, of
 which nothing hides unless they are `looped` into the products. Bandwidth of a collective is the network's whole rate
-per device, as in Pope et al.; hops along rings are added as latency. Axes in `outer` cross hosts and use the outer
-network.
+per device, as in Pope et al.; hops along rings are added as latency, or lines say both where collectives were measured.
+Axes in `outer` cross hosts and use the outer network.
+
+1D by heads is tensor parallelism: its steps are captured, its sums are one collective each, and where these go through
+boxes in peers' memory long steps are cut into micro-batches. Steps of other layouts are launched kernel by kernel, and
+last as long as their host takes for that.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any, NamedTuple
 
 from cellar.core.layouts import GATHERS, Layout, Mesh
 from cellar.core.loops import loop_chunks
+from cellar.core.micro_batches import MicroBatchSizes
 from cellar.planner.collectives import Collectives
 from cellar.planner.cost import Channel, Dimensions, Group, Timeline
 from cellar.planner.layouts import Local, Move, Product, block_program, relay_moves
@@ -197,7 +202,11 @@ def _measured_spans(terms: tuple[Term, ...], measured: Collectives, item: float)
 
 @dataclass(frozen=True, slots=True)
 class BlockWork:
-    """One block on one chip: what grows with the tokens of the step (per token), and what does not (weights)."""
+    """One block on one chip: what grows with the tokens of the step (per token), and what does not (weights).
+
+    `products`: the weights of each that is launched; `begun`: collectives that begin. `tensor`: it runs as tensor
+    parallelism does.
+    """
 
     flops: float
     weight_elements: float
@@ -206,6 +215,66 @@ class BlockWork:
     activations: Sent
     weights: Sent
     loops: tuple[LoopWork, ...] = ()
+    products: tuple[float, ...] = ()
+    begun: int = 0
+    tensor: bool = False
+    chips: int = 1
+
+    @property
+    def captured(self) -> bool:
+        """Whether decodes are launched as one graph."""
+        return self.tensor or self.chips == 1
+
+    def device_launches(self, machine: Machine, weight_bytes: float) -> float:
+        """Seconds on the device beside all else: kernels start and end, and small products do not hide it."""
+        found, ranks = machine.constants.layer_seconds.value, machine.ranks
+        if self.tensor:
+            byte = weight_bytes / (machine.device.bandwidth.value * machine.constants.hbm.value)
+            return found + sum(max(0.0, ranks.product_seconds.value - count * byte) for count in self.products)
+        return found if self.captured else found + ranks.layer_seconds.value
+
+    def host_launches(self, machine: Machine) -> float:
+        """Seconds that the host takes to launch what is not captured."""
+        found = machine.constants.eager_seconds.value
+        if not self.captured:
+            found += self.begun * machine.ranks.call_seconds.value
+        return found
+
+    def boxes(self, machine: Machine) -> bool:
+        """Whether its sums go through boxes in peers' memory: then no step is looped."""
+        near = machine.networks[0].measured if machine.networks else None
+        return self.tensor and near is not None and near.boxes
+
+
+@dataclass(frozen=True, slots=True)
+class PartsPrice:
+    """Micro-batches of a block's long steps: a token takes `copying` seconds of copy engines, behind which the products
+    of another run, and `adding` to add up what came.
+    """
+
+    sizes: MicroBatchSizes
+    copying: float
+    adding: float
+
+    def exposed(self, tokens: float, busy: float) -> float:
+        """Seconds of sums that are waited for in a step whose products and attention take `busy`."""
+        return self.adding * tokens + max(0.0, self.copying * tokens - busy)
+
+
+def parts_price(d: Dimensions, unit: BlockWork, machine: Machine) -> PartsPrice | None:
+    """None if this block's steps are not cut.
+
+    Of R ranks each sends the others their pieces of its part, and everyone the rows that it has added; of these it
+    reads R pieces and the residual stream, and writes that and what is normed (docs/decisions/0089-micro-batches.md).
+    """
+    rate = machine.ranks.copies.value
+    if not rate or not unit.boxes(machine):
+        return None
+    part, ranks = 2.0 * d.embed, unit.chips
+    sums = len(unit.activations.terms)
+    memory = machine.device.bandwidth.value * machine.constants.hbm.value
+    sizes = MicroBatchSizes.of(d.layer_elements, 2 * d.embed, ranks)
+    return PartsPrice(sizes, sums * 2 * part * (ranks - 1) / ranks / rate, sums * part * (ranks + 3) / ranks / memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +352,24 @@ def _hops(move: Move, mesh: Mesh, axes: str, topology: str) -> float:
     return passes * mesh.hops(axes)
 
 
+def _sums(d: Dimensions, mesh: Mesh, topology: str) -> Sent:
+    """Of one token, in tensor parallelism: what attention and feed-forward leave, in a parallel block both at once."""
+    chips, count = mesh.size, 1 if d.parallel else 2
+    elements = 2.0 * d.embed * (chips - 1) / chips
+    hops = 2 * (mesh.hops("zy") if topology == "torus" else 1)
+    return Sent(count * elements, 0.0, count * hops, 0.0, (Term(Kind.SUM, chips, elements, 1.0),) * count)
+
+
 @lru_cache(maxsize=16384)
-def block_work(d: Dimensions, layout: Layout, outer: str, topology: str) -> BlockWork:
-    """The work of one token, read off the layout's program; all of it is linear in the tokens of a step."""
+def block_work(d: Dimensions, layout: Layout, outer: str, topology: str, laid: bool = False) -> BlockWork:
+    """The work of one token, read off the layout's program; all of it is linear in the tokens of a step.
+
+    `laid`: tensor parallelism, too, is run as other layouts are (`benchmarks/layouts.py`).
+    """
     mesh, sizes = layout.mesh, sizes_of(d, Work(1, 1, 1))
     flops = weights = activations = query = 0.0
+    products: dict[str, float] = {}
+    begun = 0
     sent, gathered = Sent(), Sent()
     # FLOPs, weights and what is sent of each loop.
     loops: list[list[Any]] = [[0.0, 0.0, Sent()] for _ in range(3)]
@@ -299,12 +381,15 @@ def block_work(d: Dimensions, layout: Layout, outer: str, topology: str) -> Bloc
                 one_flops = 2.0 * math.prod(sizes[dim] / mesh.count(axes) for dim, axes in cuts.items())
                 one_weights = s.right.local(sizes, mesh)
                 flops, weights = flops + one_flops, weights + one_weights
+                launched = "q" if s.out in ("k", "v") else s.out
+                products[launched] = products.get(launched, 0.0) + one_weights
                 if (at := loop_of.get(s.out)) is not None:
                     loops[at][0] += one_flops
                     loops[at][1] += one_weights
                 activations += s.left.local(sizes, mesh) + s.result.local(sizes, mesh)
             case Move() if s.kind is not Kind.SLICE:
                 one = _sent(s, sizes, mesh, outer, topology)
+                begun += one.elements() > 0 and not s.fused
                 if s.weight:
                     gathered += one
                     continue
@@ -323,7 +408,13 @@ def block_work(d: Dimensions, layout: Layout, outer: str, topology: str) -> Bloc
             case _:
                 pass
     made = tuple(LoopWork(*loop) for loop in loops if loop[2] != Sent())
-    return BlockWork(flops, weights, activations, query, sent, gathered, made)
+    tensor = not laid and not outer and layout.is_tensor_parallel(d.kv_heads)
+    if tensor:
+        sent = _sums(d, mesh, topology)
+    launched_products = tuple(products.values())
+    return BlockWork(
+        flops, weights, activations, query, sent, gathered, made, launched_products, begun, tensor, mesh.size
+    )
 
 
 def block_timeline(
@@ -339,7 +430,8 @@ def block_timeline(
 ) -> Timeline:
     """The timeline of `layers` blocks (default: all) and the head on one device. Heads of `d` are padded already.
 
-    `looped`: a long step is cut into chunks, one of which is sent while the next is multiplied (`core/loops.py`).
+    `looped`: a long step is cut into chunks, one of which is sent while the next is multiplied (`core/loops.py`), but
+    not where micro-batches do the same.
     """
     c, mesh = machine.constants, layout.mesh
     unit = block_work(d, layout, outer, machine.networks[0].topology if machine.networks else "switch")
@@ -354,43 +446,55 @@ def block_timeline(
 
     shares = (c.matmul.value, c.hbm.value)
 
-    chunks = loop_chunks(work.tokens // mesh.count(layout.gather)) if looped else 1
+    repeat = float(d.layers if layers is None else layers)
+    parts = parts_price(d, unit, machine) if repeat == d.layers else None
+    count = 1 if parts is None else parts.sizes.count(work.tokens)
+    chunks = loop_chunks(work.tokens // mesh.count(layout.gather)) if looped and not unit.boxes(machine) else 1
     loops = loop_price(unit.loops, machine, 1 / (peak * c.matmul.value), mesh.size, 1.0)
-    weights = unit.weight_elements + (chunks - 1) * loops.weight_elements
+    weights = count * unit.weight_elements + (chunks - 1) * loops.weight_elements
     read = weights * formats.weight_bytes + 2 * tokens * unit.activation_elements
     products = [*on_device(unit.flops * tokens, read, *shares)]
-    repeat = float(d.layers if layers is None else layers)
     groups = []
     gathering = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
     if gathering:
         # Those of the first layer are waited for, those of the others come while the one before is computed.
         sent = unit.weights.elements() * formats.weight_bytes
-        later = (repeat - 1) / repeat
-        products.append(Channel("weight gathers", gathering * later, sent * later))
-        groups.append(Group("first gather", (Channel("weight gathers", gathering, sent),)))
-    exposed = unit.activations.seconds(machine, 2.0, tokens, mesh.size)
-    if hidden := loops.saved(tokens, chunks):
-        exposed += (chunks - 1) * loops.chunk - hidden
-        products.append(Channel("collectives", hidden))
-    if exposed:
-        talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
-        groups.append(Group("collectives", (talk,), 1.0, repeat))
-    groups.append(Group("products", tuple(products), 1.0, repeat))
-    groups.append(Group("unhidden", unhidden(c, products), 1.0, repeat))
+        hidden = machine.ranks.gather_overlap.value * (repeat - 1) / repeat
+        awaited = repeat * (1 - hidden)
+        products.append(Channel("weight gathers", gathering * hidden, sent * hidden))
+        groups.append(Group("awaited gathers", (Channel("weight gathers", gathering * awaited, sent * awaited),)))
     seen = d.seen(work.context - (work.new - 1) / 2)
     batch = work.batch / mesh.count(layout.batch_axes)
     kv = d.kv_elements() / mesh.count(layout.kv_axes(d.kv_heads))
     cache = batch * d.seen(work.context) * kv * formats.kv_bytes
     reached = (c.attention_matmul.value, c.attention_hbm.value)
     attention = on_device(4 * unit.query_elements * tokens * seen, cache, *reached)
-    groups.append(Group("attention", attention, 1.0, repeat))
-    if c.layer_seconds.value:
-        groups.append(Group("launches", (Channel("launches", c.layer_seconds.value),), 1.0, repeat))
+    exposed = unit.activations.seconds(machine, 2.0, tokens, mesh.size)
+    if hidden := loops.saved(tokens, chunks):
+        exposed += (chunks - 1) * loops.chunk - hidden
+        products.append(Channel("collectives", hidden))
+    block = (
+        Group("products", tuple(products), 1.0, repeat),
+        Group("unhidden", unhidden(c, products), 1.0, repeat),
+        Group("attention", attention, 1.0, repeat),
+    )
+    if parts is not None and count > 1:
+        exposed = parts.exposed(tokens, sum(group.seconds for group in block) / repeat)
+    if exposed:
+        talk = Channel("collectives", exposed, 2 * unit.activations.elements(tokens))
+        groups.append(Group("collectives", (talk,), 1.0, repeat))
+    groups += block
+    if launches := unit.device_launches(machine, formats.weight_bytes):
+        groups.append(Group("launches", (Channel("launches", launches),), 1.0, repeat))
     elements = d.head_elements / mesh.size
     head = on_device(2.0 * work.batch * elements, elements * formats.table_bytes, *shares)
     groups += [Group("head", head), Group("unhidden", unhidden(c, head))]
     if c.step_seconds.value:
         groups.append(Group("step", (Channel("launches", c.step_seconds.value),)))
+    if work.new > 1 or not unit.captured:
+        waits = count * repeat * unit.host_launches(machine) - sum(group.seconds for group in groups)
+        if waits > 0:
+            groups.append(Group("launching", (Channel("launches", waits),)))
     return Timeline(tuple(groups))
 
 

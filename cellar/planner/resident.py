@@ -24,13 +24,21 @@ from cellar.planner.partition import (
 from cellar.planner.plans import Plan, ways
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-PIECE_TOKENS = 65_536  # of a prompt's step that keeps several devices busy
+PIECE_TOKENS = 65_536  # of a prompt's step that keeps a torus busy
 
 
 def resident_bytes(d: Dimensions, formats: Formats, tensor: int, stages: int) -> float:
     """Bytes of weights on one device; the first and the last stage also hold the tables."""
     layers = d.layers // stages * d.layer_elements * formats.weight_bytes
     return (layers + (d.head_elements + d.table_elements) * formats.table_bytes) / tensor
+
+
+def repeated_bytes(d: Dimensions, formats: Formats, layout: Layout) -> float:
+    """What a device holds beyond that where a layout runs as tensor parallelism: the whole table of words."""
+    if not layout.is_tensor_parallel(d.kv_heads):
+        return 0.0
+    cut = 0.0 if d.tied else d.table_elements / layout.mesh.size  # a tied one is the head's share beside it
+    return ((d.head_elements if d.tied else d.table_elements) - cut) * formats.table_bytes
 
 
 def resident_plans(
@@ -78,6 +86,7 @@ def _resident_batches(
                 if decode is None:
                     continue
                 kv = kv_bytes_per_chip(padded, decode.layout, batch, context, form) / p
+                kv += repeated_bytes(padded, form, decode.layout)
                 for pieces, prefill in prompts.ways(capacity - held - kv, decode.layout if staying else None):
                     priced.append(_resident(d, machine, job, form, split, batch, pieces, micro, prefill, decode))
         if priced:
@@ -116,7 +125,7 @@ def _fastest(
         taken = choice.timeline.seconds
         if taken < seconds:
             kv = kv_bytes_per_chip(d, choice.layout, batch, job.prompt + job.generate, form) / stages
-            if kv <= room:
+            if kv + repeated_bytes(d, form, choice.layout) <= room:
                 best, seconds = choice, taken
     return best
 
@@ -139,16 +148,17 @@ class _Prompts:
         """Ways to cut the batch into steps, each with its fastest layout; of those alone, if given, that leave K and V
         where this layout of decodes takes them.
 
-        The fewest steps whose activations fit into `room` bytes, and steps of PIECE_TOKENS (on one device:
-        `step_tokens`); stages want a step each.
+        Steps of at most `step_tokens`, as engines over several devices run them. On one device, and on a torus (of
+        PIECE_TOKENS), also the fewest whose activations fit into `room` bytes. Stages want a step each.
         """
         pieces, fits = min(self.split[1], self.batch), False
-        most = PIECE_TOKENS if self.split != (1, 1) else step_tokens(self.machine.device.kind)
+        several = self.split != (1, 1)
+        most = PIECE_TOKENS if several and self._torus else step_tokens(self.machine.device.kind)
         while pieces <= self.batch:
             each = -(-self.batch // pieces)
             tokens = each * self.job.prompt
             small = tokens <= max(most, self.job.prompt)
-            if not fits or small:
+            if small or not (fits or (several and not self._torus)):
                 best: Choice | None = None
                 for choice in self._layouts(each):
                     faster = best is None or choice.timeline.seconds < best.timeline.seconds
@@ -164,12 +174,16 @@ class _Prompts:
                         return
             pieces *= 2
 
+    @property
+    def _torus(self) -> bool:
+        """Whether chips are joined by rings, on which our engines do not run."""
+        return bool(self.machine.networks) and self.machine.networks[0].topology == "torus"
+
     def _layouts(self, each: int) -> list[Choice]:
         """Of a step of so many prompts."""
         if each not in self.priced:
             work, layers = Work(each, self.job.prompt, self.job.prompt), self.d.layers // self.split[1]
-            # A torus has rings that we do not run on.
-            loops = bool(self.machine.networks) and self.machine.networks[0].topology != "torus"
+            loops = bool(self.machine.networks) and not self._torus
             found = choices(
                 self.d,
                 self.machine,

@@ -11,7 +11,7 @@ from cellar.planner.offload import logits_bytes, working_bytes
 from cellar.planner.partition import Formats, padded_heads
 from cellar.planner.placement import placement
 from cellar.planner.plans import Plan
-from cellar.planner.resident import gathered_bytes, resident_bytes
+from cellar.planner.resident import gathered_bytes, repeated_bytes, resident_bytes
 from cellar.planner.saved import Limits, SavedPlan, StepShape, geometry_of, kv_cache_dtype_of
 from cellar.planner.steps import StepPrices
 from cellar.planner.work import StepCost, StepWork
@@ -63,7 +63,7 @@ def _slots(plan: Plan, layout: Layout) -> int:
     job, mesh, batch = plan.job, layout.mesh, -(-plan.batch // layout.mesh.count(layout.batch_axes))
     d = padded_heads(plan.d, mesh.size)
     assert d is not None, "its layouts have a price"
-    held = resident_bytes(d, plan.formats, mesh.size, plan.stages)
+    held = resident_bytes(d, plan.formats, mesh.size, plan.stages) + repeated_bytes(d, plan.formats, layout)
     held += max(gathered_bytes(d, plan.formats, c.layout) for c in (plan.prefill, plan.decode) if c is not None)
     buffers = working_bytes(d, step_tokens(plan.machine.device.kind)) + logits_bytes(d, plan.batch)
     each = (

@@ -6,7 +6,7 @@ elements that every chip sends: for a group of k chips
 
     all-gather          (k - 1)/k of what a chip holds afterwards
     reduce-scatter      (k - 1)/k of what a chip held before
-    all-reduce          both, one after the other
+    all-reduce          both, one after the other; `sum` is one that tensor parallelism does at once
     all-to-all          (k - 1)/k of what a chip holds (before and after)
     slice               nothing: the chip keeps a part of what it has
 """
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cellar.core import collectives
 from cellar.core.errors import ConfigError
 from cellar.core.layouts import Mesh
 
@@ -75,6 +76,7 @@ class Kind(StrEnum):
     ALL_REDUCE = "all-reduce"
     ALL_TO_ALL = "all-to-all"
     SLICE = "slice"
+    SUM = collectives.SUM
 
 
 def _without_suffix(tensor: Sharded, dim: str, axes: str) -> str:
@@ -146,7 +148,7 @@ def volume(kind: Kind, before: Sharded, after: Sharded, axes: str, sizes: Mappin
             return holds * (k - 1) / k
         case Kind.REDUCE_SCATTER:
             return held * (k - 1) / k
-        case Kind.ALL_REDUCE:
+        case Kind.ALL_REDUCE | Kind.SUM:
             return 2 * held * (k - 1) / k
         case Kind.ALL_TO_ALL:
             return held * (k - 1) / k

@@ -21,9 +21,10 @@ from cellar.planner.partition import (
     kv_bytes_per_chip,
     loop_price,
     padded_heads,
+    parts_price,
     unhidden,
 )
-from cellar.planner.resident import resident_bytes
+from cellar.planner.resident import repeated_bytes, resident_bytes
 from cellar.planner.work import Positions, StepCost, StepWork, step_work
 
 TYPICAL = (32, 1024)
@@ -32,7 +33,7 @@ TYPICAL = (32, 1024)
 
 class StepPrices:
     """Seconds of steps of one model on one machine. `layout` (default: `serving_layout`) lies over all its devices;
-    `looped`: long steps with prompts are sent in chunks beside their products.
+    `looped`: long steps with prompts are sent in chunks beside their products. `laid`: see `block_work`.
 
     Raises CapacityError if the model cannot be cut over the devices.
     """
@@ -44,6 +45,7 @@ class StepPrices:
         formats: Formats = BF16,
         layout: Layout | None = None,
         looped: bool = False,
+        laid: bool = False,
     ) -> None:
         self.machine, self.formats = machine, formats
         self.layout = layout or serving_layout(d, machine, formats)
@@ -52,7 +54,9 @@ class StepPrices:
         assert padded is not None, "a layout's heads can be cut"
         self.d = padded
         c, layers = machine.constants, padded.layers
-        unit = block_work(padded, self.layout, "", machine.networks[0].topology if machine.networks else "switch")
+        topology = machine.networks[0].topology if machine.networks else "switch"
+        unit = block_work(padded, self.layout, "", topology, laid)
+        self.tensor = unit.tensor
         peak, bandwidth = machine.flops(formats.compute), machine.device.bandwidth.value
         self._peak, self._bandwidth = peak, bandwidth
         # Seconds per FLOP and per byte, in products and in attention.
@@ -64,16 +68,18 @@ class StepPrices:
         self._weight_bytes = unit.weight_elements * formats.weight_bytes * layers
         self._token_bytes = 2 * unit.activation_elements * layers
         # The first layer's weights are waited for, the others' come while a layer is computed.
-        self._first_gather = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
-        self._gathers = self._first_gather * (layers - 1)
+        gathering = unit.weights.seconds(machine, formats.weight_bytes, 1.0, mesh.size)
+        self._gathers = gathering * (layers - 1) * machine.ranks.gather_overlap.value
+        self._awaited = gathering * layers - self._gathers
         small, *larger = unit.activations.spans(machine, 2.0, mesh.size)
         loops = loop_price(unit.loops, machine, self._flop, mesh.size, layers)
+        parts = parts_price(padded, unit, machine)
         # Per position attended to or read, all layers.
         self._attended_flops = 4 * unit.query_elements * layers
         cut = mesh.count(self.layout.batch_axes) * mesh.count(self.layout.kv_axes(padded.kv_heads))
         self._resident_bytes = padded.kv_elements() * formats.kv_bytes * layers / cut
-        self._eager = c.eager_seconds.value * layers
-        self._launches = c.layer_seconds.value * layers + c.step_seconds.value
+        self._eager = unit.host_launches(machine) * layers
+        self._launches = unit.device_launches(machine, formats.weight_bytes) * layers + c.step_seconds.value
         elements = padded.head_elements / mesh.size
         self._sampled_flops, self._head_bytes = 2 * elements, formats.table_bytes * elements
         self.cost = StepCost(
@@ -88,14 +94,19 @@ class StepPrices:
             eager=self._eager,
             gathers=self._gathers,
             unhidden=1 - c.product_overlap.value,
-            talk=small.fixed * layers + self._first_gather,
+            talk=small.fixed * layers + self._awaited,
             token_talk=small.each * layers,
-            talk_spans=tuple((s.above, s.fixed * layers + self._first_gather, s.each * layers) for s in larger),
-            loop_cut=mesh.count(self.layout.gather) if looped else 0,
+            talk_spans=tuple((s.above, s.fixed * layers + self._awaited, s.each * layers) for s in larger),
+            loop_cut=mesh.count(self.layout.gather) if looped and not unit.boxes(machine) else 0,
             loop_hidden=loops.hidden,
             loop_chunk=loops.chunk,
             loop_weights=loops.weight_elements * formats.weight_bytes * self._byte,
             windows=padded.windows,
+            captured=unit.captured,
+            part_least=0 if parts is None else parts.sizes.least,
+            part_most=0 if parts is None else parts.sizes.most,
+            part_copying=0.0 if parts is None else parts.copying * layers,
+            part_adding=0.0 if parts is None else parts.adding * layers,
         )
 
     def work(self, start: Positions, stop: Positions, sampled: int) -> StepWork:
@@ -125,28 +136,32 @@ class StepPrices:
             Group("attention", self._on_device(*attended, self._attention_flop, self._attention_byte)),
             Group("launches", (Channel("launches", self._launches),)),
         ]
-        beside = []
-        if self._first_gather:
+        beside, parts = [], self.cost.parts(work.tokens)
+        if self._awaited:
             beside.append(Channel("weight gathers", self._gathers))
-            groups.append(Group("first gather", (Channel("weight gathers", self._first_gather),)))
+            groups.append(Group("awaited gathers", (Channel("weight gathers", self._awaited),)))
         hidden, more = self.cost.looped(work)
         if hidden:
             beside.append(Channel("collectives", hidden))
         groups[0] = Group("products", (*products, *beside))
-        if talk := self.cost.talked(work.tokens) - self._first_gather:
-            exposed = talk + more - hidden
+        exposed = self.cost.talked(work.tokens) - self._awaited + more - hidden
+        if parts > 1:
+            busy = sum(group.seconds for group in groups[:3])
+            exposed = self.cost.part_adding * work.tokens
+            exposed += max(0.0, self.cost.part_copying * work.tokens - busy)
+        if exposed:
             groups.append(Group("collectives", (Channel("collectives", exposed),)))
         if work.sampled:
             head = self._on_device(self._sampled_flops * work.sampled, self._head_bytes, *reached)
             groups += [Group("head", head), Group("unhidden", unhidden(c, head))]
-        waits = self._eager - sum(group.seconds for group in groups)
-        if work.prompts and waits > 0:
+        waits = parts * self._eager - sum(group.seconds for group in groups)
+        if (work.prompts or not self.cost.captured) and waits > 0:
             groups.append(Group("launching", (Channel("launches", waits),)))
         return Timeline(tuple(groups))
 
     def _products_bytes(self, work: StepWork) -> float:
         again = (self.cost.chunks(work) - 1) * self.cost.loop_weights / self._byte
-        return self._weight_bytes + again + self._token_bytes * work.tokens
+        return self.cost.parts(work.tokens) * self._weight_bytes + again + self._token_bytes * work.tokens
 
     def _on_device(self, flops: float, nbytes: float, flop: float, byte: float) -> tuple[Channel, Channel]:
         return (
@@ -185,6 +200,8 @@ def kv_room(prices: StepPrices, utilization: float, max_num_seqs: int, max_num_b
     """
     d, machine, devices = prices.d, prices.machine, prices.layout.mesh.size
     weights = resident_bytes(d, prices.formats, devices, 1)
+    if prices.tensor:
+        weights += repeated_bytes(d, prices.formats, prices.layout)
     buffers = working_bytes(d, max_num_batched_tokens, devices) + logits_bytes(d, max_num_seqs, devices)
     allowed = machine.device.capacity.value * utilization
     if weights + buffers >= allowed:

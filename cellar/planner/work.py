@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.loops import loop_chunks
+from cellar.core.micro_batches import MicroBatchSizes
 
 Positions = NDArray[np.integer]
 
@@ -62,7 +63,9 @@ class StepCost:
     while all else goes on: no step is shorter, but one of up to `few` tokens, whose weights a CPU multiplies in part,
     lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut into chunks of its tokens / `loop_cut`
     (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each more takes `loop_chunk` in
-    collectives and reads `loop_weights` again.
+    collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager` as well. With `part_most` a
+    step is cut into micro-batches of `part_least` to so many tokens (`core/micro_batches.py`): each reads the weights
+    and is launched, and collectives take `part_adding` a token, and what products do not hide of `part_copying`.
     """
 
     token_flops: float
@@ -87,6 +90,15 @@ class StepCost:
     loop_hidden: float = 0.0
     loop_chunk: float = 0.0
     loop_weights: float = 0.0
+    captured: bool = True
+    part_least: int = 0
+    part_most: int = 0
+    part_copying: float = 0.0
+    part_adding: float = 0.0
+
+    def parts(self, tokens: int) -> int:
+        """Into how many micro-batches a step is cut."""
+        return MicroBatchSizes(self.part_least, self.part_most).count(tokens) if self.part_most else 1
 
     def chunks(self, work: StepWork) -> int:
         """Into how many a step is cut."""
@@ -107,7 +119,9 @@ class StepCost:
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step."""
-        weights, talk = self.weights, self.talked(work.tokens)
+        weights, talk, parts = self.weights, self.talked(work.tokens), self.parts(work.tokens)
+        if parts > 1:
+            weights *= parts
         if self.loop_cut:
             hidden, more = self.looped(work)
             weights += (self.chunks(work) - 1) * self.loop_weights
@@ -115,10 +129,12 @@ class StepCost:
         flops, nbytes = self.token_flops * work.tokens, weights + self.token_bytes * work.tokens
         products = max(flops, nbytes, self.gathers) + self.unhidden * min(flops, nbytes)
         attention = max(self.attended * work.attended, self.resident * work.resident)
+        if parts > 1:
+            talk = self.part_adding * work.tokens + max(0.0, self.part_copying * work.tokens - products - attention)
         head = 0.0
         if work.sampled:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
         found = products + attention + head + self.launches + talk
         streamed = self.few_streamed if work.tokens <= self.few else self.streamed
-        return max(found, streamed, self.eager if work.prompts else 0.0)
+        return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)

@@ -9,7 +9,7 @@ from cellar.planner.cost import Dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.partition import Choice, kv_bytes_per_chip, padded_heads
 from cellar.planner.plans import Plan
-from cellar.planner.resident import resident_bytes
+from cellar.planner.resident import repeated_bytes, resident_bytes
 from cellar.planner.traffic import StepSizes, step_traffic
 
 GIB = 2.0**30
@@ -68,6 +68,7 @@ def where(plan: Plan) -> list[tuple[str, str]]:
     padded = padded_heads(plan.d, plan.tensor)
     assert padded is not None
     weights = resident_bytes(padded, plan.formats, plan.tensor, plan.stages)
+    weights += repeated_bytes(padded, plan.formats, plan.decode.layout)
     context = plan.job.prompt + plan.job.generate
     kv = kv_bytes_per_chip(padded, plan.decode.layout, plan.batch, context, plan.formats) / plan.stages
     rows.append(("weights", f"{weights / GIB:,.1f} GiB on each device, {plan.formats.name}"))
@@ -148,9 +149,10 @@ def origins(machine: Machine) -> list[tuple[str, str, str]]:
         for fit in net.measured.fits:
             for k, line in enumerate(fit.lines):
                 name = f"{fit.kind} of {fit.ranks}" + (", large" if k else "")
-                found.append((f"{name}, latency", Measure(line.start, "s", "measured")))
-                found.append((f"{name}, rate", Measure(line.rate, "bytes/s", "measured")))
+                found.append((f"{name}, latency", Measure(line.start, "s", fit.source)))
+                found.append((f"{name}, rate", Measure(line.rate, "bytes/s", fit.source)))
     found += [(f.name.replace("_", " "), getattr(machine.constants, f.name)) for f in fields(machine.constants)]
+    found += [(f"ranks' {f.name.replace('_', ' ')}", getattr(machine.ranks, f.name)) for f in fields(machine.ranks)]
     if machine.price:
         found.append(("price of a device", machine.price))
     return [(name, f"{m.value:.4g} {m.unit}", m.source) for name, m in found]

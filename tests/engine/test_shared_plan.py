@@ -14,6 +14,7 @@ from cellar import LLM, SamplingParams
 from cellar.core.config import EngineConfig
 from cellar.core.errors import ConfigError
 from cellar.core.hardware import Device, Measure, Profile
+from cellar.core.messages import Placement
 from cellar.core.pieces import format_name
 from cellar.engine.plan import with_plan
 from cellar.models.registry import open_model, read_config
@@ -27,7 +28,8 @@ from cellar.planner.resident import resident_plans
 from cellar.planner.saved import load_plan
 from cellar.planner.saving import saved_plan
 from cellar.runtime.ranks.group import RankGroup
-from cellar.runtime.ranks.opened import open_ranks
+from cellar.runtime.ranks.opened import open_rank, open_ranks
+from cellar.runtime.ranks.place import LaidPlace, Place, TensorPlace
 from cellar.runtime.ranks.rank import ThreadRank
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -91,6 +93,59 @@ def test_processes_run_a_plan(count: int, tiny: Path, tmp_path: Path) -> None:
     with LLM(str(tiny), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
         plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
     assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+
+
+HEADS = {"prefill_gather": "", "prefill_heads": "zyx", "decode_gather": "", "decode_heads": "zyx"}
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "split", "place"),
+    [
+        (2, {}, TensorPlace),
+        (2, {"looped": True}, TensorPlace),
+        (2, {"prefill_gather": "x", "prefill_heads": "zy"}, TensorPlace),  # over the one chip along x
+        (2, {"prefill_heads": "", "decode_heads": ""}, LaidPlace),
+        (2, {"prefill_gather": "xyz", "prefill_heads": "", "decode_heads": ""}, LaidPlace),
+        (1, {}, LaidPlace),
+    ],
+    ids=["1D by heads", "looped", "gathered over one", "by batch", "gathered", "one KV head"],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_plan_of_1d_by_heads_runs_as_tensor_parallelism(
+    kv_heads: int, split: dict[str, Any], place: type, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured on a GPU, with its sums; no other plan does. 420 words are no equal shares in groups of 64."""
+    shape = {"num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+    path = write_checkpoint(tmp_path / "model", **shape)
+    plan = next(plan for plan in planned(path, 2) if plan.decode is not None and plan.decode.layout.mesh.x == 1)
+    file = saved(plan, path, tmp_path, mesh=(1, 1, 2), **(HEADS | split))
+    seen: list[Place] = []
+
+    def opened_rank(config: EngineConfig, directory: Path | None, placement: Placement | None, own: Place) -> Any:
+        seen.append(own)
+        return open_rank(config, directory, placement, own)
+
+    monkeypatch.setattr("cellar.runtime.ranks.opened.open_rank", opened_rank)
+    monkeypatch.setattr("cellar.runtime.ranks.opened.open_ranks", partial(open_ranks, make=ThreadRank))
+    with LLM(plan=str(file), device="cpu", num_threads=1) as llm:
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        homes = 1 if "zyx" in (HEADS | split)["decode_heads"] else 2
+        assert llm.stats().total_chunks == homes * load_plan(file).placement.num_chunks
+    assert {type(own) for own in seen} == {place}
+    assert len(seen) == 2
+    with LLM(str(path), device="cpu", num_threads=1, block_size=16, kv_cache_memory_bytes=10**6) as llm:
+        plain = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in plain]
+
+
+def test_a_plan_of_1d_by_heads_is_of_its_model(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model")
+    plan = next(plan for plan in planned(path, 2) if plan.decode is not None and plan.decode.layout.mesh.x == 1)
+    placement = load_plan(saved(plan, path, tmp_path, mesh=(1, 1, 2), **HEADS)).placement
+    config = with_plan(EngineConfig.of(plan=str(tmp_path / "plan.json"), device="cpu"))[0]
+    other = write_checkpoint(tmp_path / "wide", intermediate_size=64)
+    with pytest.raises(ConfigError, match=r"the placement has rows 0 to .* of layers\.0\..*; plan this model again"):
+        open_ranks(config, other, placement, ThreadRank)
 
 
 def quantized(tiny: Path, name: str) -> Plan:

@@ -20,6 +20,7 @@ from cellar.planner.machines import Machine, from_profile
 from cellar.planner.models import decoder_spec
 from cellar.planner.offload import Job
 from cellar.planner.partition import BF16, Sent, Term, Work, block_timeline, block_work
+from cellar.planner.ranks import UNKNOWN
 from cellar.planner.saved import read_plan
 from cellar.planner.saving import saved_plan
 from cellar.planner.search import find
@@ -69,7 +70,8 @@ def profile(**tables: Table) -> Profile:
 
 def measured_machine(start: float = 1e-5, each: float = 1 / 2e11) -> Machine:
     found = from_profile(Profile.from_json(profile(**{TABLE: table(start, each)}).to_json()))
-    return replace(found, constants=replace(found.constants, eager_seconds=Measure(0.0, "s", "assumed")))
+    constants = replace(found.constants, eager_seconds=Measure(0.0, "s", "assumed"))
+    return replace(found, constants=constants, ranks=UNKNOWN)
 
 
 def test_two_ways_of_small_and_large_are_two_lines() -> None:

@@ -48,7 +48,8 @@ def test_a_uniform_step_costs_what_the_planner_says(
     prices = StepPrices(d, m, looped=looped)
     work = uniform(batch, new, context)
     expected = block_timeline(prices.d, m, prices.layout, Work(batch, new, context), looped=looped)
-    assert prices.cost.chunks(work) == (4 if looped and new == 512 else 1)
+    # Where sums go through boxes in peers' memory no step is sent in chunks.
+    assert prices.cost.chunks(work) == (4 if looped and new == 512 and name != "8xH100" else 1)
     assert prices.seconds(work) == pytest.approx(expected.seconds, rel=1e-9)
     assert prices.timeline(work).seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert prices.timeline(work).lower_bound == pytest.approx(expected.lower_bound, rel=1e-6)
@@ -65,7 +66,7 @@ def test_a_step_that_gathers_waits_for_its_first_layers_weights_alone(gather: st
     assert prices.seconds(uniform(16, 512, 512)) == pytest.approx(expected.seconds, rel=1e-9)
     assert timeline.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert {k: v for k, v in timeline.busy().items() if v} == pytest.approx(expected.busy())
-    (first,) = (group for group in timeline.groups if group.name == "first gather")
+    (first,) = (group for group in timeline.groups if group.name == "awaited gathers")
     assert first.seconds == pytest.approx(timeline.busy()["weight gathers"] / d.layers)
 
 

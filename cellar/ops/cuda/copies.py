@@ -1,4 +1,6 @@
-"""Many copies asked for with one call of CUDA's driver (12.8 and later): one by one each costs several microseconds."""
+"""Copies by CUDA's driver: many with one call (12.8 and later), since one by one each costs several microseconds, and
+one to another device, which the copy engines make.
+"""
 
 from __future__ import annotations
 
@@ -53,5 +55,16 @@ def copy_at_once(targets: NDArray[np.uint64], sources: NDArray[np.uint64], nbyte
             ctypes.byref(first),
             ctypes.c_size_t(1),
             ctypes.c_void_p(stream),
+        )
+    )
+
+
+def copy_far(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy `nbytes` between two addresses that the current device reaches, of two devices, behind what the stream (its
+    handle) has so far. Raises DeviceError.
+    """
+    check(
+        loaded().cuMemcpyDtoDAsync_v2(
+            ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)
         )
     )

@@ -1,5 +1,5 @@
-"""A stream that waits until a number in host memory has grown, and one that writes such a number: CUDA's stream memory
-operations, by its driver.
+"""A stream that waits until a number in memory has grown, and one that writes such a number: CUDA's stream memory
+operations, by its driver. The number lies in pinned memory, or on a device that the current one reaches.
 
 The second version of these calls (CUDA 11.7 and later) is there on every device; the first one wants a setting of the
 kernel's module, and is not used.
@@ -21,7 +21,7 @@ _BEHIND_ALL = 0  # CU_STREAM_WRITE_VALUE_DEFAULT: what the stream has written be
 
 
 def streams_wait(stream: int, address: int) -> bool:
-    """True if streams of the current device can wait for numbers in host memory and write them: tried with the int32 at
+    """True if streams of the current device can wait for numbers in such memory and write them: tried with the int32 at
     `address`, which is 0 and stays so.
     """
     if not driver_available():
@@ -31,8 +31,8 @@ def streams_wait(stream: int, address: int) -> bool:
 
 
 def wait_for(stream: int, address: int, value: int) -> None:
-    """Have what comes behind this on a stream (its handle) wait until the int32 at `address`, in pinned memory, is
-    `value` or has gone beyond it, both modulo 2**32.
+    """Have what comes behind this on a stream (its handle) wait until the int32 at `address` is `value` or has gone
+    beyond it, both modulo 2**32.
 
     Raises DeviceError.
     """
@@ -42,8 +42,8 @@ def wait_for(stream: int, address: int, value: int) -> None:
 
 
 def write(stream: int, address: int, value: int) -> None:
-    """Have a stream (its handle) write `value`, modulo 2**32, to the int32 at `address`, in pinned memory, when all is
-    done that comes before this. Raises DeviceError.
+    """Have a stream (its handle) write `value`, modulo 2**32, to the int32 at `address` when all is done that comes
+    before this. Raises DeviceError.
     """
     call = _write_value()
     assert call is not None, "`streams_wait` has said so"

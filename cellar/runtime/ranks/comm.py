@@ -92,19 +92,21 @@ class GroupComm:
     def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Implements `NormedSums`."""
         assert self._boxes is not None, "`take` has said so"
-        self.count += 1
-        moved = self._boxes.sizes.moved(part.nbytes)
-        self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(part.nbytes, self.size), moved)
+        self.noted(part.nbytes, self._boxes.sizes.moved(part.nbytes))
         return sum_norm_of_peers(part, residual, norm, eps, self._boxes)
+
+    def noted(self, nbytes: int, moved: int) -> None:
+        """A sum of so many bytes begins, for which a rank gets `moved` from others, by whatever way."""
+        self.count += 1
+        self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(nbytes, self.size), moved)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, in the order of ranks."""
-        boxes = self._boxes if self._boxes is not None and self._boxes.take(x) else None
-        moved = boxes.sizes.moved(x.nbytes) if boxes else moved_by_all_reduce(x.nbytes, x.element_size(), self.size)
+        if self._boxes is not None and self._boxes.take(x):
+            self.noted(x.nbytes, self._boxes.sizes.moved(x.nbytes))
+            return sum_of_peers(x, self._boxes)
+        moved = moved_by_all_reduce(x.nbytes, x.element_size(), self.size)
         self.account.add(Entry("all-reduce", "z", "sum"), sent_by_all_reduce(x.nbytes, self.size), moved)
-        if boxes is not None:
-            self.count += 1
-            return sum_of_peers(x, boxes)
         if at_once(x.nbytes, self.size):
             return added(self._gathered(x))
         each = -(-x.numel() // self.size)

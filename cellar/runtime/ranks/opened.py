@@ -15,8 +15,9 @@ import torch
 
 from cellar.core.config import DeviceConfig, EngineConfig
 from cellar.core.errors import ConfigError
-from cellar.core.layouts import Layouts
-from cellar.core.messages import Placement, StepPlan
+from cellar.core.layouts import Layouts, Mesh
+from cellar.core.messages import Placed, Placement, StepPlan
+from cellar.core.pieces import format_name
 from cellar.core.specs import ModelSpec
 from cellar.models import fingerprint, hub, registry
 from cellar.models.sharding import shard
@@ -29,6 +30,7 @@ from cellar.runtime.ranks.place import LaidPlace, Place, StagedPlace, TensorPlac
 from cellar.runtime.ranks.rank import ProcessRank
 from cellar.runtime.steps.local import open_local
 from cellar.runtime.steps.memory_use import MemoryUse
+from cellar.runtime.steps.placed import DEVICE, check_resident
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +54,8 @@ def open_ranks(
     offloaded: Sequence[Placement] = (),
 ) -> OpenedRanks:
     """Load a model's shares into `config.device.num_ranks` ranks, or into those of a placement of kind partition, whose
-    layouts they run, or its stages; `directory` as in `open_local`. `offloaded`: of each rank's share, if none fits its
-    device.
+    layouts they run, or its stages; `directory` as in `open_local`. Layouts of 1D by heads run as tensor parallelism.
+    `offloaded`: of each rank's share, if none fits its device.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
@@ -90,9 +92,10 @@ def open_ranks(
     meeting = tempfile.mkdtemp(prefix="cellar-ranks-")
     try:
         places: list[Place] = []
+        as_tensor = layouts is not None and _are_tensor_parallel(layouts, spec)
         for rank in range(size):
             at = f"{meeting}/ranks"
-            if layouts is not None:
+            if layouts is not None and not as_tensor:
                 places.append(LaidPlace(rank, layouts, at))
             elif stages > 1:
                 places.append(StagedPlace(rank, tensor, stages, at, config.steps_ahead))
@@ -101,6 +104,8 @@ def open_ranks(
         parts: Sequence[Placement | None] = offloaded or [placement] * size
         if placement is not None and stages > 1:
             parts = [_of_stage(placement, spec, rank, stages) for rank in range(stages)]
+        elif placement is not None and layouts is not None and as_tensor:
+            parts = [_of_share(placement, spec, layouts.mesh, rank) for rank in range(size)]
         runtime = RankGroup(
             [
                 partial(open_rank, _of_rank(config, p, kind), directory, own, p)
@@ -172,6 +177,29 @@ def _of_stage(placement: Placement, spec: ModelSpec, index: int, stages: int) ->
     there = {part.tensor: part for part in placement.weights}
     weights = tuple(replace(there[whole], tensor=name) for name, whole in names.items() if whole in there)
     return replace(placement, weights=weights)
+
+
+def _are_tensor_parallel(layouts: Layouts, spec: ModelSpec) -> bool:
+    """Whether tensor parallelism by heads computes the same, of equal shares of heads: it is captured, and sums through
+    boxes, which layouts are not and do not.
+    """
+    size = layouts.mesh.size
+    return (
+        all(one.is_tensor_parallel(spec.num_kv_heads) for one in (layouts.prefill, layouts.decode))
+        and all(layer.num_heads % size == layer.num_kv_heads % size == 0 for layer in spec.layers)
+        and _shares(spec, size)
+    )
+
+
+def _of_share(placement: Placement, spec: ModelSpec, mesh: Mesh, rank: int) -> Placement:
+    """What a placement, which says what layouts store, means for a rank's share in tensor parallelism: that has the
+    whole table of words, and may have a few rows more or fewer of the head. Raises ConfigError if it is of another
+    model.
+    """
+    check_resident(placement, stored(spec, mesh, rank))
+    share = shard(spec, rank, mesh.size)
+    rows = [(name, tensor.shape[0], format_name(tensor)) for name, tensor in share.named_tensors()]
+    return replace(placement, weights=tuple(Placed(name, DEVICE, 0, count, form) for name, count, form in rows))
 
 
 def _check_stages(spec: ModelSpec, stages: int) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from cellar.core.layouts import Layouts
 from cellar.core.loops import LOOP_TOKENS
+from cellar.core.micro_batches import LANES, PART_NBYTES
 from cellar.core.specs import ModelSpec
 from cellar.core.units import row_units
 from cellar.models.loop import Lane, Loop
@@ -25,8 +26,11 @@ from cellar.runtime.memory import human
 from cellar.runtime.ranks.axes import AxisCollectives, groups_of
 from cellar.runtime.ranks.comm import RankComm, RankLink, gloo_comm, gloo_group, nccl_comm, nccl_group
 from cellar.runtime.ranks.lane import lane_on
+from cellar.runtime.ranks.micro_batches import MicroBatches, sizes_of
+from cellar.runtime.ranks.part_boxes import PartSizes, meet_with_parts
 from cellar.runtime.ranks.peers import meet
 from cellar.runtime.ranks.stages import GroupWay, Stages
+from cellar.runtime.steps.lanes import Lanes
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class Seat:
     """A rank among the others: what it loads (`stored`), and its link to those that it computes the same layers with.
 
     `model` runs on it; `comm` is there where that has its share of every tensor by heads and columns, `laid` where
-    layouts say what it has; `stages` where others have other layers.
+    layouts say what it has; `stages` where others have other layers. `lanes`: where micro-batches run side by side.
     """
 
     model: Model
@@ -62,6 +66,7 @@ class Seat:
     comm: RankComm | None = None
     laid: LaidRank | None = None
     stages: Stages | None = None
+    lanes: Lanes | None = None
 
     @property
     def size(self) -> int:
@@ -97,22 +102,25 @@ class Place(Protocol):
 class TensorPlace:
     """Implements `Place` for tensor parallelism by heads. `meeting` is a file in a private directory, new for each
     group, by which ranks find each other. `loop_tokens`: see `Loop`; None: as planned, but not where sums go through
-    boxes, which take less time than products in chunks lose (docs/log/ranks.md).
+    boxes, which take less time than products in chunks lose (docs/log/ranks.md). There long steps are cut into
+    micro-batches, of `micro_tokens` at least (None: by the model's size), unless these are ranks of a stage.
     """
 
     rank: int
     size: int
     meeting: str
     loop_tokens: int | None = None
+    micro_tokens: int | None = None
+    of_stage: bool = False
 
     def take(self, model: Model, device: torch.device) -> Seat:
         """The model with the rank's share of its tensors."""
         kind: type = type(model)
         share: Model = kind(shard(model.spec, self.rank, self.size))
-        comm = self._join(model.spec, device)
-        return Seat(share, share.spec, comm, comm)
+        comm, lanes = self._join(model.spec, device)
+        return Seat(share, share.spec, comm, comm, lanes=lanes)
 
-    def _join(self, whole: ModelSpec, device: torch.device) -> RankComm:
+    def _join(self, whole: ModelSpec, device: torch.device) -> tuple[RankComm, Lanes | None]:
         from torch._C._distributed_c10d import FileStore  # not in every build of torch
 
         store = FileStore(self.meeting, self.size)
@@ -123,12 +131,18 @@ class TensorPlace:
             widths[columns[self.rank]] = columns
         loop = Loop(lane_on(device), self.loop_tokens or LOOP_TOKENS)
         if device.type == "cpu":
-            return gloo_comm(store, self.rank, self.size, widths, loop=loop)
+            return gloo_comm(store, self.rank, self.size, widths, loop=loop), None
         torch.cuda.set_device(device)
         prepare_nccl(self.size)
         boxes = meet(store, self.rank, self.size, device)
         chunks = loop if boxes is None or self.loop_tokens else None
-        return nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=chunks)
+        comm = nccl_comm(store, self.rank, self.size, widths, boxes=boxes, loop=chunks)
+        sizes = sizes_of(whole, self.size, self.micro_tokens)
+        if chunks is not None or self.of_stage or sizes.never:
+            return comm, None
+        row = whole.hidden_size * getattr(torch, whole.dtype).itemsize
+        parts = meet_with_parts(store, self.rank, PartSizes(LANES, self.size, PART_NBYTES, row), device)
+        return comm, None if parts is None else MicroBatches(sizes, parts, device, comm.noted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +170,7 @@ class StagedPlace:
         part: Model = kind(stage(model.spec, index, self.stages))
         seat = Seat(part, part.spec, None)
         if self.tensor > 1:
-            place = TensorPlace(number, self.tensor, f"{self.meeting}-{index}", self.loop_tokens)
+            place = TensorPlace(number, self.tensor, f"{self.meeting}-{index}", self.loop_tokens, of_stage=True)
             seat = place.take(part, device)
         layers = stage_layers(model.spec.num_layers, index, self.stages)
         width, dtype = model.spec.hidden_size, getattr(torch, model.spec.dtype)

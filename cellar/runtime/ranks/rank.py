@@ -56,6 +56,9 @@ room is at least most of it."""
 SWITCH_SECONDS = 0.001
 """How long a thread of a rank's process may keep the interpreter to itself: copies are asked for beside its steps."""
 
+STREAM_QUEUES = "32"
+"""Queues of a GPU for a rank's streams: two streams in one queue, of which the first waits, would both wait."""
+
 OUT_OF_MEMORY = "its memory ran out; take a smaller or quantized model, more ranks, or give KV less memory."
 
 Opener = Callable[[], Runtime[StepPlan]]
@@ -319,6 +322,7 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
     """In a rank's process: until it is told to end, or the other end of the pipe is gone."""
     logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s rank {number} %(name)s: %(message)s")
     sys.setswitchinterval(SWITCH_SECONDS)
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", STREAM_QUEUES)
     # The group decides when to end; a terminal's Ctrl-C and a service's end reach all processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

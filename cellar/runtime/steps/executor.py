@@ -122,8 +122,9 @@ class StepExecutor:
         else:
             comm = None if seat is None else seat.comm
             stages = None if seat is None else seat.stages
+            lanes = None if seat is None else seat.lanes
             self.forward = self._whole = Forward(
-                model, weights, self.arena, device, comm, layers, batch, sparse_v, stages, jobs
+                model, weights, self.arena, device, comm, layers, batch, sparse_v, stages, jobs, lanes
             )
         self._arrivals = Arrivals() if arrivals is None else arrivals
         self._comm = None if seat is None else seat.link
@@ -220,7 +221,8 @@ class StepExecutor:
             for rows, tokens in self._stages.told(inputs.feed_rows):
                 (where,) = self._upload([rows])
                 self.rows.last.index_copy_(0, where, tokens)
-        h = None if self._graphs is None else self._graphs.hidden(inputs, gate)
+        cut = self._whole is not None and self._whole.cuts(inputs.num_tokens)
+        h = None if self._graphs is None or cut else self._graphs.hidden(inputs, gate)
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])

@@ -43,6 +43,7 @@ from cellar.runtime.pace import Pace
 from cellar.runtime.ranks.stages import Stages
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.inputs import LongArray, StepInputs
+from cellar.runtime.steps.lanes import InTurn, Lanes, cut
 from cellar.runtime.transfer import uploader
 
 Gate = Callable[[int], None]
@@ -185,13 +186,14 @@ class ResidentLayers:
 class Batch:
     """One GPU batch of a pass: tokens [start, stop), and their attention work, one for each of `Forward.shapes`.
 
-    `divided`: the work where the cache lies in host memory.
+    `divided`: the work where the cache lies in host memory. `lanes`: where it is a micro-batch beside others.
     """
 
     start: int
     stop: int
     works: Sequence[AttentionWork]
     divided: Divided | None = None
+    lanes: Lanes | None = None
 
 
 class Forward:
@@ -202,6 +204,7 @@ class Forward:
     ones, before the pass goes on to the next layer (FlexGen §4.2, the zig-zag block); None: all of them.
     `sparse_v`: the share of values that the CPU's attention reads; None: all. `stages`: where hidden rows come from
     and go to, if these are the layers of one stage of several. `jobs`: what the CPU does for the device, if anything.
+    `lanes`: where the micro-batches of long steps run side by side; None: steps are not cut.
     """
 
     def __init__(
@@ -216,9 +219,11 @@ class Forward:
         sparse_v: float | None = None,
         stages: Stages | None = None,
         jobs: CpuJobs | None = None,
+        lanes: Lanes | None = None,
     ) -> None:
         self._jobs = jobs
         self._comm = comm
+        self._lanes = lanes if stages is None and layers is None else None
         self._stages = stages
         self._layers: Layers = ResidentLayers(weights.layers) if layers is None else layers
         self._batch = batch
@@ -279,8 +284,19 @@ class Forward:
         """The attention work of some spans."""
         return self._works(row, start, stop, self._device)
 
+    def cuts(self, tokens: int) -> bool:
+        """Whether a step of so many is cut into micro-batches."""
+        return self._lanes is not None and len(self._lanes.sizes(tokens)) > 1
+
     def batches(self, inputs: StepInputs) -> list[Batch]:
-        """The step in GPU batches. Spans of one sequence stay together."""
+        """The step in GPU batches, in which a sequence's spans stay together, or in micro-batches, which cut them."""
+        sizes = [inputs.num_tokens] if self._lanes is None else self._lanes.sizes(inputs.num_tokens)
+        if len(sizes) > 1:
+            ends = np.cumsum(sizes).tolist()
+            return [
+                Batch(end - size, end, self._works(*spans, self._device), lanes=self._lanes)
+                for size, end, spans in zip(sizes, ends, cut(inputs, sizes), strict=True)
+            ]
         # The CPU may be at this step still when the next one has changed the table.
         table = None if self._table_host is None else self._table_host.copy()
         if self._batch is None:
@@ -345,7 +361,7 @@ class Forward:
         self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
     ) -> StepContext:
         """What the layers share in a step whose attention is `planned` and whose cache is the arena."""
-        return self._context(planned, self.arena, positions, slot_mapping, table)
+        return self._context(planned, self.arena, positions, slot_mapping, table, self._comm)
 
     def run_batches(
         self,
@@ -358,17 +374,19 @@ class Forward:
         gate: Gate | None = None,
     ) -> Hidden:
         """`run`, in GPU batches. `gate` is called with each layer's number before it."""
+        lanes = batches[0].lanes
         parts: list[tuple[Tensor, LayerContext]] = []
-        for batch in batches:
+        for k, batch in enumerate(batches):
             part = slice(batch.start, batch.stop)
             if batch.divided is None:
+                comm = self._comm if lanes is None else lanes.comm(k)
                 context: LayerContext = self._context(
-                    batch.works, self.arena, positions[part], slot_mapping[part], table
+                    batch.works, self.arena, positions[part], slot_mapping[part], table, comm
                 )
             else:
                 context = self._divided(batch.divided, positions[part], slot_mapping[part], table)
             parts.append((tokens[part], context))
-        found = self.passed(parts, pace, gate)
+        found = self.passed(parts, pace, gate) if lanes is None else self._passed_in_lanes(lanes, parts, gate)
         if len(found) == 1:
             return found[0]
         deltas = [h.delta for h in found if h.delta is not None]
@@ -385,9 +403,11 @@ class Forward:
             own = positions.index_select(0, rest)
             if staged:
                 chunks = StagedChunks(self.arena, staged[0])
-                inner = StagedContext(self._context(parts.works, chunks, own, staged[1], staged[2]), chunks)
+                context = self._context(parts.works, chunks, own, staged[1], staged[2], self._comm)
+                inner = StagedContext(context, chunks)
             else:
-                inner = self._context(parts.works, self.arena, own, slot_mapping.index_select(0, rest), table)
+                mapping = slot_mapping.index_select(0, rest)
+                inner = self._context(parts.works, self.arena, own, mapping, table, self._comm)
         if not parts.cpu_works:
             assert inner is not None, "a batch has tokens"
             return inner
@@ -397,14 +417,20 @@ class Forward:
         return DividedContext(share, inner, positions, self._cos_sin, self._comm)
 
     def _context(
-        self, planned: Sequence[AttentionWork], arena: Cache, positions: Tensor, slot_mapping: Tensor, table: Tensor
+        self,
+        planned: Sequence[AttentionWork],
+        arena: Cache,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Tensor,
+        comm: Comm | None,
     ) -> StepContext:
         for work in planned:
             work.softmax, work.early = self._softmax, self._early
         works = [planned[shape] for shape in self._shape_of_layer]
         for j in self._wide_layers:
             works[j] = works[j].with_maximum
-        return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, self._comm)
+        return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, comm)
 
     def passed(
         self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None, gate: Gate | None = None
@@ -427,6 +453,27 @@ class Forward:
         if self._stages is not None and not self._stages.is_last:
             for h in hidden:
                 self._stages.send(h)
+        return hidden
+
+    def _passed_in_lanes(
+        self, lanes: Lanes, batches: Sequence[tuple[Tensor, LayerContext]], gate: Gate | None
+    ) -> list[Hidden]:
+        """`passed` by micro-batches side by side."""
+        contexts = [InTurn(context, lanes, k) for k, (_, context) in enumerate(batches)]
+        hidden: list[Hidden] = []
+        with lanes.step():
+            for k, context in enumerate(contexts):
+                with lanes.at(k):
+                    hidden.append(self._entered(batches[k][0], context))
+            for j, weights in enumerate(self.weights.layers):
+                for k, context in enumerate(contexts):
+                    with lanes.at(k):
+                        if gate is not None:
+                            gate(j)
+                        hidden[k] = run_layer(self.model, j, weights, hidden[k], context)
+            for k in range(len(contexts)):
+                with lanes.at(k):
+                    hidden[k] = lanes.whole(k, hidden[k])
         return hidden
 
     def _entered(self, tokens: Tensor, context: LayerContext) -> Hidden:

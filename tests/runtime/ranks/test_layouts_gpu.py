@@ -84,8 +84,9 @@ LOOPED = {
 def test_chunks_and_weights_a_layer_ahead_give_the_tokens_of_one(
     family: str, layouts: Layouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of eight tokens, through NCCL on streams of their own."""
+    """Chunks of eight tokens, through NCCL on streams of their own; 1D by heads as well, not as tensor parallelism."""
     monkeypatch.setattr(opened, "LaidPlace", partial(LaidPlace, loop_tokens=8))
+    monkeypatch.setattr(opened, "_are_tensor_parallel", lambda layouts, spec: False)
     check(family, layouts, tmp_path)
 
 
