@@ -52,13 +52,13 @@ SUMS = {2**14: 3.5, 2**16: 4.7, 2**18: 7.5, 2**19: 10.8, 2**20: 13.4, 2**21: 19.
 SUMS_JUDGED = (2**19, 2**21)
 """Sizes that `NVLINK`'s lines of sums were not fitted to; they are within 6 % of them."""
 
-# Fitted by `rank_fits.fit_layouts` to steps of 1D, 2D and XYZ on four H100 (Llama-3-70B with 8 layers, device time),
+# Fitted by tests/planner/rank_fits.py to steps of 1D, 2D and XYZ on four H100 (Llama-3-70B with 8 layers, device time),
 # judged on those of X (a test does both): a collective with the copies before and behind it, whatever it sends; bytes/s
 # of gathers, and of sums of 4 and of 2, which were added up in several passes then (in one since 0088, not timed).
 LAID_START, LAID_LAYER = 3.606e-5, 7.20e-5
 LAID_GATHER, LAID_SUM_OF_4, LAID_SUM_OF_2 = 1.580e11, 6.837e10, 1.0207e11
 
-# Fitted by `rank_fits.fit_products` to Llama-3-8B's decodes on two and four H200, and judged on Llama-3-70B's on four:
+# Fitted by tests/planner/rank_fits.py to Llama-3-8B's decodes on two and four H200, and judged on Llama-3-70B's on four:
 # within 8 % of all of them and of its prompts (a test does both). On one device smaller products, of int4, take less.
 PRODUCT = 6.76e-6
 

@@ -19,7 +19,6 @@ from cellar.planner.cost import Dimensions, dimensions
 from cellar.planner.machines import Machine, machine
 from cellar.planner.offload import Job
 from cellar.planner.partition import BF16, Work, block_timeline, block_work, choices, parts_price
-from cellar.planner.rank_fits import device_seconds, fit_layouts, fit_products, with_product
 from cellar.planner.ranks import (
     LAID_CALL,
     LAID_GATHER,
@@ -40,6 +39,7 @@ from cellar.planner.steps import StepPrices
 from cellar.planner.work import StepWork, step_work
 from cellar.reports.models import model_spec
 from cellar.runtime.ranks.micro_batches import sizes_of
+from tests.planner.rank_fits import device_seconds, fit_layouts, fit_products, with_product
 from tests.planner.test_collectives import table
 
 NEAR = 0.10
