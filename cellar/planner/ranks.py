@@ -58,8 +58,9 @@ SUMS_JUDGED = (2**19, 2**21)
 LAID_START, LAID_LAYER = 3.606e-5, 7.20e-5
 LAID_GATHER, LAID_SUM_OF_4, LAID_SUM_OF_2 = 1.580e11, 6.837e10, 1.0207e11
 
-# Fitted by tests/planner/rank_fits.py to Llama-3-8B's decodes on two and four H200, and judged on Llama-3-70B's on four:
-# within 8 % of all of them and of its prompts (a test does both). On one device smaller products, of int4, take less.
+# Fitted by tests/planner/rank_fits.py to Llama-3-8B's decodes on two and four H200, and judged on Llama-3-70B's on
+# four: within 8 % of all of them and of its prompts (a test does both). On one device smaller products, of int4, take
+# less.
 PRODUCT = 6.76e-6
 
 # Of the host, for a collective of a step that is not captured: StarCoder's decodes on four H200 with attention by heads
