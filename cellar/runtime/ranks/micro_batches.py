@@ -104,10 +104,11 @@ class CopiedSums:
         """-> (this rank's piece of its rows, the others' [ranks - 1, ...], room for all rows of the sum)."""
         boxes, sizes, lane = self._boxes, self._boxes.sizes, self._lane
         part = part.contiguous()
+        row = part[:1].nbytes
+        assert row == sizes.row, "rows of the hidden size"
         assert part.nbytes <= sizes.nbytes, "as many tokens as boxes have room for"
         self._calls += 1
         own = sizes.rows(boxes.rank, len(part))
-        row = part.nbytes // len(part)
         self._noted(part.nbytes, (sizes.ranks - 1) * len(own) * row + part.nbytes - len(own) * row)
         place = [sizes.piece_of(lane, boxes.rank, to) for to in self._to]
         theirs = [sizes.rows(to, len(part)) for to in self._to]

@@ -68,7 +68,7 @@ def test_sums_in_any_order_of_events(ranks: int, counts: list[int], seed: int, r
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(COUNTS, SEEDS, RESTLESS, st.booleans())
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_in_many_more_orders(ranks: int, counts: list[int], seed: int, restless: float, ahead: bool) -> None:
