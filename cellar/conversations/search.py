@@ -36,7 +36,7 @@ class Found:
 
 
 def find(session: Session, owner: str, words: str, after: str | None = None, limit: int = 20) -> Found:
-    """An owner's conversations in whose metadata or messages all words stand, in either case, the last active first.
+    """An owner's conversations in whose title or messages all words stand, in either case, the last active first.
 
     It ends at `limit`, or at a bound above. Raises NotFound for a conversation `after` which they do not have.
     """
@@ -48,7 +48,7 @@ def find(session: Session, owner: str, words: str, after: str | None = None, lim
             bodies = [row.body for row in session.rows(_BODIES, thread=one.id)]
             last, looked, read = one.id, looked + 1, read + sum(map(len, bodies))
             text = "\n".join(
-                [*_strings(one.metadata), *(text for body in of_texts(bodies) for text in _texts(body))]
+                [*_title(one.metadata), *(text for body in of_texts(bodies) for text in _texts(body))]
             ).casefold()
             if all(word in text for word in wanted):
                 found.append(one)
@@ -58,8 +58,9 @@ def find(session: Session, owner: str, words: str, after: str | None = None, lim
             return Found(tuple(found), last, False)
 
 
-def _strings(metadata: dict[str, Any]) -> Iterator[str]:
-    return (value for value in metadata.values() if isinstance(value, str))
+def _title(metadata: dict[str, Any]) -> Iterator[str]:
+    title = metadata.get("title")
+    return iter([title] if isinstance(title, str) else ())
 
 
 def _texts(item: dict[str, Any]) -> Iterator[str]:

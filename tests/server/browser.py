@@ -23,6 +23,20 @@ SLOW = 60_000
 """Milliseconds after which what is expected of a page will not come any more, however busy the machine."""
 
 
+STORED = """async ([id, text]) => {
+    const { Store } = await import("/page/store.js");
+    const store = new Store();
+    await store.open();
+    const usage = { prompt_tokens: 9, completion_tokens: 90, total_tokens: 99 };
+    await store.save({ id, created: 0, updated: Date.now(), title: "Kept", turns: [
+        { role: "user", text: "What is here?" },
+        { role: "assistant", text, finish: "stop", usage, seconds: 2, first: 0.1, seed: 1 },
+        { role: "user", text: "And here?" },
+        { role: "assistant", text: "", finish: "error", error: "The server cannot be reached." },
+    ] });
+}"""
+
+
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """Debian's browser; scripts/setup-system installs it."""
@@ -67,6 +81,11 @@ def forget_all(url: str) -> None:
         listed = http.get("v1/conversations?limit=100")
         for conversation in listed.json()["data"] if listed.status_code == 200 else ():
             http.delete(f"v1/conversations/{conversation['id']}")
+
+
+def store(page: Page, id: str, text: str) -> None:
+    """Put a conversation into the browser's storage, as if it had been led without the server's knowledge."""
+    page.evaluate(STORED, [id, text])
 
 
 def ready(page: Page) -> None:

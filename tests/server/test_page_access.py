@@ -10,23 +10,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, Route, expect
 
-from tests.server.browser import chromium, ready, watched
+from tests.server.browser import chromium, ready, store, watched
 from tests.server.served import Served, serve
 
 pytestmark = pytest.mark.long
 
-STORED = """async ([id, text]) => {
-    const { Store } = await import("/page/store.js");
-    const store = new Store();
-    await store.open();
-    const usage = { prompt_tokens: 9, completion_tokens: 90, total_tokens: 99 };
-    await store.save({ id, created: 0, updated: Date.now(), title: "Kept", turns: [
-        { role: "user", text: "What is here?" },
-        { role: "assistant", text, finish: "stop", usage, seconds: 2, first: 0.1, seed: 1 },
-        { role: "user", text: "And here?" },
-        { role: "assistant", text: "", finish: "error", error: "The server cannot be reached." },
-    ] });
-}"""
 MARKDOWN = (
     "# One\n\nTwo [three](https://example.org) `four`\n\n- five\n\n```c\nint six;\n```\n\n> seven\n\n"
     "| a | b |\n|---|---|\n| c | d |"
@@ -67,7 +55,7 @@ def test_axe_finds_nothing(browser: Browser, served: Served, scheme: Any, size: 
     # axe itself makes elements from text, which the page's policy forbids
     with watched(browser, f"{served.url}/", bypass_csp=True, **options) as page:
         check(page)
-        page.evaluate(STORED, ["kept", MARKDOWN])
+        store(page, "kept", MARKDOWN)
         page.goto(f"{served.url}/#kept")
         page.reload()
         ready(page)
@@ -104,7 +92,7 @@ FOCUSED = """() => {
 
 def test_everything_by_keyboard(browser: Browser, served: Served) -> None:
     with watched(browser, f"{served.url}/", viewport={"width": 1360, "height": 860}) as page:
-        page.evaluate(STORED, ["kept", MARKDOWN])
+        store(page, "kept", MARKDOWN)
         page.goto(f"{served.url}/#kept")
         page.reload()
         ready(page)

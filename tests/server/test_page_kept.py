@@ -10,15 +10,21 @@ from typing import Any
 import httpx
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from tests.limits import SECONDS, until
-from tests.server.browser import chromium, forget_all, ready, watched
+from tests.server.browser import chromium, forget_all, ready, store, watched
 from tests.server.served import Served, serve
 from tests.server.spoken import HYBRID, says
 
 pytestmark = pytest.mark.long
 
+STORED_ITEMS = """async (id) => {
+    const { Store } = await import("/page/store.js");
+    const store = new Store();
+    await store.open();
+    return (await store.one(id)).items?.length;
+}"""
 FOX = "The fox went far away, and came back in the evening with nothing but a good story. " * 3
 
 
@@ -181,6 +187,39 @@ def lose_and_go_on(page: Page, served: Served) -> None:
     with says(served, "Two."):
         ask(page, "Go on")
     until(lambda: [texts(served, one["id"]) for one in listed(served)] == [["Count", "One.", "Go on", "Two."]])
+
+
+def test_an_answer_that_never_came_makes_no_second_copy(browser: Browser, served: Served) -> None:
+    with watched(browser, f"{served.url}/", expected=("ERR_FAILED",)) as page:
+        lose_answers(page, served)
+
+
+def lose_answers(page: Page, served: Served) -> None:
+    listed_by_page = page.get_by_text("are kept by this server")
+    expect(listed_by_page).to_be_visible()
+    store(page, "once", "Deer.")  # the next page sends it
+
+    def carried_out(route: Route) -> None:
+        if route.request.method == "POST":
+            route.fetch()
+            route.abort()
+        else:
+            route.continue_()
+
+    turns = ["What is here?", "Deer.", "And here?"]
+    for path, held in (("v1/conversations", []), ("v1/conversations/*/items", turns)):
+        page.route(f"**/{path}", carried_out)
+        with page.expect_event("requestfailed"):
+            page.reload()
+        page.unroute(f"**/{path}")
+        assert [texts(served, one["id"]) for one in listed(served)] == [held]
+    page.reload()
+    ready(page)
+    expect(listed_by_page).to_be_visible()
+    until(lambda: page.evaluate(STORED_ITEMS, "once") == len(turns))
+    expect(page.locator(".entry")).to_have_count(1)
+    (kept,) = listed(served)
+    assert texts(served, kept["id"]) == turns
 
 
 def test_what_was_never_opened_is_found_by_the_server(page: Page, served: Served) -> None:

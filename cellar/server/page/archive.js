@@ -12,14 +12,15 @@ export class Archive {
     this.#api = api;
   }
 
-  /** What is there: [{ id, title, created, updated }], the last active first; null if the server cannot be asked. */
+  /** What is there: [{ id, local, title, created, updated }], the last active first; null if the server cannot be
+      asked. `local` is the id in the browser that began it. */
   async list() {
     const found = [];
     try {
       for (let after = ""; ; ) {
         const page = await this.#api.call("GET", `v1/conversations?limit=100${after && `&after=${after}`}`);
         for (const { id, metadata, created_at: created, updated_at: updated } of page.data)
-          found.push({ id, title: metadata?.title ?? "", created: created * 1000, updated: updated * 1000 });
+          found.push({ id, local: metadata?.local, title: metadata?.title ?? "", created: created * 1000, updated: updated * 1000 });
         this.#ready = true;
         if (!page.has_more) return found;
         after = page.last_id;
@@ -67,8 +68,9 @@ export class Archive {
   async #begun(conversation) {
     if (conversation.server || !(this.#ready || (await this.list()))) return;
     try {
-      const made = await this.#api.call("POST", "v1/conversations", { metadata: { title: conversation.title } });
+      const made = await this.#api.call("POST", "v1/conversations", { metadata: named(conversation) });
       conversation.server = made.id;
+      conversation.items = [];
       delete conversation.lost;
     } catch {
       // It stays in this browser.
@@ -100,9 +102,9 @@ export class Archive {
     const fresh = first < 0 ? [] : turns.slice(first);
     const there = new Set(turns.filter((turn) => !fresh.includes(turn)).map((turn) => turn.item));
     const drop = (id) => this.#api.call("DELETE", `${path}/items/${id}`).then(() => true, (error) => error.status !== 404);
-    let known = true;
-    for (const id of conversation.items ?? []) if (!there.has(id)) known = (await drop(id)) && known;
     // The page was closed before it knew the ids of its last change: whatever else is there goes, too.
+    let known = Boolean(conversation.items);
+    for (const id of conversation.items ?? []) if (!there.has(id)) known = (await drop(id)) && known;
     if (!known) for (const { item } of await this.turns(conversation.server)) if (!there.has(item)) await drop(item);
     for (let k = 0; k < fresh.length; k += 20) {
       const part = fresh.slice(k, k + 20);
@@ -114,7 +116,7 @@ export class Archive {
 
   rename(conversation) {
     return this.#next(async () => {
-      if (conversation.server) await this.#api.call("POST", `v1/conversations/${conversation.server}`, { metadata: { title: conversation.title } });
+      if (conversation.server) await this.#api.call("POST", `v1/conversations/${conversation.server}`, { metadata: named(conversation) });
     });
   }
 
@@ -155,6 +157,11 @@ export function unkept(conversation) {
   delete conversation.server;
   delete conversation.items;
   conversation.lost = true;
+}
+
+/** `local`: a page that was closed before it knew the server's id finds its conversation by it. */
+function named({ title, id }) {
+  return { title, local: id };
 }
 
 function itemOf(turn) {

@@ -204,7 +204,13 @@ class Page {
     if (there === null) return;
     this.#archived = true;
     const mine = new Map([...this.#talks.values()].map((talk) => [talk.conversation.server, talk]));
-    for (const { id, title, created, updated } of there) {
+    for (const { id, local, title, created, updated } of there) {
+      const begun = this.#talks.get(local);
+      if (begun && !begun.conversation.server && !begun.running) {
+        begun.conversation.server = id; // the page was closed before it knew
+        delete begun.conversation.lost;
+        continue;
+      }
       const talk = mine.get(id);
       if (!talk) this.#hold({ id, server: id, title, created, updated, turns: [], away: true });
       else if (updated > talk.conversation.updated + 2000 && !talk.running) Object.assign(talk.conversation, { title, updated, away: true });
@@ -216,7 +222,7 @@ class Page {
     }
     // What it never had it gets now. What it had, and has no more, was deleted: that is kept again only if it goes on.
     for (const { conversation, running } of this.#talks.values()) {
-      if (conversation.server || conversation.lost || running || !conversation.turns.length) continue;
+      if ((conversation.server && conversation.items) || conversation.lost || running || !conversation.turns.length) continue;
       this.#archive.keep(conversation).then(() => this.#store.save(structuredClone(conversation)).catch(() => {}));
     }
     byId("shelf").querySelector(".shelf-foot").textContent = this.#stored
