@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from cellar.ops.cpu import room
 from cellar.ops.linear import dense as module
-from cellar.ops.linear import onednn
 from cellar.ops.linear.definition import as_linear, linear, linear_definition
 from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.device import DeviceWeight, prepare
@@ -151,14 +151,39 @@ def test_no_tokens() -> None:
             assert linear(torch.empty(0, 4, dtype=weight.dtype), form).shape == (0, 6)
 
 
-def test_numbers_of_rows_that_are_compiled_for_are_few() -> None:
-    """Each is compiled once, which takes as long as some hundred rows; whole tiles take no more time than a rest."""
-    taken = {rows: onednn._taken(rows) for rows in range(1, 4097)}
-    assert all(rows <= more <= max(rows + 15, 1.125 * rows) for rows, more in taken.items())
+@pytest.mark.parametrize("tiled", [True, False])
+def test_numbers_of_rows_that_are_compiled_for_are_few(tiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compiled once, which takes as long as some hundred rows."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiled)
+    room._tile_rows.cache_clear()
+    tile, taken = room._tile_rows(), {rows: room.whole_rows.__wrapped__(rows) for rows in range(1, 4097)}
+    room._tile_rows.cache_clear()
+    assert tile == (16 if tiled else 8)
+    assert all(rows <= more <= max(rows + tile - 1, 1.125 * rows) for rows, more in taken.items())
     assert all(rows == more for rows, more in taken.items() if rows <= 32)
-    assert all(more % 16 == 0 for rows, more in taken.items() if rows > 32)
-    assert len(set(taken.values())) < 80
-    assert all(onednn._taken(more) == more for more in taken.values())
+    assert all(more % tile == 0 for rows, more in taken.items() if rows > 32)
+    assert len(set(taken.values())) < 100
+    assert all(taken[more] == more for more in taken.values())
+
+
+@pytest.mark.parametrize("rows", [5, 33, 100, 255, 300])
+def test_what_lies_behind_a_tensor_is_multiplied_and_dropped(rows: int) -> None:
+    """Also where it is no number, and where there is nothing."""
+    x = room.with_room(random(1, 96).bfloat16(), rows, 96)
+    x.copy_(random(rows, 96))
+    whole = room.whole_rows(rows)
+    assert (x.shape, x.is_contiguous()) == ((rows, 96), True)
+    room.widened(x, whole)[rows:] = torch.nan
+    forms = (x, x.clone(), torch.cat((x, x), dim=1)[:, :96])
+    if onednn_packs(torch.bfloat16):
+        weight = OneDnnWeight(random(64, 96, seed=1).bfloat16())
+        expected = weight.multiply(x)
+        torch.testing.assert_close(expected, linear_definition(x, weight.dense()), atol=0.1, rtol=0.02)
+        for form in forms:
+            assert torch.equal(weight.multiply(form), expected)
+    if whole > rows:
+        assert room.widened(x, whole).data_ptr() == x.data_ptr()
+        assert room.widened(x.clone(), whole)[rows:].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("rows", [1, 17, 32, 33, 48, 49, 130, 521])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cellar.ops.activation.definition import activate_definition, gated_definition
 from cellar.ops.cpu.launch import kernel, rows_at_a_time, with_unit_stride
+from cellar.ops.cpu.room import with_room
 
 _ARGUMENTS = struct.Struct("8q")
 # The kernel's numbers for them; relu is exact in any way.
@@ -31,7 +32,7 @@ def activate_cpu(x: Tensor, kind: str) -> Tensor:
 def _launch(x: Tensor, columns: int, kind: str, gated: bool) -> Tensor:
     x = with_unit_stride(x)
     rows = x.shape[0]
-    out = x.new_empty((rows, columns))
+    out = with_room(x, rows, columns)
     places = (x.data_ptr(), out.data_ptr(), rows, columns, x.stride(0), rows_at_a_time(columns))
     kernel("activation", x.dtype)(_ARGUMENTS.pack(*places, _FUNCTIONS[kind], gated), x.numel())
     return out

@@ -27,6 +27,7 @@ from torch import Tensor
 from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import AttentionWork, IntArray
 from cellar.ops.cpu.launch import SPARSE, kernel, with_unit_stride
+from cellar.ops.cpu.room import with_room
 from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
 
 LOG2E = 1.4426950408889634
@@ -192,7 +193,7 @@ def _launch(
 ) -> Tensor:
     plan = _plan(work)
     q = with_unit_stride(q)
-    result = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else with_unit_stride(out)
+    result = with_room(q, *q.shape) if out is None else with_unit_stride(out)
     q_strides, cache_strides, out_strides = q.stride(), k_cache.stride(), result.stride()
     new: tuple[int, ...] = (0,) * 6
     if k is not None and v is not None:

@@ -11,17 +11,14 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from cellar.ops.cpu.room import whole_rows, widened
 from cellar.ops.linear.weight import LinearWeight
 
 # The rows that oneDNN's layout is made for: the one that is best from 1 to 512 (measured).
 _PACK_ROWS = 64
 # The most columns whose products oneDNN adds in one order (tests/ops/test_rows_alone.py tries it on every machine).
 _PART_COLUMNS = 1024
-# Rows of a tile of AMX, and the most rows of which none are used (torch 2.13).
-_TILE_ROWS = 16
-_UNTILED_ROWS = 32
 
 
 class OneDnnWeight(LinearWeight):
@@ -45,14 +42,16 @@ class OneDnnWeight(LinearWeight):
         rows = x.shape[0]
         if not rows:
             return x.new_empty((0, self.out_features))
-        if x.dtype == torch.bfloat16 and (taken := _taken(rows)) > rows:
-            return self.multiply(functional.pad(x, (0, 0, 0, taken - rows)), bias)[:rows]
+        if x.dtype == torch.bfloat16:
+            more = whole_rows(rows)
+            if more > rows:
+                x = widened(x, more)
         first = x if len(self.parts) == 1 else x[:, :_PART_COLUMNS]  # a view takes microseconds
         out: Tensor = torch.ops.mkldnn._linear_pointwise.default(first, self.parts[0], bias, "none", [], "")
         for k, part in enumerate(self.parts[1:], 1):
             columns = x[:, k * _PART_COLUMNS : (k + 1) * _PART_COLUMNS]
             out = torch.ops.mkldnn._linear_pointwise.binary(columns, out, part, None, "add")
-        return out
+        return out if out.shape[0] == rows else out[:rows]
 
     def dense(self) -> Tensor:
         """The matrix in its own order, a copy."""
@@ -61,19 +60,6 @@ class OneDnnWeight(LinearWeight):
     def remade(self, matrix: Tensor) -> OneDnnWeight:
         """Another one, packed."""
         return OneDnnWeight(matrix)
-
-
-def _taken(rows: int) -> int:
-    """So many rows are multiplied in place of `rows`: whole tiles of 16, and from 256 on at most an eighth more.
-
-    oneDNN compiles a kernel for each number of rows, which takes a millisecond or several, and keeps half a megabyte
-    for it. A few dozen numbers are compiled once each; and with AMX whole tiles are faster than those with a rest. Up
-    to 32 rows oneDNN takes kernels without tiles, which are faster for so few.
-    """
-    if rows <= _UNTILED_ROWS:
-        return rows
-    step = max(_TILE_ROWS, (1 << (rows - 1).bit_length()) // 16)
-    return -(-rows // step) * step
 
 
 def _packed(matrix: Tensor) -> Tensor:
