@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -14,6 +16,9 @@ from cellar.engine.front import Front, Prepared
 from cellar.engine.outputs import Delta, Processed
 
 News = Delta | RequestOutput | BaseException
+
+START_SECONDS = 0.004
+"""How long a turn starts requests; then what has come is handed over, and the next turn goes on."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,13 +33,17 @@ class _Stream:
 class OpenStreams:
     """A front that a thread turns, and whom its news are for.
 
-    What coroutines want of it is a message to the engine, read once per turn. An error of the engine itself reaches
-    every stream, every question, and every later call.
+    What coroutines want of it is a message to the engine, read once per turn. Requests are started little by little,
+    one of each owner in turn: a thousand prompts of one take a tenth of a second, in which others get their tokens and
+    begin. An error of the engine itself reaches every stream, every question, and every later call.
     """
 
     def __init__(self, front: Front) -> None:
         self._front = front
         self._streams: dict[str, _Stream] = {}
+        self._fresh: dict[str, tuple[Prepared, _Stream]] = {}  # not started yet
+        self._owners: dict[str, deque[str]] = {}  # their ids, by owner; some may have been dropped
+        self._until = 0.0  # this turn starts requests; 0: it has not begun to
         self._questions: set[asyncio.Future[MemoryAnswer]] = set()
         self._driver = Driver(front.engine, self._turn, self._end, "cellar-engine")
 
@@ -58,7 +67,7 @@ class OpenStreams:
         iterator drops the request.
         """
         stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), deltas)
-        self._driver.post(lambda: self._start(prepared, stream))
+        self._driver.post(lambda: self._come(prepared, stream))
         finished = False
         try:
             while not finished:
@@ -86,29 +95,63 @@ class OpenStreams:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def _turn(self) -> None:
-        self._deliver(self._front.turn())
+        self._until = 0.0
+        self._start_some()
+        self._deliver(self._front.turn(0.0 if self._fresh else None))
 
     def _end(self, error: BaseException) -> None:
         """Nobody may wait for ever."""
-        for stream in self._streams.values():
+        for stream in (*self._streams.values(), *(stream for _, stream in self._fresh.values())):
             _hand_over({stream.loop: [(stream, error)]})
         self._streams.clear()
+        self._fresh.clear()
         for told in tuple(self._questions):
             self._tell(told, error)
         self._front.close()
 
-    def _start(self, prepared: Prepared, stream: _Stream) -> None:
+    def _come(self, prepared: Prepared, stream: _Stream) -> None:
+        """A request is to be started when it is its turn."""
         if self._driver.ended is not None:
             _hand_over({stream.loop: [(stream, self._driver.ended)]})
             return
+        self._start(prepared.id)  # of two with one id the second is refused
+        self._fresh[prepared.id] = prepared, stream
+        self._owners.setdefault(prepared.sequences[0].owner or prepared.id, deque()).append(prepared.id)
+        self._start_some()  # as this is a message, this turn does not wait for news: another one starts the rest
+
+    def _start_some(self) -> None:
+        """Start requests, one of each owner in turn, while this turn may."""
+        while self._fresh:
+            now = time.monotonic()
+            self._until = self._until or now + START_SECONDS
+            if now >= self._until:
+                return
+            owner = next(iter(self._owners))
+            ids = self._owners.pop(owner)
+            self._start(ids.popleft())
+            if ids and self._fresh:
+                self._owners[owner] = ids
+
+    def _start(self, request_id: str) -> None:
+        """Start a request if it has not been."""
+        if request_id not in self._fresh:
+            return
+        prepared, stream = self._take(request_id)
         try:
             self._front.add(prepared, stream=True)
         except IntegrityError:
+            self._fresh[prepared.id] = prepared, stream  # told with all others, at the end
             raise
         except Exception as error:  # the request's own fault, whatever it is
             _hand_over({stream.loop: [(stream, error)]})
         else:
             self._streams[prepared.id] = stream
+
+    def _take(self, request_id: str) -> tuple[Prepared, _Stream]:
+        found = self._fresh.pop(request_id)
+        if not self._fresh:
+            self._owners.clear()
+        return found
 
     def _ask(self, question: MemoryQuestion, told: asyncio.Future[MemoryAnswer]) -> None:
         self._questions.add(told)
@@ -124,13 +167,18 @@ class OpenStreams:
 
     def _leave(self, request_id: str, stream: _Stream) -> None:
         """The iterator was left. Its id may belong to another stream by now, or never have been its own."""
-        if self._driver.ended is None and self._streams.get(request_id) is stream:
+        if self._driver.ended is not None:
+            return
+        if self._streams.get(request_id) is stream:
             del self._streams[request_id]
             self._front.abort(request_id)
+        elif self._fresh.get(request_id, (None, None))[1] is stream:
+            self._take(request_id)
 
     def _abort(self, request_id: str) -> None:
         if self._driver.ended is not None:
             return
+        self._start(request_id)
         output = self._front.abort(request_id)
         stream = self._streams.pop(request_id, None)
         if output is not None and stream is not None:

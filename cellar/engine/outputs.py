@@ -260,6 +260,7 @@ class OutputProcessor:
         if finished:
             del self._requests[request.id]
             done.finished.append(request.output())
+            request.sequences.clear()  # who name it: a thousand prompts would be a collection's work for 0.1 s
 
     def _text_of(self, token: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.id_to_text(token)

@@ -90,7 +90,9 @@ class Api:
         id = new_id("cmpl", body.request_id, request)
         answer = Completions(id, self.prepare.name(body.model), body, prompts, self.model.tokenizer)
         name, owner = name_of(request.scope), owner_of(request.scope)
-        session = self.desk.open(id, prompts, params, body.priority or 0, conversation, body.salt, name, owner=owner)
+        session = await self.desk.open(
+            id, prompts, params, body.priority or 0, conversation, body.salt, name, owner=owner
+        )
         if body.stream:
             return EventStream(answer.events(session), None, self.limits.request_timeout)
         return await self._whole(request, answer.whole(session))
@@ -106,7 +108,7 @@ class Api:
             model, reasons = self.prepare.name(body.model), self.prepare.reasoning.known
             answer = Chat(id, model, body, chat.prompt, self.prepare.tokenizer, chat.tools, reasons)
             name, owner = name_of(request.scope), owner_of(request.scope)
-            session = self.desk.open(
+            session = await self.desk.open(
                 id, [chat.prompt], chat.params, body.priority or 0, conversation, body.salt, name, owner=owner
             )
         except RequestError as error:
@@ -179,8 +181,9 @@ class Api:
         id, owner = new_id("health", None, request), owner_of(request.scope)
 
         async def one_token() -> Response:
-            async with asyncio.timeout(HEALTH_SECONDS), self.desk.open(id, [prompt], params, owner=owner) as session:
-                await session.whole()
+            async with asyncio.timeout(HEALTH_SECONDS):
+                async with await self.desk.open(id, [prompt], params, owner=owner) as session:
+                    await session.whole()
             return Response(status_code=200)
 
         try:

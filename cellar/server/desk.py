@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from time import perf_counter
+from typing import Any, TypeVar, cast
 
 from cellar.core.errors import RequestError
 from cellar.core.messages import IntArray, RequestOutput, Tier
@@ -20,12 +21,14 @@ from cellar.server.config import LimitConfig
 from cellar.server.errors import ApiError, unavailable, whole_characters
 from cellar.server.host import EngineHost
 from cellar.server.metrics import Metrics, Timing
+from cellar.server.stream import TURN_SECONDS
 from cellar.server.tenants import Tenants
 from cellar.server.work import check_work
 
 logger = logging.getLogger(__name__)
 
 News = Delta | RequestOutput
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,8 @@ class Session:
                     yield 0, one
             return
         queue: asyncio.Queue[tuple[int, News | BaseException]] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(_pump(k, work, queue)) for k, work in enumerate(self._works)]
+        async for k, work in _by_turns(enumerate(self._works)):
+            self._tasks.append(asyncio.create_task(_pump(k, work, queue)))
         left = len(self._works)
         while left:
             k, one_or_error = await queue.get()
@@ -160,7 +164,7 @@ class Desk:
         """What keeps apart all that is remembered of a request's text: the same as of its KV."""
         return self._tenants.salt(owner, cache_salt)
 
-    def open(
+    async def open(
         self,
         request_id: str,
         prompts: Sequence[Prompt],
@@ -186,8 +190,10 @@ class Desk:
         ids = [own_id if len(prompts) == 1 else f"{own_id}-{k}" for k in range(len(prompts))]
         whose: dict[str, Any] = {"conversation": conversation, "salt": salt, "owner": own_id, "tenant": owner}
         news = [
-            llm.deltas(prompt, params, id, priority=priority, **whose) for id, prompt in zip(ids, prompts, strict=True)
+            llm.deltas(prompt, params, id, priority=priority, **whose)
+            async for id, prompt in _by_turns(zip(ids, prompts, strict=True))
         ]
+        # from here on nothing waits: whoever hangs up now leaves a session that ends
         tickets = self.admission.enter(lengths, params.n, owner)
         timings = [self._metrics.arrived(length, params, conversation is not None) for length in lengths]
         if self._log_requests:
@@ -228,6 +234,16 @@ def without_text(params: SamplingParams) -> str:
             value = f"{1 if isinstance(value, str) else len(value)} given"
         said.append(f"{known.name} {value}")
     return ", ".join(said) or "as by default"
+
+
+async def _by_turns(items: Iterable[T]) -> AsyncGenerator[T, None]:
+    """Each of them; every few milliseconds others have their turn."""
+    slept = perf_counter()
+    for item in items:
+        if perf_counter() > slept + TURN_SECONDS:
+            await asyncio.sleep(0)
+            slept = perf_counter()
+        yield item
 
 
 async def _watched(work: _Work) -> AsyncGenerator[News, None]:

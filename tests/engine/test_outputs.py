@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cellar.core.collector import collector_rests
 from cellar.core.errors import RequestError
 from cellar.core.messages import FinishReason, Logprobs, RequestOutput, StepOutput
 from cellar.core.sampling import SamplingParams
@@ -241,6 +243,22 @@ def test_abort_gives_what_there_is() -> None:
     assert outputs.abort("r") is None
     assert len(outputs) == 0
     outputs.add("r", None, PROMPT, SamplingParams(), ["a", "b"])
+
+
+@pytest.mark.parametrize("tokenizer", [GPT, LLAMA, None])
+def test_who_has_ended_is_no_work_for_the_collector(tokenizer: Tokenizer | None) -> None:
+    """A thousand prompts in cycles hold up a front for a tenth of a second."""
+    outputs = OutputProcessor(tokenizer)
+    params = SamplingParams(stop=None if tokenizer is None else ["never"], n=2)
+    gc.collect()
+    with collector_rests():
+        for k in range(50):
+            outputs.add(f"{k}", None, PROMPT, params, [f"{k}-0", f"{k}-1"], stream=True)
+            outputs.process(frame({f"{k}-0": 7}))
+            outputs.process(frame({}, {f"{k}-0": (LENGTH, None)}))
+            outputs.abort(f"{k}")
+        assert not len(outputs)
+        assert gc.collect() == 0
 
 
 def test_ids_in_use_are_refused() -> None:

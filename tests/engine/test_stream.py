@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from cellar import AsyncLLM, SamplingParams
 from cellar.core.errors import CellarError, RequestError
 from cellar.core.messages import RequestOutput
+from cellar.engine.front import Prepared
+from cellar.engine.opened import Opened
 from cellar.engine.outputs import Delta
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import ENDLESS, ROOMY, TOKENIZER, continuation, engine_of, open_fake
-from tests.limits import eventually
+from tests.limits import SECONDS, eventually
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -189,6 +193,135 @@ def test_closing_ends_open_streams_and_later_ones() -> None:
         with pytest.raises(CellarError, match="closed"):
             await last(llm.generate([1], GREEDY))
         llm.close()
+
+    asyncio.run(run())
+
+
+def slow_starts(opened: Opened, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.002) -> list[str]:
+    """Starting a request takes so long from now on; gives the ids of those that were started, in their order."""
+    started: list[str] = []
+    add = opened.front.add
+
+    def slow(one: Prepared, stream: bool = False) -> None:
+        time.sleep(seconds)
+        started.append(one.id)
+        add(one, stream)
+
+    monkeypatch.setattr(opened.front, "add", slow)
+    return started
+
+
+def test_many_prompts_of_one_owner_let_others_begin_and_get_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        opened, _ = open_fake(num_slots=400, num_rows=100)
+        started = slow_starts(opened, monkeypatch)
+        async with AsyncLLM.over(opened) as llm:
+            running = llm.generate([7], LONG.clone(max_tokens=200), "running")
+            await anext(running)
+            many = [last_of(llm.deltas([k % 7], GREEDY, f"many-{k}", owner="many")) for k in range(300)]
+            tasks = [asyncio.create_task(one) for one in many]
+            await asyncio.sleep(0)
+            found = asyncio.create_task(last_of(llm.deltas([9], GREEDY, "one", owner="one")))
+            tokens_at: dict[int, int] = {}  # of the request that was there before, by how many had been started
+            async for output in running:
+                tokens_at.setdefault(len(started), len(output.outputs[0].token_ids))
+                if found.done():
+                    break
+            await running.aclose()  # type: ignore[attr-defined]
+            assert (await found).outputs[0].token_ids == plain([9], 12)
+            assert started.index("one") < 20, "behind a few of the others, not behind all of them"
+            assert len(tokens_at) > 3, "and whoever was there before got tokens meanwhile"
+            for k, output in enumerate(await asyncio.gather(*tasks)):
+                assert output.outputs[0].token_ids == plain([k % 7], 12)
+            assert [id for id in started if id.startswith("many")] == [f"many-{k}" for k in range(300)]
+
+    asyncio.run(run())
+
+
+async def last_of(news: AsyncIterator[Delta | RequestOutput]) -> RequestOutput:
+    found = [one async for one in news][-1]
+    assert isinstance(found, RequestOutput)
+    return found
+
+
+def test_who_leaves_before_it_was_started_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        opened, _ = open_fake()
+        started = slow_starts(opened, monkeypatch)
+        async with AsyncLLM.over(opened) as llm:
+            tasks = [
+                asyncio.create_task(last_of(llm.deltas([k % 7], GREEDY, f"{k}", owner="mine"))) for k in range(200)
+            ]
+            await asyncio.sleep(0.02)
+            for task in tasks[50:]:
+                task.cancel()
+            aborted = asyncio.create_task(last_of(llm.deltas([5], GREEDY, "aborted", owner="mine")))
+            await asyncio.sleep(0)
+            await llm.abort("aborted")
+            found = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(one, asyncio.CancelledError) for one in found] == [False] * 50 + [True] * 150
+            assert (await aborted).outputs[0].finish_reason == "abort"
+            assert len(started) < 150
+            again = await last_of(llm.deltas([3], GREEDY, "199", owner="mine"))
+            assert again.outputs[0].token_ids == plain([3], 12)
+            streams = llm._streams
+            assert (streams._fresh, streams._owners, streams._streams) == ({}, {}, {})
+
+    asyncio.run(run())
+
+
+def test_of_two_with_one_id_the_second_is_refused_also_before_the_first_was_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        opened, _ = open_fake()
+        slow_starts(opened, monkeypatch, 0.01)
+        async with AsyncLLM.over(opened) as llm:
+            others = [asyncio.create_task(last_of(llm.deltas([1], GREEDY, owner="mine"))) for _ in range(5)]
+            first = asyncio.create_task(last_of(llm.deltas([4], GREEDY, "same", owner="mine")))
+            second = asyncio.create_task(last_of(llm.deltas([6], GREEDY, "same", owner="mine")))
+            found = await asyncio.gather(first, second, *others, return_exceptions=True)
+            assert isinstance(found[0], RequestOutput)
+            assert found[0].outputs[0].token_ids == plain([4], 12)
+            assert isinstance(found[1], RequestError)
+
+    asyncio.run(run())
+
+
+def test_nothing_waits_for_news_while_a_request_waits_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        opened, _ = open_fake()
+        monkeypatch.setattr(opened.front, "add", partial(refuse, opened.front.add))
+        async with AsyncLLM.over(opened) as llm:
+            first = asyncio.create_task(last_of(llm.deltas([1], GREEDY, "bad-0", owner="mine")))
+            await asyncio.sleep(0.02)  # while it is being refused the next two come
+            bad = asyncio.create_task(last_of(llm.deltas([1], GREEDY, "bad-1", owner="mine")))
+            good = asyncio.create_task(last_of(llm.deltas([2], GREEDY, "good", owner="mine")))
+            async with asyncio.timeout(SECONDS):
+                for one in (first, bad):
+                    with pytest.raises(RequestError):
+                        await one
+                assert (await good).outputs[0].token_ids == plain([2], 12)
+
+    asyncio.run(run())
+
+
+def refuse(add: Callable[..., None], one: Prepared, stream: bool = False) -> None:
+    if one.id.startswith("bad"):
+        time.sleep(0.1)
+        raise RequestError("no.", "prompt")
+    add(one, stream)
+
+
+def test_closing_ends_what_was_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        opened, _ = open_fake()
+        slow_starts(opened, monkeypatch, 0.01)
+        async with AsyncLLM.over(opened) as llm:
+            tasks = [asyncio.create_task(last_of(llm.deltas([1], LONG, owner="mine"))) for _ in range(40)]
+            await asyncio.sleep(0.03)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(one, CellarError) for one in found)
 
     asyncio.run(run())
 

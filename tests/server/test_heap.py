@@ -77,3 +77,33 @@ def test_what_lies_between_pieces_that_stay_is_returned() -> None:
     before, holes, after = json.loads(run_python(HOLES))
     assert holes - before > 150e6
     assert after - before < 20e6
+
+
+WALKS = """
+import gc, time, weakref
+from cellar.server import heap
+
+class Node:
+    pass
+
+def cycle():
+    node = Node()
+    node.itself = node
+    return weakref.ref(node), node
+
+heap.LOOK_SECONDS = 0.5
+old, held = cycle()
+gc.collect()  # it is old now
+gc.disable()
+heap.return_spare_memory()
+del held
+print(gc.get_threshold(), old() is None)
+until = time.monotonic() + 60
+while old() is not None and time.monotonic() < until:
+    time.sleep(0.01)
+print(old() is None)
+"""
+
+
+def test_cycles_that_are_old_are_collected_at_each_look() -> None:
+    assert run_python(WALKS).split("\n")[:2] == ["(700, 10, 1000) False", "True"]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cellar import AsyncLLM
 from cellar.server import pieces as pieces_module
 from cellar.server.pieces import PIECE, dumps, pieces
 from tests.fake_front import ROOMY
+from tests.limits import SECONDS, until
 from tests.server.served import serve
 
 SMALL = {"max_request_sequences": 6, "max_listed_tokens": 4, "max_request_logprobs": 100}
@@ -48,6 +53,27 @@ def test_sequences_that_wait_are_counted_one_by_one() -> None:
             for _ in answer.iter_lines():
                 seen.add(admission.num_requests)
         assert {4, 0} <= seen
+        served.settle()
+
+
+def test_others_are_answered_while_many_prompts_are_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[float] = []
+    deltas = AsyncLLM.deltas
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(0.005)
+        opened.append(time.monotonic())
+        return deltas(*arguments, **options)
+
+    monkeypatch.setattr(AsyncLLM, "deltas", slow)
+    with serve() as served, served.http() as http, ThreadPoolExecutor(1) as pool:
+        body = {"model": "fake", "prompt": [[5]] * 100, "max_tokens": 1}
+        asked = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=SECONDS)
+        until(lambda: opened)
+        assert http.get("/health").status_code == 200
+        assert len(opened) < 50
+        assert asked.result().status_code == 200
+        assert len(opened) == 100
         served.settle()
 
 

@@ -42,7 +42,7 @@ class MessagesApi:
         try:
             prepared = await self._prepare.chat(chat, owner_of(request.scope))
             id, name = new_id("msg", None, request), name_of(request.scope)
-            session = self._desk.open(
+            session = await self._desk.open(
                 id,
                 [prepared.prompt],
                 prepared.params,

@@ -105,7 +105,7 @@ class PoolingApi:
             special, cut = body.add_special_tokens is not False, body.truncate_prompt_tokens
             prompts = await self._prepare.inputs(inputs, special, cut)
             name = name_of(request.scope)
-            return self._desk.open(id, prompts, params, body.priority or 0, None, body.salt, name, owner=owner)
+            return await self._desk.open(id, prompts, params, body.priority or 0, None, body.salt, name, owner=owner)
         except RequestError as error:
             raise as_api_error(error, body.names) from error
 

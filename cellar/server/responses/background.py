@@ -58,7 +58,7 @@ class Background:
 
     async def start(self, turn: Turn, answer: Answer, name: str) -> None:
         """Begin to make a response; it is stored when this returns. Raises RequestError, ApiError, StoreError."""
-        session = self._maker.open(turn, name)
+        session = await self._maker.open(turn, name)
         first = [_kept(event) for event in answer.begin(queued=True)] if turn.request.stream else []
         try:
             await self._store.write(_begin, record_of(turn, answer.body), turn.past, first)

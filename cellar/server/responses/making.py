@@ -63,12 +63,12 @@ class Maker:
         work = partial(tokens_of, history, turn.chat, output, self._tokenizer)
         return await beside(len(output.prompt_token_ids), work)
 
-    def open(self, turn: Turn, name: str) -> Session:
+    async def open(self, turn: Turn, name: str) -> Session:
         """Hand a turn to the engine. Raises RequestError, ApiError."""
         request = turn.request
         salt = (request.cache_salt or "").encode(errors="surrogatepass")
         prompts, params, priority = [turn.chat.prompt], turn.chat.params, request.priority or 0
-        return self._desk.open(turn.id, prompts, params, priority, turn.thread, salt, name, owner=turn.owner)
+        return await self._desk.open(turn.id, prompts, params, priority, turn.thread, salt, name, owner=turn.owner)
 
     async def events(self, turn: Turn, answer: Answer, name: str) -> AsyncGenerator[Event, None]:
         """All that is told of a response to a client that waits. Raises what ends it before it is complete.
@@ -76,7 +76,7 @@ class Maker:
         The first event comes when the engine has the turn: what fails before is raised before.
         """
         async with _Begun(self, self._store, turn, answer) as begun:
-            session = self.open(turn, name)
+            session = await self.open(turn, name)
             for event in answer.begin():
                 yield event
             async with aclosing(events_of(answer, session, begun.keep, self._deadline)) as events:
