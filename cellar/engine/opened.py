@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -120,7 +121,7 @@ def open_front(
     reader = open_reader(spec, capacity.max_model_len, tokenizer, config.model.seed, generation)
     masker = None
     if tokenizer is not None:
-        masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids))
+        masker = Masker(GrammarCompiler(tokenizer, spec.vocab_size, reader.eos_token_ids, time.perf_counter))
     basis = Basis(
         root if config.cache.enable_prefix_caching else None,
         capacity.chunk_size,

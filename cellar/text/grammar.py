@@ -10,7 +10,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams, Thinking
+from cellar.text.aside import Aside
 from cellar.text.expendable import Budget, Lanes, OverBudget, Worker
 from cellar.text.reasoning.budget import BudgetMatcher, Unbound
 from cellar.text.reasoning.deferred import DeferredMatcher, FreeTokens
@@ -71,15 +72,24 @@ class GrammarCompiler:
     """Compiles for one tokenizer. `compile` may be called from several threads.
 
     `vocab_size` is the model's: tokens that the tokenizer does not have are never allowed. The vocabulary is read
-    when the first grammar is compiled (about a second for 128,000 tokens).
+    when the first grammar is compiled (about a second for 128,000 tokens). By the `clock` (seconds) matchers that are
+    slow to follow do not keep the interpreter; without one all do.
     """
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._clock = clock
         self._eos = tuple(dict.fromkeys(t for t in eos_token_ids if t < vocab_size))
         self._lock = threading.Lock()
         self._vocabulary: Any = None
+        self._aside: Aside | None = None
         self._free: FreeTokens | None = None
 
     def compile(self, constraint: StructuredOutputsParams) -> Matcher:
@@ -90,12 +100,13 @@ class GrammarCompiler:
         if not self._eos:
             raise _refusal("the model has no end symbol to end it with")
         with self._lock:
-            if self._vocabulary is None:
+            if self._aside is None:
                 self._vocabulary = self._read_vocabulary()
+                self._aside = Aside(self._vocabulary, self._clock)
         inner = LLMatcher(self._vocabulary, grammar, log_level=0)
         if inner.is_error():
             raise _refusal(inner.get_error())
-        return _Matcher(inner, self._end_mask())
+        return _Matcher(inner, self._end_mask(), self._aside)
 
     def with_reasoning(self, matcher: Matcher | None, thinking: Thinking | None) -> Matcher:
         """The same for the content of an answer that may think first, no longer than its budget; None: any content."""
@@ -253,11 +264,13 @@ def _lark(text: str) -> str:
 class _Matcher:
     """Implements `Matcher` over llguidance's."""
 
-    __slots__ = ("_end", "_inner")
+    __slots__ = ("_aside", "_end", "_inner", "_slow")
 
-    def __init__(self, inner: Any, end: Mask) -> None:
+    def __init__(self, inner: Any, end: Mask, aside: Aside, slow: bool = False) -> None:
         self._inner = inner
         self._end = end
+        self._aside = aside
+        self._slow = slow
 
     def mask(self) -> Mask:
         if self._inner.is_stopped():  # also after an error
@@ -268,10 +281,10 @@ class _Matcher:
 
     def consume(self, token: int) -> None:
         if not self._inner.is_stopped():
-            self._inner.consume_token(token)
+            self._slow = self._aside.tell(self._inner, token, self._slow)
 
     def copy(self) -> _Matcher:
-        return _Matcher(self._inner.deep_copy(), self._end)
+        return _Matcher(self._inner.deep_copy(), self._end, self._aside, self._slow)
 
 
 class _Vocabulary:

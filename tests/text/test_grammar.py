@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from cellar.core.errors import RequestError
 from cellar.core.sampling import StructuredOutputsParams
+from cellar.text import aside
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck, GrammarCompiler, Matcher
 from cellar.text.tokenizer import Tokenizer
+from tests.limits import until
 
 TINY = Path(__file__).parents[1] / "data" / "tokenizers" / "gpt-tiny"
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -190,3 +193,61 @@ def test_all_schemas_of_maskbench() -> None:
     print(schemas, compiled, instances, len(spent), np.mean(spent), np.percentile(spent, 99))
     assert (schemas, compiled >= 383) == (400, True)
     assert np.median(spent) < 1e-3
+
+
+AMBIGUOUS = "start: s\ns: s s s | s s | T |\nT: /[a-z .]/\n"
+
+
+def followed(matcher: Matcher, count: int) -> list[tuple[bytes, int]]:
+    """The masks of an output, and the token that was taken from each."""
+    found = []
+    for k in range(count):
+        mask = matcher.mask()
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        allowed = allowed[allowed > 5]
+        found.append((mask.tobytes(), int(allowed[k % len(allowed)])))
+        matcher.consume(found[-1][1])
+    return found
+
+
+def test_a_slow_matcher_is_told_its_tokens_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told aside it says what it says otherwise, and the interpreter is free meanwhile."""
+    tokenizer = Tokenizer.load(TINY)
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,), time.perf_counter)
+    start = made.compile(StructuredOutputsParams(grammar=AMBIGUOUS))
+    monkeypatch.setattr(aside, "SLOW_SECONDS", float("inf"))
+    expected = followed(start.copy(), 70)
+    monkeypatch.setattr(aside, "SLOW_SECONDS", 0.0)
+    assert followed(start.copy(), 40) == expected[:40]
+
+    slow, ticks, ended = start.copy(), list[float](), threading.Event()
+    for _, token in expected[:-1]:
+        slow.consume(token)
+
+    def tick() -> None:
+        while not ended.wait(0.001):
+            ticks.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    until(lambda: ticks)
+    slow.mask()
+    begun = time.perf_counter()
+    slow.consume(expected[-1][1])
+    end = time.perf_counter()
+    ended.set()
+    thread.join()
+    assert end - begun > 0.004, "it takes long"
+    assert [at for at in ticks if begun + 0.001 < at < end - 0.001]
+
+
+@pytest.mark.parametrize("slow", [0.0, float("inf")])
+def test_a_token_that_is_not_allowed_leaves_the_end_symbols(slow: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aside, "SLOW_SECONDS", slow)
+    tokenizer = Tokenizer.load(TINY)
+    made = GrammarCompiler(tokenizer, tokenizer.vocab_size, (2,), time.perf_counter)
+    matcher = made.compile(StructuredOutputsParams(choice=["aa"]))
+    a, z = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "az")
+    for token in (a, z, z):
+        matcher.consume(token)
+    assert matcher.mask().tobytes() == made._end_mask().tobytes()
