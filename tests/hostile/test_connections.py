@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,19 @@ def test_a_slow_reader_gets_all(served: Served) -> None:
     assert data.startswith(b"HTTP/1.1 200")
     assert len(data) > 2**20
     assert data.endswith(b"0\r\n\r\n")
+
+
+def test_an_answer_does_not_wait_until_its_beginning_was_received(served: Served) -> None:
+    """Its head and its body are written one after the other, and a client says after 40 ms what it has."""
+    host, port = served.url.removeprefix("http://").split(":")
+    connection, seconds = HTTPConnection(host, int(port), timeout=SECONDS), []
+    for _ in range(40):
+        begun = time.monotonic()
+        connection.request("GET", "/v1/models")
+        assert connection.getresponse().read()
+        seconds.append(time.monotonic() - begun)
+    connection.close()
+    assert min(seconds[20:]) < 0.035
 
 
 def test_who_closes_its_side_leaves_no_defect(caplog: pytest.LogCaptureFixture) -> None:
