@@ -174,6 +174,7 @@ def install(app: FastAPI) -> None:
         """The framework answers these outside of all that we put around the routes."""
         response = await ours(request, error)
         response.headers[HEADER] = name_of(request.scope)
+        response.headers["connection"] = "close"  # as the server does behind a defect: a next request would be lost
         return response
 
     async def invalid(request: Request, error: Exception) -> Response:
