@@ -117,7 +117,9 @@ class OpenStreams:
         self._start(prepared.id)  # of two with one id the second is refused
         self._fresh[prepared.id] = prepared, stream
         self._owners.setdefault(prepared.sequences[0].owner or prepared.id, deque()).append(prepared.id)
-        self._start_some()  # as this is a message, this turn does not wait for news: another one starts the rest
+        self._start_some()
+        if len(self._fresh) == 1:  # the first one that this turn leaves
+            self._driver.post(self._start_some)  # so that it does not wait for news
 
     def _start_some(self) -> None:
         """Start requests, one of each owner in turn, while this turn may."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import threading
 import time
@@ -14,9 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cellar.core.messages import FinishReason, MemoryAnswer, MemoryQuestion, Request, StepOutput, Tier
+from cellar.core.errors import RequestError
+from cellar.core.messages import (
+    FinishReason,
+    MemoryAnswer,
+    MemoryQuestion,
+    Request,
+    RequestOutput,
+    StepOutput,
+    Tier,
+)
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.client import StepClient
+from cellar.engine.front import Front, Prepared
+from cellar.engine.open_streams import OpenStreams
+from cellar.engine.prompts import PromptReader
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.server.engine_process import Switchboard
 from cellar.server.remote import RemoteEngine
@@ -290,3 +303,41 @@ def test_memory_of_conversations_is_told_and_forgotten(open_client: Open) -> Non
     assert cached("other", shared + other) == 64
     memory("other", forget=True)
     assert cached("last", [*shared, 7]) == 32  # what "again" has shared since is its own
+
+
+def test_no_turn_waits_for_news_while_a_request_waits_to_be_started(
+    open_client: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = open_client()
+    reader = PromptReader(vocab_size=VOCAB, max_model_len=256, eos_token_ids=(2,), tokenizer=TEXT, seed=0)
+    front = Front(client, reader, TEXT, None)
+    add = front.add
+
+    def slow(one: Prepared, stream: bool = False) -> None:
+        if one.id.startswith("bad"):
+            time.sleep(0.1)
+            raise RequestError("no.", "prompt")
+        add(one, stream)
+
+    monkeypatch.setattr(front, "add", slow)
+
+    async def run() -> None:
+        streams = OpenStreams(front)
+        streams.start(None)
+
+        async def tokens(id: str) -> int:
+            prepared = front.prepare(id, reader.read([1]), SamplingParams(max_tokens=5, ignore_eos=True), owner="mine")
+            last = [news async for news in streams.news(prepared, deltas=False)][-1]
+            assert isinstance(last, RequestOutput)
+            return len(last.outputs[0].token_ids)
+
+        first = asyncio.create_task(tokens("bad-0"))
+        await asyncio.sleep(0.03)  # while it is being refused the next two come
+        others = [asyncio.create_task(tokens(id)) for id in ("bad-1", "good")]
+        async with asyncio.timeout(SECONDS):
+            found = await asyncio.gather(first, *others, return_exceptions=True)
+        assert [isinstance(one, RequestError) for one in found] == [True, True, False]
+        assert found[2] == 5
+        streams.close()
+
+    asyncio.run(run())

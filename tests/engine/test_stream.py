@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from functools import partial
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from cellar.engine.opened import Opened
 from cellar.engine.outputs import Delta
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import ENDLESS, ROOMY, TOKENIZER, continuation, engine_of, open_fake
-from tests.limits import SECONDS, eventually
+from tests.limits import eventually
 
 TEXT = Tokenizer.load(TOKENIZER)
 VOCAB = TEXT.vocab_size
@@ -286,31 +285,6 @@ def test_of_two_with_one_id_the_second_is_refused_also_before_the_first_was_star
             assert isinstance(found[1], RequestError)
 
     asyncio.run(run())
-
-
-def test_nothing_waits_for_news_while_a_request_waits_to_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        opened, _ = open_fake()
-        monkeypatch.setattr(opened.front, "add", partial(refuse, opened.front.add))
-        async with AsyncLLM.over(opened) as llm:
-            first = asyncio.create_task(last_of(llm.deltas([1], GREEDY, "bad-0", owner="mine")))
-            await asyncio.sleep(0.02)  # while it is being refused the next two come
-            bad = asyncio.create_task(last_of(llm.deltas([1], GREEDY, "bad-1", owner="mine")))
-            good = asyncio.create_task(last_of(llm.deltas([2], GREEDY, "good", owner="mine")))
-            async with asyncio.timeout(SECONDS):
-                for one in (first, bad):
-                    with pytest.raises(RequestError):
-                        await one
-                assert (await good).outputs[0].token_ids == plain([2], 12)
-
-    asyncio.run(run())
-
-
-def refuse(add: Callable[..., None], one: Prepared, stream: bool = False) -> None:
-    if one.id.startswith("bad"):
-        time.sleep(0.1)
-        raise RequestError("no.", "prompt")
-    add(one, stream)
 
 
 def test_closing_ends_what_was_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
