@@ -48,7 +48,7 @@ def find(session: Session, owner: str, words: str, after: str | None = None, lim
             bodies = [row.body for row in session.rows(_BODIES, thread=one.id)]
             last, looked, read = one.id, looked + 1, read + sum(map(len, bodies))
             text = "\n".join(
-                [*_title(one.metadata), *(text for body in of_texts(bodies) for text in _texts(body))]
+                [_title(one.metadata), *(text for body in of_texts(bodies) for text in _texts(body))]
             ).casefold()
             if all(word in text for word in wanted):
                 found.append(one)
@@ -58,9 +58,9 @@ def find(session: Session, owner: str, words: str, after: str | None = None, lim
             return Found(tuple(found), last, False)
 
 
-def _title(metadata: dict[str, Any]) -> Iterator[str]:
+def _title(metadata: dict[str, Any]) -> str:
     title = metadata.get("title")
-    return iter([title] if isinstance(title, str) else ())
+    return title if isinstance(title, str) else ""
 
 
 def _texts(item: dict[str, Any]) -> Iterator[str]:

@@ -47,7 +47,7 @@ def test_items_are_found_by_their_ids_alone(store: Store) -> None:
 def test_conversations_are_found_by_what_they_say(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for k in range(120):
         said = message(f"m{k}", f'Number {k}, said "Äpfel"\nand more')
-        store.write(conversations.create, "ann", f"c{k:03}", {"title": f"Title {k}"}, [said])
+        store.write(conversations.create, "ann", f"c{k:03}", {"title": f"Title {k}", "local": "c0ffee"}, [said])
     found = store.read(search.find, "ann", "TITLE äpfel", None, 50)
     assert (len(found.records), found.more) == (50, True)
     rest = store.read(search.find, "ann", "TITLE äpfel", found.last, 100)
@@ -55,7 +55,7 @@ def test_conversations_are_found_by_what_they_say(store: Store, monkeypatch: pyt
     assert {one.id for one in (*found.records, *rest.records)} == {f"c{k:03}" for k in range(120)}
     (only,) = store.read(search.find, "ann", '117 "äpfel"').records
     assert only.id == "c117"
-    for words in ("input_text", "message", "117 Title 3x"):
+    for words in ("input_text", "message", "117 Title 3x", "c0ffee"):
         assert not store.read(search.find, "ann", words).records, "what is said counts, not how it is written down"
     assert not store.read(search.find, "bob", "Title").records
     monkeypatch.setattr(search, "MAX_CONVERSATIONS", 30)

@@ -107,6 +107,7 @@ def test_a_defect_has_it_in_the_answer_and_in_the_log(
     monkeypatch.setattr(f"cellar.server.completions.Completions.{place}", broken)
     answer = post(served, "/v1/completions", "r-3", stream=stream)
     assert (answer.status_code, answer.headers.get_list("x-request-id")) == (500, ["r-3"])
+    assert answer.headers["connection"] == "close", "as the server does: a next request would be lost"
     assert "request r-3 failed by a defect" in caplog.messages
 
 

@@ -17,6 +17,7 @@ from cellar.text import aside
 from cellar.text.expendable import Budget
 from cellar.text.grammar import GrammarCheck, GrammarCompiler, Matcher
 from cellar.text.tokenizer import Tokenizer
+from tests.hostile.crowding import AMBIGUOUS
 from tests.limits import until
 
 TINY = Path(__file__).parents[1] / "data" / "tokenizers" / "gpt-tiny"
@@ -193,9 +194,6 @@ def test_all_schemas_of_maskbench() -> None:
     print(schemas, compiled, instances, len(spent), np.mean(spent), np.percentile(spent, 99))
     assert (schemas, compiled >= 383) == (400, True)
     assert np.median(spent) < 1e-3
-
-
-AMBIGUOUS = "start: s\ns: s s s | s s | T |\nT: /[a-z .]/\n"
 
 
 def followed(matcher: Matcher, count: int) -> list[tuple[bytes, int]]:

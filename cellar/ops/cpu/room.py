@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Rows of a tile of AMX; without AMX half as many do, of which fewer are dropped (100 rows are 104, not 112).
-_TILE_ROWS = 16
-_HALF_TILE_ROWS = 8
+# Rows of a tile of AMX; where there is none fewer do, of which fewer are dropped (100 rows are 104, not 112).
+_AMX_TILE_ROWS = 16
+_PLAIN_TILE_ROWS = 8
 # The most rows of which none are dropped: oneDNN has other kernels for so few (torch 2.13).
 _UNTILED_ROWS = 32
 
@@ -52,4 +52,4 @@ def widened(x: Tensor, rows: int) -> Tensor:
 
 @functools.cache
 def _tile_rows() -> int:
-    return _TILE_ROWS if torch.cpu._is_amx_tile_supported() else _HALF_TILE_ROWS
+    return _AMX_TILE_ROWS if torch.cpu._is_amx_tile_supported() else _PLAIN_TILE_ROWS
