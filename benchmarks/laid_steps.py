@@ -129,8 +129,8 @@ class Timed:
     wall: float
     device: float | None
     steps: int
-    sent: int
-    moved: int
+    sent: float
+    moved: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,10 +293,10 @@ class MeshSteps:
             self._launched(executor, [plans.next(), plans.next()])
             each = self.most(self._launched(executor, [plans.next(), plans.next()]))
             count = int(min(MOST, max(FEWEST, TIMED_SECONDS / max(each, 1e-6))))
-            before = self._sent()
             self.most(0.0)
+            before = self._sent()
             wall = self._launched(executor, [plans.next() for _ in range(count)])
-            sent, moved = ((now - then) // count for now, then in zip(self._sent(), before, strict=True))
+            sent, moved = ((now - then) / count for now, then in zip(self._sent(), before, strict=True))
             wall = self.most(wall)
             alone = None if self._device.type == "cpu" else self._alone(executor, plans, wall)
         del executor, seat
