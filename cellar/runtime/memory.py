@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,9 +105,13 @@ def device_free(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an allocation failed: on an accelerator, in NumPy, or in torch on the CPU, which has no type for it."""
+    """True if an allocation failed: on an accelerator, in NumPy, of a mapping, or in torch on the CPU, which has no
+    type for it.
+    """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 

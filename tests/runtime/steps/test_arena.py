@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from cellar.core.config import CacheConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.specs import KVGroup, KVSpec
-from cellar.runtime.memory import GIB, host_available, host_total, human
+from cellar.runtime.memory import GIB, host_available, host_total, human, is_out_of_memory
 from cellar.runtime.steps.arena import Arena, cpu_cache_nbytes, device_cache_nbytes, num_slots, what_decides
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -138,3 +139,17 @@ def test_memory_of_this_host(tmp_path: Path) -> None:
 def _resident() -> int:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * 4096
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (OSError(errno.EACCES, "Permission denied"), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("shapes differ"), False),
+    ],
+)
+def test_what_says_that_there_is_no_more_memory(error: Exception, says: bool) -> None:
+    assert is_out_of_memory(error) is says

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,8 @@ from cellar.runtime.steps.taken import TakenPages
 from tests.limits import SECONDS, until
 
 SPEC = KVSpec((KVGroup("full", "full", (0, 1), 4, 64, "float32"), KVGroup("w", "window", (2,), 2, 64, "bfloat16")), 32)
+
+ROOT = Path(__file__).parents[3]
 
 IS_GIVEN = sys.platform == "linux" and take(np.zeros(2**22, np.uint8))
 """Elsewhere, and before Linux 5.14, pages are given when they are touched, and not before."""
@@ -36,6 +40,34 @@ def resident(arena: Arena) -> int:
         assert ctypes.CDLL(None).mincore(*asked) == 0
         found += int((pages & 1).sum()) * mmap.PAGESIZE
     return found
+
+
+FREE_HEAP = """
+import ctypes
+
+import torch
+
+from cellar.runtime.steps.arena import Arena
+from tests.runtime.steps.test_taken import SPEC, resident
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+libc.free(libc.malloc(30 * 2**20))  # what is smaller comes from the heap now
+pieces, last = [libc.malloc(16 * 2**20) for _ in range(40)], libc.malloc(2**20)
+for piece in pieces:
+    ctypes.memset(piece, 1, 16 * 2**20)
+    libc.free(piece)
+arena = Arena(SPEC, 2000, torch.device("cpu"))
+print(resident(arena), arena.nbytes)
+"""
+
+
+def test_a_new_arena_is_not_made_of_what_the_heap_has_free() -> None:
+    """640 MB of it, behind which something lies: an arena of 300 MB would have all of its pages from the start."""
+    made = subprocess.run([sys.executable, "-c", FREE_HEAP], check=True, capture_output=True, text=True, cwd=ROOT)
+    there, nbytes = map(int, made.stdout.split())
+    assert nbytes > 250e6
+    assert there < 0.1 * nbytes
 
 
 def test_what_steps_will_use_is_taken_and_no_more() -> None:
