@@ -15,7 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -802,7 +804,7 @@ def test_passes_run_at_the_disks_rate(
         monkeypatch.setattr(os, "preadv", slow)
         monkeypatch.setattr(forward, "run_layer", computed)
         ends = [time.perf_counter() for _ in llm.stream([5, 6], SamplingParams(max_tokens=7, ignore_eos=True))]
-    seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    seconds = median(after - before for before, after in pairwise(ends))  # a busy machine may keep one of them
     assert DEEP_LAYERS * 0.1 / seconds >= 0.85
 
 
