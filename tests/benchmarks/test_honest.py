@@ -4,13 +4,11 @@ import json
 import random
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
 from benchmarks import honest
-
-ROOT = Path(__file__).parents[2]
+from tests.limits import ROOT
 
 
 @pytest.mark.parametrize(("count", "low", "high"), [(1, 0, 0), (5, 0, 4), (6, 0, 5), (8, 0, 7), (9, 1, 7), (24, 6, 17)])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,11 +17,9 @@ from cellar.runtime.pages import take
 from cellar.runtime.steps import taken
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.taken import TakenPages
-from tests.limits import SECONDS, until
+from tests.limits import SECONDS, run_python, until
 
 SPEC = KVSpec((KVGroup("full", "full", (0, 1), 4, 64, "float32"), KVGroup("w", "window", (2,), 2, 64, "bfloat16")), 32)
-
-ROOT = Path(__file__).parents[3]
 
 IS_GIVEN = sys.platform == "linux" and take(np.zeros(2**22, np.uint8))
 """Elsewhere, and before Linux 5.14, pages are given when they are touched, and not before."""
@@ -64,8 +60,7 @@ print(resident(arena), arena.nbytes)
 
 def test_a_new_arena_is_not_made_of_what_the_heap_has_free() -> None:
     """640 MB of it, behind which something lies: an arena of 300 MB would have all of its pages from the start."""
-    made = subprocess.run([sys.executable, "-c", FREE_HEAP], check=True, capture_output=True, text=True, cwd=ROOT)
-    there, nbytes = map(int, made.stdout.split())
+    there, nbytes = map(int, run_python(FREE_HEAP).split())
     assert nbytes > 250e6
     assert there < 0.1 * nbytes
 
