@@ -18,7 +18,7 @@ LEAST_WORK = 35 * 10**10
 does not launch the layer of another.
 """
 
-MOST_RANKS = 2
+MOST_RANKS = 4
 """With more, nobody has measured whether it pays."""
 
 LEAST_TOKENS = 513
