@@ -14,8 +14,7 @@ from cellar.core.messages import MemoryAnswer, MemoryQuestion, RequestOutput
 from cellar.engine.driver import Driver
 from cellar.engine.front import Front, Prepared
 from cellar.engine.outputs import Delta, Processed
-
-News = Delta | RequestOutput | BaseException
+from cellar.engine.unread import News, Unread
 
 START_SECONDS = 0.004
 """How long a turn starts requests; then what has come is handed over, and the next turn goes on."""
@@ -23,10 +22,10 @@ START_SECONDS = 0.004
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """Where a request's news go: a queue of the event loop that waits for them."""
+    """Where a request's news go: the event loop that waits for them."""
 
     loop: asyncio.AbstractEventLoop
-    queue: asyncio.Queue[News]
+    unread: Unread
     deltas: bool
 
 
@@ -63,15 +62,15 @@ class OpenStreams:
     # -- for coroutines ---------------------------------------------------------------------------
 
     async def news(self, prepared: Prepared, deltas: bool) -> AsyncIterator[Delta | RequestOutput]:
-        """Start a request; what each turn added, or else all there is so far, and at last the whole. Leaving the
-        iterator drops the request.
+        """Start a request; what was added since the last look, or else all there is so far, and at last the whole.
+        Leaving the iterator drops the request.
         """
-        stream = _Stream(asyncio.get_running_loop(), asyncio.Queue(), deltas)
+        stream = _Stream(asyncio.get_running_loop(), Unread(), deltas)
         self._driver.post(lambda: self._come(prepared, stream))
         finished = False
         try:
             while not finished:
-                news = await stream.queue.get()
+                news = await stream.unread.get()
                 if isinstance(news, BaseException):
                     finished = True
                     raise news
@@ -223,4 +222,4 @@ def _settle(told: asyncio.Future[MemoryAnswer], answer: MemoryAnswer | BaseExcep
 
 def _put(pairs: list[tuple[_Stream, News]]) -> None:
     for stream, news in pairs:
-        stream.queue.put_nowait(news)
+        stream.unread.put(news)

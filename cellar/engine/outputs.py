@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Delta:
-    """What one frame added to one sequence of a streamed request. The texts of all deltas are the whole text, and so
-    are their `reasoning`s.
+    """What one frame, or several that were told together, added to one sequence of a streamed request. The texts of all
+    deltas are the whole text, and so are their `reasoning`s.
 
     `finished` says that the whole request has ended, not only this sequence. A sequence's first delta has the
     log-probabilities of the prompt, if they were asked for.
@@ -52,6 +52,15 @@ class Delta:
     finished: bool = False
     prompt_logprobs: LogprobTables | None = None
     reasoning: str = ""
+
+    def join(self, later: Delta) -> None:
+        """Tell what came next with it."""
+        self.text += later.text
+        self.reasoning += later.reasoning
+        self.token_ids += later.token_ids
+        if self.logprobs is not None and later.logprobs is not None:
+            self.logprobs = self.logprobs.until(later.logprobs)
+        self.finish_reason, self.stop_reason, self.finished = later.finish_reason, later.stop_reason, later.finished
 
 
 class Shown(NamedTuple):

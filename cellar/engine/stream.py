@@ -78,7 +78,7 @@ class AsyncLLM:
         owner: str = "",
         tenant: str = "",
     ) -> AsyncIterator[Delta | RequestOutput]:
-        """As `generate`, but yields what each step added, and at the end the whole request as a RequestOutput.
+        """As `generate`, but yields what was added since the last look, at last the whole request as a RequestOutput.
 
         `conversation` names what the request belongs to; KV is shared with requests of equal `salt` only. Prompts of
         one `owner` share its turns; without a name the request has turns of its own. Tenants take turns, too.

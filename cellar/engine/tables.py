@@ -77,6 +77,10 @@ class LogprobTables(Sequence[LogprobTable | None]):
     def __len__(self) -> int:
         return self._stop - self._start
 
+    def until(self, later: LogprobTables) -> LogprobTables:
+        """These places, and those up to the end of `later` ones of the same store."""
+        return LogprobTables(self._store, self._start, later._stop)
+
     @overload
     def __getitem__(self, place: int) -> LogprobTable | None: ...
 

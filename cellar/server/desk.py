@@ -60,7 +60,7 @@ class Session:
             work.ticket.served()
 
     async def news(self) -> AsyncGenerator[tuple[int, News], None]:
-        """What each step added to which prompt; each prompt's last one is its RequestOutput."""
+        """What was added to which prompt since the last look; each prompt's last one is its RequestOutput."""
         if len(self._works) == 1:
             async with aclosing(_watched(self._works[0])) as news:
                 async for one in news:

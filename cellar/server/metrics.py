@@ -200,7 +200,7 @@ class Timing:
         self.first: float | None = None
 
     def delta(self, index: int, num_tokens: int) -> None:
-        """Tokens of one of the request's sequences came."""
+        """Tokens of one of the request's sequences came, at once: with the first one no time lies between them."""
         if not num_tokens:
             return
         now, last = perf_counter(), self._last.get(index)
@@ -209,6 +209,8 @@ class Timing:
             self._metrics.first_token.observe(now - self._arrived)
         if last is not None:
             self._metrics.inter_token.observe((now - last) / num_tokens, num_tokens)
+        elif num_tokens > 1:
+            self._metrics.inter_token.observe(0.0, num_tokens - 1)
         self._last[index] = now
         self._num_tokens += num_tokens
 

@@ -31,10 +31,12 @@ TEMPLATE = (
 )
 
 
+OPTIONS = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+
+
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    options = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    with serve(options, max_model_len=2048, num_slots=512, template=TEMPLATE) as served:
+    with serve(OPTIONS, max_model_len=2048, num_slots=512, template=TEMPLATE) as served:
         yield served
         served.settle()
 
@@ -100,14 +102,19 @@ def test_what_is_not_stored_is_not_there(client: openai.OpenAI) -> None:
         client.responses.retrieve(made.id)
 
 
-def test_a_stream_ends_with_what_is_kept(served: Served, client: openai.OpenAI) -> None:
-    with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=8) as stream:
-        events: list[Any] = list(stream)
-    kinds, last = [event.type for event in events], events[-1].response
-    assert kinds[:2] == ["response.created", "response.in_progress"]
-    assert kinds[-1] == "response.incomplete"
-    assert kinds.count("response.output_text.delta") > 1
-    assert client.responses.retrieve(last.id).output == last.output
+def test_a_stream_ends_with_what_is_kept() -> None:
+    with serve(OPTIONS, max_model_len=2048, num_slots=512, template=TEMPLATE, latency=0.02) as served:
+        client = served.client()
+        with client.responses.stream(model=MODEL, input="Hi", max_output_tokens=8) as stream:
+            events: list[Any] = list(stream)
+        kinds, last = [event.type for event in events], events[-1].response
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds[-1] == "response.incomplete"
+        assert kinds.count("response.output_text.delta") > 1
+        assert client.responses.retrieve(last.id).output == last.output
+
+
+def test_frames_have_names_and_numbers(served: Served) -> None:
     with served.http() as http:
         raw = http.post("/v1/responses", json={"input": "Hi", "stream": True, "max_output_tokens": 2}).text
     frames = raw.strip().split("\n\n")
