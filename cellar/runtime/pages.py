@@ -1,4 +1,4 @@
-"""Pages of the host's memory: taken before they are used, and counted by the system."""
+"""Pages of the host's memory: huge ones where the system has them, taken before they are used, counted by it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ctypes
 import functools
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,27 @@ from numpy.typing import NDArray
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: take pages as if each were written, and leave what they hold."""
+
+_HUGE = 2**21
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+
+
+def zeros(nbytes: int) -> NDArray[np.uint8]:
+    """A private mapping of its own, from the start of a huge page on: zeros, which the system hands out when they are
+    first touched. Forked processes have none of it: else a device that copies to it would write to pages of theirs.
+
+    Huge pages are a 512th as many to take, to look up and to name to a driver. An allocator would give what its heap
+    has free, all of it in use at once; shared mappings get no huge pages from most systems. Raises OSError, ValueError
+    or OverflowError if there is not so much.
+    """
+    mapping = mmap.mmap(-1, nbytes + 2 * _HUGE, **_PRIVATE)
+    memory = np.frombuffer(mapping, np.uint8)
+    begin = _HUGE - memory.ctypes.data % _HUGE  # something stays before and behind it, so that it joins no other one
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, name):
+            with suppress(OSError):  # a system that has none
+                mapping.madvise(getattr(mmap, name), begin, max(nbytes, 1))
+    return memory[begin : begin + nbytes]
 
 
 def take(memory: NDArray[np.uint8]) -> bool:

@@ -6,6 +6,7 @@ Registering touches every page, and so takes it.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,7 @@ class Registered:
         with torch.cuda.device(self._device):
             error = int(driver.cudaHostRegister(part.ctypes.data, part.nbytes, 0))
         if error:
+            self._forget_error()
             logger.warning(
                 "the driver did not register %s of host memory (error %d); copies of it are slower",
                 human(part.nbytes),
@@ -48,6 +50,12 @@ class Registered:
             return False
         self._addresses.append(part.ctypes.data)
         return True
+
+    def _forget_error(self) -> None:
+        """The driver keeps a thread's last error until it is asked for, and torch would take it for its next call's."""
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            with suppress(RuntimeError):
+                torch.ones(1, device=self._device)
 
     def close(self) -> None:
         """Undo it all."""

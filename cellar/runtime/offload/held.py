@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 from cellar.core.errors import CapacityError
 from cellar.runtime.memory import human, is_out_of_memory
 from cellar.runtime.offload.layout import PAGE, aligned
+from cellar.runtime.pages import zeros
 from cellar.runtime.registered import Registered
 
 NUM_THREADS = 8
@@ -32,8 +32,7 @@ class HeldMemory:
         self._registered: Registered | None = None
         try:
             if device.type == "cpu":
-                self._map = mmap.mmap(-1, max(capacity, PAGE))
-                self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+                self._bytes = torch.from_numpy(zeros(max(capacity, PAGE)))
             else:
                 self._bytes = torch.zeros(capacity, dtype=torch.uint8, device=device)
         except (OSError, ValueError, OverflowError, RuntimeError) as error:
@@ -46,8 +45,6 @@ class HeldMemory:
     def register(self, device: torch.device) -> None:
         """Have copies between this host memory and an accelerator done by the accelerator, which takes all pages."""
         memory = self._bytes.numpy()
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to take and to name to the driver
         with ThreadPoolExecutor(NUM_THREADS) as threads:  # a thread takes 2 GB of pages a second
             list(threads.map(lambda at: memory[at : at + AT_ONCE : PAGE].fill(0), range(0, len(memory), AT_ONCE)))
         self._registered = Registered(device)

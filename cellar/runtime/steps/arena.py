@@ -12,9 +12,7 @@ On the CPU a layer is contiguous, so that the keys of one layer lie close togeth
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import copy
 
 import numpy as np
@@ -25,14 +23,13 @@ from cellar.core.config import CacheConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.runtime.memory import GIB, device_total, human
+from cellar.runtime.pages import zeros
 
 CPU_CACHE_LIMIT = 4 * GIB
 CPU_CACHE_SHARE = 0.25
 
 # What says the format to operations (`ops/kv_format.py`).
 _QUANTIZED: dict[str, torch.dtype] = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 # Large allocations of torch's allocator are multiples of this.
 _SEGMENT = 2**21
@@ -115,15 +112,8 @@ def _buffer(
 
 
 def _zeros(nbytes: int) -> Tensor:
-    """Zero pages, which the system hands out when they are first touched: a large arena costs nothing until then.
-
-    They are a mapping of their own: an allocator takes what its heap has free, however much that is, and clears it.
-    """
-    pages = mmap.mmap(-1, max(1, nbytes), **_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a system without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(pages, np.uint8, nbytes))
+    """Zero pages, which the system hands out when they are first touched: a large arena costs nothing until then."""
+    return torch.from_numpy(zeros(nbytes))
 
 
 def cpu_cache_nbytes(cache: CacheConfig, available: int, ranks: int = 1) -> int:

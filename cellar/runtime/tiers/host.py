@@ -13,7 +13,6 @@ pause as long as it took.
 from __future__ import annotations
 
 import logging
-import mmap
 import threading
 import time
 from collections import deque
@@ -27,7 +26,7 @@ from cellar.core.cores import num_cores
 from cellar.core.errors import CapacityError
 from cellar.core.messages import ChunkLabel, KeptChunk
 from cellar.runtime.memory import host_available, human
-from cellar.runtime.pages import take, taken_nbytes
+from cellar.runtime.pages import take, taken_nbytes, zeros
 from cellar.runtime.registered import Registered
 from cellar.runtime.tiers.storage import Bytes
 
@@ -58,8 +57,7 @@ class HostTier:
                 f"{(1 - _RESERVE) * free / 2**30:.1f} or less (GiB)."
             )
         self._num_slots = num_slots
-        self._map = mmap.mmap(-1, max(nbytes, 1))
-        self.chunks: Bytes = np.frombuffer(self._map, np.uint8, nbytes).reshape(num_slots, chunk_nbytes)
+        self.chunks: Bytes = zeros(nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
         self._registered = Registered(device)
         self._registers = device.type == "cuda"

@@ -256,9 +256,8 @@ def test_a_driver_that_registers_less_than_was_asked_for(
 ) -> None:
     """The rest is there all the same; copies of it are slower, which the log says once."""
     driver = Driver(limit=20 * 2**20)
-    monkeypatch.setattr(
-        "cellar.runtime.registered.torch.cuda", SimpleNamespace(cudart=lambda: driver, device=nullcontext)
-    )
+    cuda = SimpleNamespace(cudart=lambda: driver, device=nullcontext, is_initialized=lambda: False)
+    monkeypatch.setattr("cellar.runtime.registered.torch.cuda", cuda)
     monkeypatch.setattr("cellar.runtime.tiers.host._REGISTERED_AT_ONCE", 8 * 2**20)
     with caplog.at_level(logging.INFO, "cellar.runtime"):
         host = HostTier(48, 2**20, torch.device("cuda", 0))
