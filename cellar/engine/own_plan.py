@@ -207,7 +207,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
         return Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
-    by_device = 0.0 if sparse_v else LINK_READS * found.link
+    plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
+    by_device = LINK_READS * found.link if plain and not sparse_v else 0.0
     return Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
 
 

@@ -182,9 +182,9 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     }
 
 
-LINK_READS = 0.0
-"""Of the rate of copies over the link, what kernels reach that attend to KV in host memory. 0, so that plans leave all
-of it to the CPU, until it has been measured in 16 bits on a GPU.
+LINK_READS = 0.8
+"""Of the rate of copies over the link, what kernels reach that attend to K and V in host memory, if these are of the
+model's own type. In fewer bits they are the CPU's alone, which is slower at them than measured (docs/log/offload.md).
 """
 
 LEAST_OVER_LINK = 0.05

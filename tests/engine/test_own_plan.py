@@ -1,0 +1,31 @@
+"""What an engine that plans for itself takes a machine to be able to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cellar.core.config import EngineConfig
+from cellar.engine import own_plan
+from cellar.models import registry
+from cellar.planner.passes import LINK_READS
+from cellar.runtime.offload.rates import MeasuredRates
+from tests.tiny_checkpoint import write_checkpoint
+
+FOUND = MeasuredRates(alone=60e9, link=50e9, disk=0.0, multiply=70e9, attention=57e9, flops=1e12, exchange=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("kept", "sparse_v", "share"), [("auto", None, LINK_READS), ("fp8", None, 0.0), ("auto", 0.1, 0.0)]
+)
+def test_kernels_read_over_the_link_what_is_in_the_models_own_type(
+    kept: str, sparse_v: float | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert share < 1
+    monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", lambda *_: FOUND)
+    raw = registry.read_config(write_checkpoint(tmp_path))
+    spec = registry.open_model(raw, "float32", 16, 64, None, kept).spec
+    config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, sparse_v=sparse_v)
+    rates = own_plan._rates(config, spec, "gpu")
+    assert (rates.link, rates.attention, rates.reads) == (50e9, 57e9, share * 50e9)
