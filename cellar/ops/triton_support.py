@@ -29,6 +29,7 @@ from torch import Tensor
 
 from cellar.core.errors import DeviceError
 from cellar.ops.triton_launches import Launches
+from cellar.ops.triton_modules import keep_apart
 
 
 def triton_available() -> bool:
@@ -121,6 +122,7 @@ class Kernel:
 
             with self._lock:
                 if self._compiled is None:
+                    keep_apart()
                     self._compiled = triton.jit(self._bound())
         return self._compiled
 

@@ -138,11 +138,18 @@ def on_gpu(format: Format, n: int, k: int, seed: int = 0) -> tuple[Quantized, By
     return matrix, weight
 
 
-def near(found: Tensor, wanted: Tensor) -> None:
-    """Rounded to bfloat16, by norm: 2^-9 of each number is about 1.7e-3 of all."""
+def near(found: Tensor, wanted: Tensor, halves: float = 0.0) -> None:
+    """Rounded to bfloat16, by norm: 2^-9 of each number is about 1.7e-3 of all. `halves`: what tokens rounded the other
+    way, where they lie between two numbers, make of all besides.
+    """
     assert found.isfinite().all()
     error = float((found.double() - wanted).norm() / wanted.norm())
-    assert error < 2.6e-3, error
+    assert error < math.hypot(2.6e-3, halves), error
+
+
+def one_each(x: Tensor, name: str) -> float:
+    """Of tokens in int8: one number of each, rounded to its other neighbour, as a share of all by norm."""
+    return float((x.abs().amax(1) / 127).norm() / x.norm()) if name == "int8" else 0.0
 
 
 @pytest.mark.gpu
@@ -157,9 +164,10 @@ def test_on_hopper_a_product_is_that_of_rounded_tokens(name: str, n: int, k: int
     for m in (1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 129, 1000, 1001, 4096):
         x = torch.randn((m, k), device="cuda").bfloat16()
         wanted = rounded(x, matrix.format).double() @ exact.t()
-        near(weight.multiply(x), wanted)
+        halves = one_each(x, name)
+        near(weight.multiply(x), wanted, halves)
         if n == 1040:
-            near(weight.multiply(x, bias), wanted + bias)
+            near(weight.multiply(x, bias), wanted + bias, halves)
     assert weight.multiply(x[:0]).shape == (0, n)
 
 
