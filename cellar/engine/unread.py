@@ -25,7 +25,7 @@ class Unread:
 
     def put(self, news: News) -> None:
         """There is more."""
-        if isinstance(news, Delta):
+        if isinstance(news, Delta) and news.finish_reason != "error":  # which is told alone: nobody reads its text
             unread = self._deltas.setdefault(news.index, news)
             if unread is not news:
                 unread.join(news)
@@ -41,5 +41,5 @@ class Unread:
             await self._waiting
         news = self._news.popleft()
         if isinstance(news, Delta):
-            del self._deltas[news.index]
+            self._deltas.pop(news.index, None)
         return news

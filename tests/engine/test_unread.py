@@ -42,6 +42,17 @@ def test_what_came_while_nobody_looked_is_one_delta() -> None:
     asyncio.run(run())
 
 
+def test_what_came_before_an_error_is_told_before_it() -> None:
+    async def run() -> None:
+        unread = Unread()
+        for delta in (Delta("r", 0, "a", [1]), Delta("r", 0, "b", [2]), Delta("r", 0, finish_reason="error")):
+            unread.put(delta)
+        assert await unread.get() == Delta("r", 0, "ab", [1, 2])
+        assert await unread.get() == Delta("r", 0, finish_reason="error")
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_told_once_and_in_order(seed: int) -> None:
     """Three sequences, and somebody who looks now and then, or waits."""
