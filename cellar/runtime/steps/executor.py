@@ -201,18 +201,20 @@ class StepExecutor:
             clock = _clock(self._device)  # from where the device goes on
         if gate is None and self._graphs is not None and self._graphs.serves(inputs) and not plan.masked_rows:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
-        if delta:
+        cut = self._whole is not None and self._whole.cuts(inputs.num_tokens)
+        graphs = None if cut else self._graphs
+        if delta and (graphs is not None or not inputs.num_tokens):  # a graph begins before all else is sent
             self.rows.mirror(*self._upload(delta))
+            delta = []
         if not inputs.num_tokens:
             return _Finish(plan.step, [], {}, {}, clock())
         if self._stages is not None and self._stages.is_first:
             for rows, tokens in self._stages.told(inputs.feed_rows):
                 (where,) = self._upload([rows])
                 self.rows.last.index_copy_(0, where, tokens)
-        cut = self._whole is not None and self._whole.cuts(inputs.num_tokens)
-        h = None if self._graphs is None or cut else self._graphs.hidden(inputs, gate)
+        h = None if graphs is None else graphs.hidden(inputs, gate)
 
-        arrays = _Arrays()  # a graph has begun before they are sent
+        arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping] if h is None else [])
         given_tokens = arrays.add([inputs.tokens] if h is None and len(given) else [])
         fed = arrays.add(([inputs.feed] if len(given) else []) + [inputs.feed_rows] if h is None else [])
@@ -220,9 +222,12 @@ class StepExecutor:
         scored = arrays.add([inputs.scored, inputs.targets] if len(inputs.scored) else [])
         shown = arrays.add([inputs.hidden] if len(inputs.hidden) else [])
         pooled = arrays.add([inputs.pooled] if len(inputs.pooled) else [])
+        changed = arrays.add(delta)
         places = [arrays.add(group.arrays()) for group in groups]
         tensors = self._upload(arrays.arrays) if arrays.arrays else []
 
+        if delta:
+            self.rows.mirror(*tensors[changed])
         if h is None:
             positions, slot_mapping = tensors[core]
             tokens = self._tokens(tensors[given_tokens], tensors[fed])
