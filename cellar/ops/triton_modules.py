@@ -18,7 +18,7 @@ def keep_apart() -> None:
     from triton.runtime import build
 
     with _LOCK:
-        shared = getattr(build, "_load_module_from_path", None)  # of Triton 3.6 and 3.7
+        shared = getattr(build, "_load_module_from_path", None)  # of Triton 3.6; what other versions do is not known
         if shared is None or getattr(shared, "keeps_apart", False):
             return
 
