@@ -15,7 +15,8 @@ class Unread:
     """`put` and `get` are for one event loop, `get` for one coroutine at a time.
 
     Of each sequence there is one delta at most: what came while nobody took it is told with it, at once. So a front
-    that has fallen behind its engine writes fewer events, not later and later ones.
+    that has fallen behind its engine writes fewer events, not later and later ones. Of whole outputs so far there is
+    the newest.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,9 @@ class Unread:
             if unread is not news:
                 unread.join(news)
                 return
+        if isinstance(news, RequestOutput) and self._news and isinstance(self._news[-1], RequestOutput):
+            self._news[-1] = news
+            return
         self._news.append(news)
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(None)

@@ -14,7 +14,7 @@ import pytest
 from tests.clients.environments import environment, run, run_program
 from tests.fake_front import TOKENIZER
 from tests.server.served import MODEL, Served, serve
-from tests.server.spoken import says, says_in_turn
+from tests.server.spoken import paced, says, says_in_turn
 
 pytestmark = pytest.mark.long
 
@@ -31,7 +31,7 @@ def served() -> Iterator[Served]:
 
 
 def test_litellm(served: Served, tmp_path: Path) -> None:
-    with says_in_turn(served, RAIN, RAIN, CALL, "It rains in Rome.", ANIMAL):
+    with paced(served, 0.03), says_in_turn(served, RAIN, RAIN, CALL, "It rains in Rome.", ANIMAL):
         run_program("litellm", "litellm_client.py", tmp_path, served.url)
 
 
@@ -42,7 +42,7 @@ def test_instructor(served: Served, tmp_path: Path) -> None:
 
 def test_llama_index(served: Served, tmp_path: Path) -> None:
     required = f'[{{"name": "Animal", "arguments": {ANIMAL}}}]'
-    with says_in_turn(served, RAIN, RAIN, CALL, required):
+    with paced(served, 0.03), says_in_turn(served, RAIN, RAIN, CALL, required):
         run_program("llama-index", "llama_index_client.py", tmp_path, served.url)
 
 

@@ -56,13 +56,13 @@ def test_many_streams_at_a_time() -> None:
     asyncio.run(run())
 
 
-def test_every_step_is_told() -> None:
+def test_what_there_is_is_told_whenever_there_is_more() -> None:
     async def run() -> None:
-        opened, _ = open_fake()
-        engine_of(opened).run_ahead = 1  # of more steps than one, several may end before anybody looks
-        async with AsyncLLM.over(opened) as llm:
+        async with AsyncLLM.over(open_fake(latency=0.01)[0]) as llm:
             counts = [len(o.outputs[0].token_ids) async for o in llm.generate([1, 2], GREEDY, "r")]
-            assert counts == list(range(1, 13))
+            assert len(counts) > 1
+            assert counts == sorted(set(counts))
+            assert counts[-1] == 12
 
     asyncio.run(run())
 
@@ -229,7 +229,7 @@ def test_many_prompts_of_one_owner_let_others_begin_and_get_their_tokens(monkeyp
             await running.aclose()  # type: ignore[attr-defined]
             assert (await found).outputs[0].token_ids == plain([9], 12)
             assert started.index("one") < 20, "behind a few of the others, not behind all of them"
-            assert len(tokens_at) > 3, "and whoever was there before got tokens meanwhile"
+            assert len(set(tokens_at.values())) > 1, "and whoever was there before got tokens meanwhile"
             for k, output in enumerate(await asyncio.gather(*tasks)):
                 assert output.outputs[0].token_ids == plain([k % 7], 12)
             assert [id for id in started if id.startswith("many")] == [f"many-{k}" for k in range(300)]

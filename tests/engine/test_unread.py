@@ -53,6 +53,22 @@ def test_what_came_before_an_error_is_told_before_it() -> None:
     asyncio.run(run())
 
 
+def test_of_outputs_so_far_the_newest_is_told() -> None:
+    async def run() -> None:
+        unread = Unread()
+        outputs = [RequestOutput("r", None, [], [], finished=k == 3) for k in range(4)]
+        unread.put(outputs[0])
+        unread.put(outputs[1])
+        assert await unread.get() is outputs[1]
+        unread.put(Delta("r", 0, "a", [1]))
+        unread.put(outputs[2])
+        unread.put(outputs[3])
+        assert await unread.get() == Delta("r", 0, "a", [1])
+        assert await unread.get() is outputs[3]
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_token_is_told_once_and_in_order(seed: int) -> None:
     """Three sequences, and somebody who looks now and then, or waits."""

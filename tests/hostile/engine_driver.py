@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cellar import AsyncLLM, SamplingParams
+from cellar.engine.outputs import Delta
 from tests.fake_front import continuation, engine_of, open_fake
 from tests.limits import asked, until
 
@@ -49,8 +50,8 @@ def drive(seed: int, go_on: Callable[[int], bool], *, at_once: int = 24) -> Tall
         seen = 0
         news = llm.deltas(prompt, params, priority=rng.randrange(3), conversation=conversation, salt=salt)
         last: Any = None
-        async for last in news:  # noqa: B007 (the last one is the whole)
-            seen += 1
+        async for last in news:
+            seen += len(last.token_ids) if isinstance(last, Delta) else 0
             if leave_after is not None and seen > leave_after:
                 await news.aclose()  # type: ignore[attr-defined]
                 tally.dropped += 1

@@ -224,7 +224,7 @@ def test_a_key_behind_the_body_is_none() -> None:
 @pytest.mark.long
 def test_who_does_not_read_is_closed() -> None:
     """Its request ends, and so do its waiting answer and its place among the connections."""
-    stream = {"prompt": [5, 6, 7], "n": 64, "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    stream = {"prompt": [5, 6, 7], "n": 64, "max_tokens": 2000, "logprobs": 2, "ignore_eos": True, "stream": True}
     body = json.dumps(stream).encode()
     with serve(limits={"upload_timeout": 0.5}, num_rows=64, num_slots=30_000, max_model_len=8192) as served:
         with socket.socket() as sock:

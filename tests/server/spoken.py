@@ -37,6 +37,16 @@ def says(served: Served, text: str) -> Iterator[None]:
 
 
 @contextmanager
+def paced(served: Served, seconds: float = 0.01) -> Iterator[None]:
+    """Steps last long enough for each to be told: what has not been when the next one ends is told with it."""
+    served.runtime.latency = seconds
+    try:
+        yield
+    finally:
+        served.runtime.latency = 0.0
+
+
+@contextmanager
 def says_in_turn(served: Served, *texts: str) -> Iterator[None]:
     """Each answer begun meanwhile is the next of the texts, and its end."""
     scripts = iter([*TEXT.encode(text, add_special_tokens=False), END] for text in texts)

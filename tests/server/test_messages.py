@@ -14,7 +14,7 @@ import pytest
 from tests.fake_front import TEMPLATE
 from tests.limits import SECONDS
 from tests.server.served import TEXT, Served, raw, serve
-from tests.server.spoken import ALWAYS, HYBRID, says
+from tests.server.spoken import ALWAYS, HYBRID, paced, says
 
 USER: Any = [{"role": "user", "content": "Hi"}]
 SCHEMA = {
@@ -95,7 +95,7 @@ def test_thinking_text_and_tools(served: Served, stream: bool) -> None:
 
 
 def test_the_events_of_a_stream(served: Served) -> None:
-    with says(served, f"<think>So.</think>\n\n{CALL}"):
+    with paced(served), says(served, f"<think>So.</think>\n\n{CALL}"):
         _, events = streamed(served, tools=TOOLS, thinking=THINKING)
         own = [event for event in events if event.type.startswith(("message_", "content_block_"))]
         fields: dict[str, Any] = {"model": "fake", "max_tokens": 400, "messages": USER, "stream": True}
@@ -111,7 +111,7 @@ def test_the_events_of_a_stream(served: Served) -> None:
     assert [d.type for d in deltas].count("signature_delta") == 1
     pieces = [d.partial_json for d in deltas if d.type == "input_json_delta"]
     assert json.loads("".join(pieces)) == {"city": "Rome"}
-    assert len(pieces) > 3  # told while it is written
+    assert len(pieces) > 1  # told while it is written
     lines = text.splitlines()
     named = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
     bodies = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]

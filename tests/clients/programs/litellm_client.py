@@ -30,7 +30,7 @@ def chat(**options: Any) -> Any:
 assert chat(messages=MESSAGES).choices[0].message.content == "It rains."
 parts = [chunk.choices[0].delta.content or "" for chunk in chat(messages=MESSAGES, stream=True)]
 assert "".join(parts) == "It rains."
-assert len(parts) > 2
+assert len([part for part in parts if part]) > 1  # as they came, not at the end
 
 asked = chat(messages=MESSAGES, tools=[TOOL]).choices[0].message
 (call,) = asked.tool_calls

@@ -35,7 +35,7 @@ question = ChatMessage(role="user", content="How is the weather in Rome?")
 assert model.chat([question]).message.content == "It rains."
 parts = [one.delta or "" for one in model.stream_chat([question])]
 assert "".join(parts) == "It rains."
-assert len(parts) > 2
+assert len([part for part in parts if part]) > 1  # as they came, not at the end
 said = model.predict_and_call([FunctionTool.from_defaults(weather)], user_msg=question.content)
 assert (str(said), ASKED) == ("rain in Rome", ["Rome"])
 made = model.structured_predict(Animal, PromptTemplate("Which animal?"))
