@@ -148,9 +148,8 @@ class LocalRuntime:
         self._link = None if seat is None else seat.link
         prepare = None if device.type == "cpu" else self.executor.prepare
         own = device.type == "cpu" and offloaded is None
-        self._pages = TakenPages(self.executor.arena) if own else None
-        expect = None if self._pages is None else self._pages.expect
-        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare, expect)
+        self._pages = pages = TakenPages(self.executor.arena) if own else None
+        self._worker = StepWorker(0, self.executor, self._results, self._masks, device, num_threads, prepare, pages)
 
     @property
     def workers(self) -> Sequence[StepWorker]:

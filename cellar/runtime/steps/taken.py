@@ -3,13 +3,13 @@
 The system clears a page when it is first touched: 2 MiB take 0.3 to 3 ms, and the keys and the values of each layer
 have pages of their own. So a prompt's or a crowd's first steps lasted tens of milliseconds longer than later ones.
 Taking all of a cache would have a chat hold gigabytes that it never uses: so some more than is used is taken, in a
-thread.
+thread. It rests while there are steps: they and those who bring requests want the cores, and nobody in a process maps
+memory while pages are taken.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 
 import numpy as np
 import torch
@@ -28,7 +28,9 @@ _AT_ONCE = 2 * 2**20
 
 
 class TakenPages:
-    """Of `arena`, which lies in memory of its own. `expect` is called before each step; `close` ends the thread."""
+    """Of `arena`, which lies in memory of its own. `begins` is called before each step, `ended` after it; `close` ends
+    the thread.
+    """
 
     def __init__(self, arena: Arena, ahead_nbytes: int = AHEAD_NBYTES) -> None:
         each = [part for buffer in arena.buffers for layer in buffer for part in layer]  # [slots, ...] of K or V
@@ -36,6 +38,7 @@ class TakenPages:
         self._ahead = max(1, ahead_nbytes * arena.num_slots // max(1, arena.nbytes))
         self._num_slots = arena.num_slots
         self._most = 0
+        self._steps = 0  # under way
         self.num_taken = 0
         """Slots, the lowest ones."""
         self._closed = False
@@ -43,11 +46,18 @@ class TakenPages:
         self._thread = threading.Thread(target=self._take, name="cellar-kv-pages", daemon=True)
         self._thread.start()
 
-    def expect(self, slots: IntArray) -> None:
-        """A step is about to write to these."""
-        if len(slots) and (most := int(slots.max()) + 1) > self._most:
-            with self._changed:
-                self._most = most
+    def begins(self, slots: IntArray) -> None:
+        """There is a step, which is about to write to these."""
+        with self._changed:
+            self._steps += 1
+            if len(slots):
+                self._most = max(self._most, int(slots.max()) + 1)
+
+    def ended(self) -> None:
+        """One step less."""
+        with self._changed:
+            self._steps -= 1
+            if not self._steps and self.num_taken < self._wanted():
                 self._changed.notify()
 
     def close(self) -> None:
@@ -61,17 +71,18 @@ class TakenPages:
     def _wanted(self) -> int:
         return min(self._num_slots, self._most + self._ahead)
 
+    def _may_take(self) -> bool:
+        """Waits until more is wanted, and no step is under way; False at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (not self._steps and self.num_taken < self._wanted()))
+        return not self._closed
+
     def _take(self) -> None:
         yield_to_steps()
         slots = max(1, _AT_ONCE // max(1, max((part[:1].nbytes for part in self._parts), default=1)))
         while self.num_taken < self._num_slots:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.num_taken < self._wanted())
             last = min(self.num_taken + slots, self._num_slots)
             for part in self._parts:
-                begin = time.perf_counter()
-                if self._closed or not take(part[self.num_taken : last]):
+                if not self._may_take() or not take(part[self.num_taken : last]):
                     return  # a system that cannot be asked gives each page when it is touched
-                # Meanwhile nobody else in this process maps memory or unmaps it.
-                time.sleep(time.perf_counter() - begin)
             self.num_taken = last

@@ -45,13 +45,23 @@ class Executor(Protocol):
         """Whether nothing can run any more after a plan has failed so: other ranks wait for this one."""
 
 
+class Watcher(Protocol):
+    """Is told when there are steps."""
+
+    def begins(self, slots: IntArray) -> None:
+        """A plan is submitted, with these slots new in its table."""
+
+    def ended(self) -> None:
+        """Its result is there."""
+
+
 class StepWorker:
     """Runs plans first in, first out; a plan that fails makes a result that says so, and the next one runs, unless the
     executor says that ranks are out of step: then the error is the last result.
 
     `num_collected` counts the results that `poll` has taken. `prepare` is called while nothing is under way and no plan
     has come for a moment, as long as it says that there was something to do; a plan that comes then waits for one call.
-    `expect_slots` gets the slots that are new in a plan, when it is submitted.
+    `watcher` is told of each plan.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class StepWorker:
         device: torch.device,
         num_threads: int | None = None,
         prepare: Callable[[], bool] | None = None,
-        expect_slots: Callable[[IntArray], None] | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         self._id = number
         self._executor = executor
@@ -72,7 +82,7 @@ class StepWorker:
         self._device = device
         self._num_threads = num_threads
         self._prepare = prepare
-        self._expect_slots = expect_slots
+        self._watcher = watcher
         self._num_begun = self._num_ended = 0
         self._submitted = 0
         self.num_collected = 0
@@ -100,8 +110,8 @@ class StepWorker:
         if self._closed:
             raise DeviceError("the runtime is closed and takes no plans; open a new one.")
         self._submitted += 1
-        if self._expect_slots is not None:
-            self._expect_slots(plan.table.slot)
+        if self._watcher is not None:
+            self._watcher.begins(plan.table.slot)
         if plan.masked_rows:
             self._masks.expect(plan.step)
         self._plans.put(plan)
@@ -170,6 +180,8 @@ class StepWorker:
                 return
             result = _failure(plan.step, error, self._device)
         self._num_ended += 1
+        if self._watcher is not None:
+            self._watcher.ended()
         self._results.put((self, result))
 
 

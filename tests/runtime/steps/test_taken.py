@@ -72,17 +72,23 @@ def test_what_steps_will_use_is_taken_and_no_more() -> None:
     try:
         if not IS_GIVEN:
             until(lambda: not pages._thread.is_alive())
-            pages.expect(np.array([1500], np.int32))
+            pages.begins(np.array([1500], np.int32))
+            pages.ended()
             assert not pages.num_taken
             return
         until(lambda: pages.num_taken >= 100)
         time.sleep(0.05)
         assert pages.num_taken < 400, "some more than is used"
         assert 0.9 * 100 * slot <= resident(arena) < 0.5 * arena.nbytes
-        pages.expect(np.array([3, 1500, 7], np.int32))
+        pages.begins(np.array([3, 1500, 7], np.int32))
+        pages.begins(np.empty(0, np.int32))
+        pages.ended()
+        time.sleep(0.05)
+        assert pages.num_taken < 400, "it rests while there is a step"
+        pages.ended()
         until(lambda: pages.num_taken >= 1600)
-        pages.expect(np.empty(0, np.int32))
-        pages.expect(np.array([1999], np.int32))
+        pages.begins(np.array([1999], np.int32))
+        pages.ended()
         until(lambda: pages.num_taken == 2000)
         assert not any(buffer.any() for buffer in arena.buffers), "what is taken is zero, as it was"
     finally:
@@ -112,15 +118,22 @@ def test_it_ends_while_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pages.num_taken < 20_000
 
 
-def test_an_engine_tells_of_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_tells_of_its_steps_and_their_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
-    expect = TakenPages.expect
+    begins, ended, steps = TakenPages.begins, TakenPages.ended, [0, 0]
 
     def seen(pages: TakenPages, slots: np.ndarray) -> None:
         told.extend(slots.tolist())
-        expect(pages, slots)
+        steps[0] += 1
+        begins(pages, slots)
 
-    monkeypatch.setattr(TakenPages, "expect", seen)
+    def seen_ended(pages: TakenPages) -> None:
+        steps[1] += 1
+        ended(pages)
+
+    monkeypatch.setattr(TakenPages, "begins", seen)
+    monkeypatch.setattr(TakenPages, "ended", seen_ended)
     with LLM(device="cpu", kv_cache_memory_bytes=2**26) as llm:
         llm.generate([{"prompt_token_ids": list(range(5, 105))}], SamplingParams(max_tokens=2), use_tqdm=False)
     assert len(set(told)) == -(-101 // 32)
+    assert steps[0] == steps[1] > 0
