@@ -145,7 +145,7 @@ def test_offsets_in_a_stream_count_text_that_is_still_held(served: Served) -> No
     options: Any = {"model": "fake", "prompt": PROMPT, "max_tokens": 30, "logprobs": 0, "stop": stop}
     whole = served.client().completions.create(**options, extra_body=EXTRA).choices[0].logprobs
     assert whole is not None
-    with paced(served):
+    with paced(served, 0.03):
         chunks = list(served.client().completions.create(**options, stream=True, extra_body=EXTRA))
     assert any(not chunk.choices[0].text for chunk in chunks)
     offsets = [at for c in chunks if c.choices[0].logprobs for at in c.choices[0].logprobs.text_offset or []]

@@ -173,7 +173,7 @@ def test_a_named_tool(served: Served) -> None:
     entries = [entry for chunk in chunks for entry in chunk.choices[0].delta.tool_calls or []]
     assert [e.function.name for e in entries if e.function and e.function.name] == ["weather"]
     assert {entry.index for entry in entries} == {0}
-    assert len(entries) > 1
+    assert len(entries) > 2  # the name, and the arguments bit by bit
     check("".join(entry.function.arguments or "" for entry in entries if entry.function))
 
 
@@ -199,7 +199,7 @@ def test_required_tools(served: Served, stream: bool) -> None:
     if stream:
         calls = told(chunks)
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
-        assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 1  # told bit by bit
+        assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in chunks) > 2  # told bit by bit
     else:
         calls = [(call.function.name, call.function.arguments) for call in made.choices[0].message.tool_calls]
     assert [name for name, _ in calls] == ["weather"]
@@ -221,7 +221,7 @@ def test_tool_choice_auto_and_none(served: Served) -> None:
         )
         found = list(chunks)
     assert told(found) == [("weather", '{"city": "Rome"}')]
-    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in found) > 1
+    assert sum(bool(chunk.choices[0].delta.tool_calls) for chunk in found) > 2
     deltas = [chunk.choices[0] for chunk in found]
     assert deltas[-1].finish_reason == "tool_calls"
     assert not any(d.delta.content for d in deltas)
