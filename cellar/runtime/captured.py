@@ -15,8 +15,9 @@ from cellar.core.collector import collector_rests
 def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
     """What this thread launches inside goes into `graph`, whose memory comes from `pool`.
 
-    `stream`: where it is recorded; graphs that share a pool share it, too. With one, torch's allocator keeps what it
-    has: otherwise it waits for the device and gives all that is free back first, which costs more than the recording.
+    `stream`: where it is recorded, by default a stream of the current device; graphs that share a pool share it, too.
+    With one, torch's allocator keeps what it has: otherwise it waits for the device and gives all that is free back
+    first, which costs more than the recording.
 
     Other threads may go on with the device, but not wait for all of it. Python's cycle collector rests: if it found
     another graph to destroy, the driver would refuse that and break this one.
@@ -26,7 +27,9 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any = None, stream: Any = None)
 
 
 def _on_any(graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[None]:
-    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+    # torch's own choice is one stream for the whole process, on the device that was recorded on first.
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
 
 
 @contextmanager
@@ -51,6 +54,6 @@ def captured(work: Callable[[], None], device: torch.device) -> Callable[[], Non
         work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with recording(graph):
+    with torch.cuda.device(device), recording(graph):
         work()
     return graph.replay

@@ -22,6 +22,7 @@ def nothing(*_: Any, **__: Any) -> Iterator[None]:
 @pytest.mark.parametrize("before", [True, False])
 def test_the_collector_rests_and_goes_on_as_before(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", nothing)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
     graph: Any = object()
     try:
         gc.enable() if before else gc.disable()
@@ -63,6 +64,24 @@ def test_a_stream_of_its_own_records_without_emptying_the_allocator(monkeypatch:
         raise ValueError("of the work")
     assert done == ["on stream", "begin None thread_local", "end"], "a graph is ended whatever happens"
     assert gc.isenabled()
+
+
+def test_without_a_stream_it_is_one_of_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would take one that it makes once: graphs of a second device then were empty."""
+    current = ["cuda:0"]
+    found: list[Any] = []
+
+    @contextmanager
+    def graph(graph: Any, *, stream: Any, **_: Any) -> Iterator[None]:
+        found.append(stream)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: f"stream of {current[0]}")
+    for current[0] in ("cuda:0", "cuda:1"):
+        with recording(found):  # type: ignore[arg-type]
+            pass
+    assert found == ["stream of cuda:0", "stream of cuda:1"]
 
 
 def test_on_a_cpu_the_work_itself_is_repeated() -> None:

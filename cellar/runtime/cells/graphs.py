@@ -246,7 +246,7 @@ class GraphExecutor:
         torch.cuda.synchronize(self._device)
         counter.zero_()
         graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool):
+        with recording(graph, self._pool, self._stream):
             output = step()
         return _Captured(graph, output)
 
