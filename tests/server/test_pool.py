@@ -154,8 +154,8 @@ def test_streams_outlive_engines_that_are_killed(kind: type[Local] | type[Proces
 
 
 async def end_of(llm: AsyncLLM, prompt: list[int]) -> tuple[str | None, object]:
-    """How a request ends, and what is said of it."""
-    async for output in llm.generate(prompt, GREEDY):
+    """How a request that goes on and on ends, and what is said of it."""
+    async for output in llm.generate(prompt, GREEDY.clone(max_tokens=ENDLESS)):
         last = output.outputs[0]
     return last.finish_reason, last.stop_reason
 
