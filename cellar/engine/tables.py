@@ -63,6 +63,15 @@ class LogprobStore:
                 table[other] = TokenLogprob(self._top_logprobs[k], k - first + 1, self._text_of(other))
         return table
 
+    def best(self, place: int) -> tuple[float, array[int], array[float]] | None:
+        """What a table says, without its objects: the chosen token's log-probability, the best tokens and theirs."""
+        if place >= len(self._tokens) or self._tokens[place] == _NONE:
+            return None
+        first = place * self._num_top
+        top = self._top_ids[first : first + self._num_top]
+        stop = first + (top.index(_NONE) if _NONE in top else self._num_top)
+        return self._logprobs[place], self._top_ids[first:stop], self._top_logprobs[first:stop]
+
 
 class LogprobTables(Sequence[LogprobTable | None]):
     """Places [start, stop) of a store; it stays as it is when the store grows."""
@@ -80,6 +89,10 @@ class LogprobTables(Sequence[LogprobTable | None]):
     def until(self, later: LogprobTables) -> LogprobTables:
         """These places, and those up to the end of `later` ones of the same store."""
         return LogprobTables(self._store, self._start, later._stop)
+
+    def best(self, place: int) -> tuple[float, array[int], array[float]] | None:
+        """As the store's `best`, of one of these places."""
+        return self._store.best(self._start + place)
 
     @overload
     def __getitem__(self, place: int) -> LogprobTable | None: ...

@@ -11,7 +11,7 @@ from typing import Any
 from cellar.core.messages import CompletionOutput, RequestOutput
 from cellar.engine.outputs import Delta
 from cellar.engine.prompts import Prompt
-from cellar.server.choices import chat_logprobs, plain_tables, usage, usage_of
+from cellar.server.choices import SpeltLogprobs, chat_logprobs, plain_tables, usage, usage_of
 from cellar.server.desk import Session, check_complete
 from cellar.server.errors import ApiError
 from cellar.server.pieces import lazily
@@ -70,7 +70,8 @@ class Chat:
         begun: set[int] = set()
         calls = [Calls(self._tools) for _ in range(request.n or 1)]
         each = request.logprobs or request.return_token_ids or request.continuous_usage
-        plain = not (self._tools.active or each)
+        plain = not (self._tools.active or request.return_token_ids or request.continuous_usage)
+        spelt = SpeltLogprobs(request.top_logprobs or 0, self._tokenizer) if request.logprobs else None
         fast, usage_there = json.dumps(head, separators=(",", ":"))[:-1], unknown_usage(request.include_usage)
         async with session, aclosing(session.news()) as news:
             async for _, one in news:
@@ -83,10 +84,12 @@ class Chat:
                     begun.add(one.index)
                     yield event(self._with_usage(self._first(head, one.index), count))
                 if plain and one.finish_reason is None and not one.reasoning:
-                    if one.text:
+                    if one.text or spelt is not None:
+                        content = f'"content":{json.dumps(one.text)}' if one.text else ""
+                        logprobs = "null" if spelt is None else spelt(one.token_ids, one.logprobs)
                         yield (
-                            f'data: {fast},"choices":[{{"index":{one.index},"delta":{{"content":'
-                            f'{json.dumps(one.text)}}},"logprobs":null,"finish_reason":null}}]{usage_there}}}\n\n'
+                            f'data: {fast},"choices":[{{"index":{one.index},"delta":{{{content}}},'
+                            f'"logprobs":{logprobs},"finish_reason":null}}]{usage_there}}}\n\n'
                         ).encode()
                     continue
                 part = self._part(one, calls[one.index])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 from cellar.core.messages import RequestOutput, TokenLogprob
+from cellar.engine.tables import LogprobTables
 from cellar.server.pieces import lazily
 from cellar.text.tokenizer import Tokenizer
 
@@ -15,6 +18,9 @@ Tables = Sequence[Table | None]
 
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
+
+_SPELT_TOKENS = 4096
+"""Of how many tokens a stream keeps what is written of them; about a megabyte."""
 
 
 def completion_logprobs(
@@ -55,6 +61,36 @@ def chat_logprobs(ids: Sequence[int], tables: Tables, num_top: int, tokenizer: T
 
     content = (place(id, table) for id, table in zip(ids, tables, strict=True) if table is not None)
     return {"content": lazily(content, 4 * len(ids) * (num_top + 1)), "refusal": None}
+
+
+class SpeltLogprobs:
+    """`chat_logprobs` of a stream, written as JSON at once: what never changes of a token is kept.
+
+    Nine digits name a float of 32 bits.
+    """
+
+    def __init__(self, num_top: int, tokenizer: Tokenizer) -> None:
+        self._num_top = num_top
+        self._tokenizer = tokenizer
+        self._around = lru_cache(_SPELT_TOKENS)(self._spelt)
+
+    def __call__(self, ids: Sequence[int], tables: LogprobTables | None) -> str:
+        """The entries of `ids`, one for each that has a table."""
+        around, count = self._around, self._num_top
+        places = []
+        for k, id in enumerate(ids):
+            if tables is not None and (found := tables.best(k)) is not None:
+                logprob, top, logprobs = found
+                before, after = around(id)
+                spelt = zip(map(around, top[:count]), logprobs, strict=False)
+                best = ",".join([f"{b}{max(x, FLOOR):.9g}{a}}}" for (b, a), x in spelt])
+                places.append(f'{before}{max(logprob, FLOOR):.9g}{after},"top_logprobs":[{best}]}}')
+        return f'{{"content":[{",".join(places)}],"refusal":null}}'
+
+    def _spelt(self, id: int) -> tuple[str, str]:
+        """What stands before a token's log-probability, and what behind it."""
+        text, data = self._tokenizer.id_to_text(id), self._tokenizer.id_to_bytes(id)
+        return f'{{"token":{json.dumps(text)},"logprob":', f',"bytes":{json.dumps(list(data), separators=(",", ":"))}'
 
 
 def plain_tables(tables: Tables, num_top: int) -> list[Any] | Iterator[Any]:

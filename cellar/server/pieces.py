@@ -17,15 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cellar.server.stream import GONE, ClientGone, until_gone
+from cellar.server.stream import GONE, SENT, ClientGone, until_gone
 
 T = TypeVar("T")
 
 PIECE = 1000
 """Values that are written in one go: about a millisecond."""
-
-SENT = 2**16
-"""Bytes that are sent in one go."""
 
 
 def dumps(body: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from cellar.server.errors import ApiError, as_api_error, speaks_anthropic
 from cellar.server.request_id import name_of
+from cellar.server.waiting import before_waiting
 
 T = TypeVar("T")
 
@@ -25,6 +26,9 @@ RESPONSES = "/v1/responses"
 
 TURN_SECONDS = 0.005
 """How long a stream that has much to say keeps the event loop to itself."""
+
+SENT = 2**16
+"""Bytes that are sent in one go."""
 
 
 GONE = Response(status_code=499)
@@ -80,7 +84,8 @@ def unknown_usage(wanted: bool) -> str:
 class EventStream(Response):
     """Server-sent events. The head is sent with the first event: what fails before it has a status of its own.
 
-    An error after that is an event in the words of the route's API. `deadline` is in seconds from now.
+    Events that are there at the same time are sent in one go. An error after the first is an event in the words of the
+    route's API. `deadline` is in seconds from now.
     """
 
     def __init__(
@@ -112,25 +117,39 @@ class EventStream(Response):
 
     async def _write(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun, slept = False, perf_counter()
+        parts, size = list[bytes](), 0
+
+        async def flush() -> None:
+            nonlocal begun, size
+            if parts:
+                data = b"".join(parts)
+                parts.clear()
+                size = 0
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+
         try:
             async with asyncio.timeout(self._deadline), aclosing(self._events) as events:
-                async for data in events:
-                    if perf_counter() > slept + TURN_SECONDS:  # others have events, too
-                        await asyncio.sleep(0)
-                        slept = perf_counter()
-                    if not begun:
-                        begun = True
-                        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                        await send(head)
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                with suppress(StopAsyncIteration):
+                    while True:
+                        data = await before_waiting(anext(events), flush)
+                        parts.append(data)
+                        size += len(data)
+                        if size > SENT or perf_counter() > slept + TURN_SECONDS:  # others have events, too
+                            await flush()
+                            await asyncio.sleep(0)
+                            slept = perf_counter()
         except Exception as error:
             failure = as_api_error(error, self._names, name_of(scope))
-            if not begun:
+            if not (begun or parts):
                 await failure.response(scope["path"])(scope, receive, send)
                 return
             last = ending(scope["path"], failure)
         else:
             last = ending(scope["path"])
+        await flush()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

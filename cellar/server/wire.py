@@ -6,10 +6,12 @@ that fronts need not agree on ids.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError
@@ -43,6 +45,45 @@ class Ready:
     basis: Basis | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Log-probabilities of several sequences in one set of arrays: an object of each takes longer than its bytes.
+
+    The first `counts[0]` rows are of the sequence `numbers[0]`, and so on.
+    """
+
+    numbers: list[int]
+    counts: list[int]
+    logprobs: Logprobs
+
+    @classmethod
+    def of(cls, logprobs: Mapping[int, Logprobs]) -> list[Joined]:
+        """All of them; those with as many of the best go together."""
+        widths: dict[int, dict[int, Logprobs]] = {}
+        for number, one in logprobs.items():
+            widths.setdefault(one.top_ids.shape[1], {})[number] = one
+        return [cls._of_equal(some) for some in widths.values()]
+
+    @classmethod
+    def _of_equal(cls, logprobs: Mapping[int, Logprobs]) -> Joined:
+        members = list(logprobs.values())
+        arrays = (
+            np.concatenate([getattr(one, name) for one in members]) if len(members) > 1 else getattr(members[0], name)
+            for name in _ARRAYS
+        )
+        return cls(list(logprobs), [len(one.index) for one in members], Logprobs(*arrays))
+
+    def parts(self) -> Iterator[tuple[int, Logprobs]]:
+        """Each sequence's number and rows."""
+        arrays, stop = [getattr(self.logprobs, name) for name in _ARRAYS], 0
+        for number, count in zip(self.numbers, self.counts, strict=True):
+            rows = slice(stop, stop := stop + count)
+            yield number, Logprobs(*(array[rows] for array in arrays))
+
+
+_ARRAYS = [field.name for field in fields(Logprobs)]
+
+
 @dataclass(slots=True)
 class Frame:
     """A front's share of one `StepOutput`, by the numbers of its sequences."""
@@ -55,6 +96,17 @@ class Frame:
     num_cached_tokens: dict[int, int] = field(default_factory=dict)
     queue_seconds: dict[int, float] = field(default_factory=dict)
     pooled: dict[int, FloatArray] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Log-probabilities travel joined."""
+        scores, prompts = Joined.of(self.logprobs), Joined.of(self.prompt_logprobs)
+        rest = self.num_cached_tokens, self.queue_seconds, self.pooled
+        return _arrived, (self.numbers, self.tokens, self.finished, scores, prompts, *rest)
+
+
+def _arrived(numbers: list[int], tokens: list[int], finished: Any, scores: Any, prompts: Any, *rest: Any) -> Frame:
+    apart = (dict(part for joined in some for part in joined.parts()) for some in (scores, prompts))
+    return Frame(numbers, tokens, finished, *apart, *rest)
 
 
 BY_SEQUENCE = ("logprobs", "prompt_logprobs", "num_cached_tokens", "queue_seconds", "pooled", "finished")
