@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from cellar.core.errors import CheckpointError, RequestError
-from cellar.text.cuts import cuts, safe_tokens
+from cellar.text.cuts import MAX_LENGTH, cuts, safe_tokens
 from cellar.text.decoding import DecoderKind, Decoding
 from cellar.text.growth import excess
 from cellar.text.reach import reach
@@ -140,12 +140,27 @@ class Tokenizer:
         return np.concatenate([np.array(ids, np.int32) for ids in (before, *self.encode_all(parts, gone), after)])
 
     def _parts(self, text: str) -> Iterator[str]:
-        """A text cut into parts of at least PART characters, as long as there are cuts."""
+        """A text cut into parts of at least PART characters, as long as there are cuts. More than MOST without one
+        cannot be tokenized, so nobody looks further.
+        """
         begin = 0
-        while self.cuts is not None and (match := self.cuts.search(text, begin + PART)) is not None:
-            yield text[begin : match.start()]
-            begin = match.start()
+        while (cut := self._cut(text, begin + PART, begin + MOST)) is not None:
+            yield text[begin:cut]
+            begin = cut
         yield text[begin:]
+
+    def _cut(self, text: str, first: int, last: int) -> int | None:
+        """The first place in [first, last] where a text may be cut. Others have the interpreter every few
+        milliseconds: a search in one go would keep it, for half a second in 8 MB of digits.
+        """
+        last = min(last, len(text) - 1)
+        while self.cuts is not None and first <= last:
+            end = min(first + PART, last + 1)
+            match = self.cuts.search(text, first, end + MAX_LENGTH)
+            if match is not None and match.start() < end:
+                return match.start()
+            first = end
+        return None
 
     def encode_all(self, texts: Sequence[str], gone: threading.Event | None = None) -> list[IntArray]:
         """Ids of texts, int32, without special tokens around them; not all at once. Raises as `encode_array` does."""
@@ -212,8 +227,8 @@ class Tokenizer:
         longest = max(map(len, texts), default=0)
         if longest > MOST:
             raise RequestError(
-                f"a stretch of {longest} characters of the text has no place where it can be divided, but {MOST} are "
-                "tokenized in one go; send it in several texts, or as token ids.",
+                f"a stretch of more than {MOST} characters of the text has no place where it can be divided, which is "
+                "more than is tokenized in one go; send it in several texts, or as token ids.",
                 "prompt",
             )
         try:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -236,5 +239,48 @@ def test_what_cannot_be_divided_is_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("cellar.text.tokenizer.PART", 100)
     tokenizer = _shipped()
     assert len(tokenizer.encode_array("once upon " * 1000)) > 1000
-    with pytest.raises(RequestError, match="1001 characters of the text has no place where it can be divided"):
+    with pytest.raises(
+        RequestError, match="more than 1000 characters of the text has no place where it can be divided"
+    ):
         tokenizer.encode_array("1" * 1001)
+
+
+@pytest.mark.parametrize("part", [1, 7, 40])
+def test_a_text_is_cut_where_one_search_would_cut_it(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a match lies across the end of what is searched in one go."""
+    monkeypatch.setattr("cellar.text.tokenizer.PART", part)
+    tokenizer, rng = _shipped(), random.Random(part)
+    assert tokenizer.cuts is not None
+    for _ in range(300):
+        text = "".join(rng.choices(["a", "b ", " ", "1", "<|endof", "text|>", "<|endoftext|>"], k=rng.randrange(60)))
+        expected, begin = [], 0
+        while (match := tokenizer.cuts.search(text, begin + part)) is not None:
+            expected.append(text[begin : match.start()])
+            begin = match.start()
+        assert list(tokenizer._parts(text)) == [*expected, text[begin:]]
+
+
+def test_others_have_the_interpreter_while_a_text_without_a_cut_is_looked_through() -> None:
+    """8 MB of digits: one search took half a second, in which nobody else had a turn."""
+    tokenizer, text = _shipped(), "1" * 8_000_000
+    assert tokenizer.cuts is not None
+    begun = time.perf_counter()
+    assert tokenizer.cuts.search(text) is None
+    in_one_go = time.perf_counter() - begun
+    turns, ended = [time.perf_counter()], threading.Event()
+
+    def take_turns() -> None:
+        while not ended.wait(0.001):
+            turns.append(time.perf_counter())
+
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        for _ in range(4):
+            with pytest.raises(RequestError):
+                tokenizer.encode_array(text)
+    finally:
+        ended.set()
+        thread.join()
+    longest = max(later - earlier for earlier, later in pairwise(turns))
+    assert longest < in_one_go / 2, f"nobody else had a turn for {longest:.3f} s, one search takes {in_one_go:.3f}"
