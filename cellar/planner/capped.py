@@ -48,8 +48,11 @@ KV_SHARE = 0.25
 
 CUT = 3.75
 """How much more than of whole matrices a step's activations take where matrices are cut: of OPT-30B's passes of 8,192
-tokens an H200's allocator kept 3.1 GiB, where 2.5 times left 2.5.
+tokens an H200's allocator kept 3.1 GiB, where 2.5 times left 2.5; of Llama-3-70B's it kept 3.6 GiB, 3.2 times of these.
 """
+
+WAVES = 4
+"""In up to so many equal parts the sequences may run one after another, each with all its KV on the device."""
 
 BATCH_TOKENS = 8192
 """Tokens of a pass that an accelerator computes at a time, if sequences are short enough: activations stay small."""
@@ -219,7 +222,8 @@ def _best(
         if order == "diagonal":
             speed = foreseen(cost, job, count, limits, order).tokens_per_second
         else:
-            speed = count / decode_seconds(cost, count, limits.max_model_len)
+            waves = -(-held.max_num_seqs // count)  # the last one is no larger than the others
+            speed = held.max_num_seqs / waves / decode_seconds(cost, count, limits.max_model_len)
         found.append(_Choice(division, away, kv, count, cost, held, speed, over))
     if not found:
         if missing is not None and fastest == math.inf:
@@ -317,9 +321,11 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     if room.kv is not None:
         return [("device", room.kv)] if room.kv <= left / 2 else [("host", room.kv)]
     # The scheduler keeps some chunks free for requests that run.
-    wanted = math.ceil(limits.max_num_seqs * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes()
+    waves = [-(-limits.max_num_seqs // k) for k in range(1, WAVES + 1)]
+    wanted, *parts = (math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in waves)
     shares = (0.125, KV_SHARE, 0.5)
     found = [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
+    found += [("device", kv) for kv in (wanted, *parts) if kv <= left]
     return [*found, *(("device", less) for less in few if bounded and less < min(wanted, left))]
 
 
@@ -419,10 +425,11 @@ def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
     if (batch := _sequences_at_a_time(limits, kind)) < limits.max_num_seqs:
         between = 4 * tokens * d.embed * 2 * elements
         tokens = min(tokens, batch * limits.max_model_len)
-    working = working_bytes(d, tokens) * elements
     logits = logits_bytes(d, limits.max_num_seqs)
     if kind == "cpu":
-        return math.ceil(working + logits)
+        return math.ceil(working_bytes(d, tokens) * elements + logits)
+    # Gate and up are products; what comes of both is made when no other product is there any more.
+    working = working_bytes(replace(d, mlp=d.mlp * 2 // 3) if d.gated else d, tokens) * elements
     return math.ceil(CUT * working + between + 6 * logits + LIBRARIES + _expanded_nbytes(spec, limits))
 
 
