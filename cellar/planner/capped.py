@@ -321,8 +321,8 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     if room.kv is not None:
         return [("device", room.kv)] if room.kv <= left / 2 else [("host", room.kv)]
     # The scheduler keeps some chunks free for requests that run.
-    waves = [-(-limits.max_num_seqs // k) for k in range(1, WAVES + 1)]
-    wanted, *parts = (math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in waves)
+    at_once = [-(-limits.max_num_seqs // k) for k in range(1, WAVES + 1)]
+    wanted, *parts = (math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in at_once)
     shares = (0.125, KV_SHARE, 0.5)
     found = [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
     found += [("device", kv) for kv in (wanted, *parts) if kv <= left]

@@ -25,6 +25,8 @@ def before_waiting(coming: Awaitable[T], act: Callable[[], Awaitable[None]]) -> 
         except StopIteration as end:
             result: T = end.value
             return result
+        finally:
+            given = None  # an error that it was leads back to here
         try:
             if not acted:
                 acted = True

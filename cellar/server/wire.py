@@ -67,10 +67,7 @@ class Joined:
     @classmethod
     def _of_equal(cls, logprobs: Mapping[int, Logprobs]) -> Joined:
         members = list(logprobs.values())
-        arrays = (
-            np.concatenate([getattr(one, name) for one in members]) if len(members) > 1 else getattr(members[0], name)
-            for name in _ARRAYS
-        )
+        arrays = (np.concatenate([getattr(one, name) for one in members]) for name in _ARRAYS)
         return cls(list(logprobs), [len(one.index) for one in members], Logprobs(*arrays))
 
     def parts(self) -> Iterator[tuple[int, Logprobs]]:

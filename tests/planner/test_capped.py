@@ -113,3 +113,15 @@ def test_a_pass_of_many_tokens_goes_in_gpu_batches() -> None:
         return sum(part.stop - part.start for part in placement.weights if part.device == "device")
 
     assert on_device(cut) > 0.6 * on_device(whole)
+
+
+def test_sequences_share_the_device_in_equal_parts() -> None:
+    """All of them at once where steps are small enough, else halves: none is left over, for a pass of a few moves as
+    many weights as one of many.
+    """
+    spec = open_model(shipped_config("llama-3-70b"), "bfloat16", 16, 640, "int4", "int4").spec
+    room, rates = Room(16 * 2**30, 110 * 2**30, 0, None, "gpu"), Rates(52e9, 64e9, 5e9)
+    for tokens, together in ((4096, 128), (8192, 64)):
+        plan = capped_plan(spec, room, Limits(128, tokens, 640), model="m", machine="any", rates=rates)
+        assert plan.figures["decode_pass"]["sequences"] == together
+        assert [part.device for part in plan.placement.kv] == ["device"]
