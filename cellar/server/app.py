@@ -139,7 +139,7 @@ class Api:
         except ClientGone:
             return GONE
         found: dict[str, Any] = {"count": len(ids), "max_model_len": self.model.max_model_len, "tokens": ids}
-        pieces = (tokenizer.id_to_piece(id) for id in ids.tolist())
+        pieces = (tokenizer.id_to_piece(int(id)) for id in ids)
         found["token_strs"] = lazily(pieces, len(ids)) if body.return_token_strs else None
         return respond(found)
 

@@ -60,7 +60,10 @@ class Tokenizer:
         eos = self._role_id("eos_token")
         self.eos_token_ids = tuple(dict.fromkeys([*([] if eos is None else [eos]), *eos_token_ids]))
         self._texts: dict[int, str] = {}
-        self._large = threading.Lock()  # what takes hundreds of megabytes is done by one thread at a time
+        # A long text's part is tokenized by one thread at a time: the backend allocates all the while, and whoever has
+        # the interpreter would wait for the process's heap behind each of them. One goes at a million characters a
+        # second and more; what has no cut may take hundreds of megabytes.
+        self._large = threading.Lock()
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         decoder = None if backend.decoder is None else backend.decoder.__getstate__().decode()
         self.decoding = Decoding(decoder, backend.id_to_token, self.special_ids)
@@ -232,7 +235,7 @@ class Tokenizer:
                 "prompt",
             )
         try:
-            with self._large if longest > 4 * PART else nullcontext(), _panics_told(ValueError):
+            with self._large if sum(map(len, texts)) >= PART else nullcontext(), _panics_told(ValueError):
                 found = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises bare Exception
             raise RequestError(

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import cellar.demo
 from cellar.core.errors import RequestError
 from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.incremental import IncrementalTokenizer
-from cellar.text.tokenizer import Tokenizer
+from cellar.text.tokenizer import PART, Tokenizer
 from tests.text.conftest import load
 
 LLAMA3 = (
@@ -284,3 +285,31 @@ def test_others_have_the_interpreter_while_a_text_without_a_cut_is_looked_throug
         thread.join()
     longest = max(later - earlier for earlier, later in pairwise(turns))
     assert longest < in_one_go / 2, f"nobody else had a turn for {longest:.3f} s, one search takes {in_one_go:.3f}"
+
+
+def test_one_thread_tokenizes_a_long_texts_part() -> None:
+    """Eight at once took twice as long, and the heap's lock kept all others of the process waiting. Short texts go
+    beside them."""
+    inside, most = {True: 0, False: 0}, {True: 0, False: 0}
+    guard, tokenizer = threading.Lock(), _shipped()
+    backend = tokenizer._backend
+
+    class Watched:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+            is_long = len(texts[0]) >= PART
+            with guard:
+                inside[is_long] += 1
+                most[is_long] = max(most[is_long], inside[is_long])
+            time.sleep(0.02)
+            found: list[tokenizers.Encoding] = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+            with guard:
+                inside[is_long] -= 1
+            return found
+
+    for text, is_long in (("once upon a time " * 12000, True), ("once upon a time", False)):
+        tokenizer._backend = backend
+        alone = tokenizer.encode(text, add_special_tokens=False)
+        tokenizer._backend = Watched()  # type: ignore[assignment]
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(lambda text: tokenizer.encode(text, False), [text] * 4)) == [alone] * 4
+        assert (most[is_long] == 1) is is_long
