@@ -145,10 +145,9 @@ def post(port: int, path: str, body: bytes, timeout: float) -> Iterator[bytes]:
             yield piece
 
 
-def attack(port: int, case: str, seconds: float) -> str:
+def attack(port: int, path: str, sent: bytes, seconds: float) -> str:
     """Send it until the time is over -> how the last answer began."""
-    path, body, _ = CASES[case]()
-    sent, end, said = json.dumps(body).encode(), time.monotonic() + seconds, ""
+    end, said = time.monotonic() + seconds, ""
     while (left := end - time.monotonic()) > 0:
         begun, status, size = time.monotonic(), b"", 0
         try:
@@ -162,10 +161,12 @@ def attack(port: int, case: str, seconds: float) -> str:
 
 
 def attacking(port: int, case: str, seconds: float, pipe: Any) -> None:
-    """Say that the interpreter has started, which takes cores from the server, too, and attack when told."""
+    """Say that all is ready, since getting there takes cores from the server, too, and attack when told."""
+    path, body, _ = CASES[case]()
+    sent = json.dumps(body).encode()
     pipe.send(None)
     pipe.recv()
-    pipe.send(attack(port, case, seconds))
+    pipe.send(attack(port, path, sent, seconds))
 
 
 def honest(port: int, seconds: float) -> dict[str, Any]:
