@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,6 +43,7 @@ from cellar.server.status import PATH as STATUS
 from cellar.server.status import EngineStatus
 from cellar.server.stream import GONE, ClientGone, EventStream, until_gone
 from cellar.server.tenants import Tenants
+from cellar.server.threads import ready_loop, ready_threads
 from cellar.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -237,14 +239,19 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        ready_loop()
+        ready_threads(reader, 1)
         service.start()
         yield
         await service.close()
         api.close()
         await host.close()
+        reader.shutdown()
 
     app = FastAPI(title="Cellar", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.router.route_class = large_bodies(limits.max_body_values)
+    # One at a time, first come first served: two would only keep the interpreter from everybody else for longer.
+    reader = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+    app.router.route_class = large_bodies(reader, limits.max_body_values)
     app.state.api = api
     app.state.conversations = service
     if defaults := model.generation.sampling:

@@ -7,6 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,13 @@ class Tokenizer:
         """
         if len(text) <= PART:
             return np.array(self.encode(text, add_special_tokens), np.int32)
-        parts = list(self._parts(text))
+        parts = self._parts(text)
         before: list[int] = []
         after: list[int] = []
         if add_special_tokens:
-            (around, first), (inside,) = self._encoded(["", parts[0]], True), self._encoded([parts[0]], False)
+            begin = next(parts)
+            (around, first), (inside,) = self._encoded(["", begin], True), self._encoded([begin], False)
+            parts = chain([begin], parts)
             extra = len(first) - len(inside)
             where = next((k for k in range(extra + 1) if first[k : k + len(inside)] == inside), None)
             if where is None or len(around) != extra:  # what stands around depends on the text
@@ -165,7 +168,7 @@ class Tokenizer:
             first = end
         return None
 
-    def encode_all(self, texts: Sequence[str], gone: threading.Event | None = None) -> list[IntArray]:
+    def encode_all(self, texts: Iterable[str], gone: threading.Event | None = None) -> list[IntArray]:
         """Ids of texts, int32, without special tokens around them; not all at once. Raises as `encode_array` does."""
         found, some, size = list[IntArray](), list[str](), 0
         for text in texts:

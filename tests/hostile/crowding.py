@@ -240,6 +240,7 @@ def one(
             process.join(10)
         attacks.close()
         time.sleep(after)
+        attacks.enter_context(turn(turns))  # that a server ends is felt by others, too
         then, kv_then = resident(pid), cached(pid)
     return {
         "case": case,

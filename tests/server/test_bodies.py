@@ -114,7 +114,7 @@ def test_other_threads_have_their_turns_while_numbers_are_read() -> None:
         before = looks[0]
         json.loads(data)
         unhooked, before = looks[0] - before, looks[0]
-        bodies._read(data, CompletionRequest, 2**20)
+        bodies._read([data], CompletionRequest, 2**20)
         assert looks[0] - before > 10 * (unhooked + 1)
     finally:
         sys.setswitchinterval(switching)
