@@ -1,4 +1,4 @@
-"""Products with quantized matrices on the CPU, by the kernels of `ops/cpu/quantized.py`."""
+"""Products with quantized matrices on the CPU, by the kernels of `ops/cpu/quantized.py` and `ops/cpu/planes.py`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
-from cellar.ops.cpu.launch import kernel
+from cellar.ops.cpu.blocks import BLOCK, COLUMNS, ROWS, SIZE
+from cellar.ops.cpu.launch import kernel, multiplies_bytes
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.quant.activations import rounded, token_codes
 from cellar.quant.matrix import Quantized
 
-# Numbers that a thread takes per turn.
-_TURN = 1 << 16
+# Groups of which COLUMNS hold whole ones.
+_IN_COLUMNS = (BLOCK, 2 * BLOCK, 4 * BLOCK)
+# Turns of each thread, and the least numbers of one: the longer a thread reads on, the faster memory delivers, and the
+# more turns, the less all wait for one that has no core for a while.
+_TURNS, _TURN = 4, 1 << 16
 # Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time.
 _EXPANDED_FROM = 8
 _EXPANDED = 1 << 20
@@ -38,8 +41,9 @@ def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
 def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     """`quantized_linear` for matrices that are taken; summed in float32, rounded once.
 
-    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format. Where
-    the format rounds activations, their codes are multiplied: whole numbers, exact up to 2^24, the bits of `int8.py`.
+    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format, a few
+    tokens in whole numbers where the processor can (`multiplied_in_bytes`). Where the format rounds activations, their
+    codes are multiplied: whole numbers, exact up to 2^24, the bits of `int8.py`.
     """
     tokens, rows = x.shape[0], matrix.shape[0]
     if not tokens or not rows:
@@ -53,11 +57,34 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         out = _summed(codes.float(), whole).mul_(matrix.scales.float().view(1, -1)).mul_(scales)
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
+    elif multiplied_in_bytes(x, matrix):
+        out = sums_in_bytes(x, matrix)
     else:
         out = _summed(x.float(), matrix)
     if bias is not None:
         out += bias
     return out.to(x.dtype)
+
+
+def multiplied_in_bytes(x: Tensor, matrix: Quantized) -> bool:
+    """True for bfloat16 and codes of 4 bits in groups of at most 128, or of 8 bits with a scale a row or for all."""
+    format = matrix.format
+    if x.dtype != torch.bfloat16 or x.shape[1] % COLUMNS or not multiplies_bytes():
+        return False
+    if format.name == "int8":
+        return format.group == 0 and matrix.zeros is None
+    return format.name == "int4" and format.group in _IN_COLUMNS
+
+
+def sums_in_bytes(x: Tensor, matrix: Quantized) -> Tensor:
+    """float32 [t, out]; the largest number of each token times 2^-23 is as good as 0.
+
+    A few tokens at a time: a thread's stack holds what they have become.
+    """
+    out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
+    for some, there in zip(x.contiguous().split(_EXPANDED_FROM), out.split(_EXPANDED_FROM), strict=True):
+        _launch("whole", (some.data_ptr(),), matrix, there, (some.shape[0],))
+    return out
 
 
 def _summed(x: Tensor, matrix: Quantized) -> Tensor:
@@ -93,12 +120,12 @@ def _in_order(x: Tensor, matrix: Quantized) -> Tensor:
 
 
 def _launch(name: str, first: tuple[int, ...], matrix: Quantized, out: Tensor, tokens: tuple[int, ...]) -> None:
-    """Run a kernel of `ops/cpu/quantized.py`."""
+    """Run a kernel of `ops/cpu/quantized.py` or `ops/cpu/planes.py`."""
     rows, columns = matrix.shape
     scales = matrix.scales.contiguous()
     zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
     group = matrix.format.group or columns
-    turn = max(1, _TURN // columns // ROWS) * ROWS
+    turn = max(rows // (_TURNS * torch.get_num_threads()), _TURN // columns) // ROWS * ROWS or ROWS
     places = (*first, matrix.codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
     counts = (*tokens, rows, columns // group, group // BLOCK, matrix.format.rows or rows, turn)
     values = (*places, out.data_ptr(), *counts)

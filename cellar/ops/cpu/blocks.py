@@ -10,3 +10,6 @@ BLOCK = 2 * SIZE
 
 ROWS = 4
 """Rows of the matrix that are multiplied at once: as many sums as hide a multiplication's latency."""
+
+COLUMNS = 128
+"""That are multiplied in whole numbers at once: of 4 bits the bytes of a register."""

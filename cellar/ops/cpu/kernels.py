@@ -17,9 +17,11 @@ import torch
 from numba import cfunc, types
 
 from cellar.ops.cpu import blocks as blocks_cpu
+from cellar.ops.cpu import dots as dots_cpu
 from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
 from cellar.ops.cpu import pieces as pieces_cpu
+from cellar.ops.cpu import planes as planes_cpu
 from cellar.ops.cpu import quantized as quantized_cpu
 from cellar.ops.cpu import sparse as sparse_cpu
 from cellar.ops.cpu import tiles as tiles_cpu
@@ -438,10 +440,14 @@ def _launcher(source: str) -> Any:
 
 _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types.int64, types.int64)
 # Numba looks at the file of the function alone; these are all that it may be made of.
-_PARTS = (lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, sparse_cpu, tiles_cpu)
+_PARTS = (
+    lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, sparse_cpu, tiles_cpu,
+)  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
-_KERNELS = _entries(_SOURCE) | gates_cpu.entries(_SOURCE) | quantized_cpu.entries(_SOURCE) | sparse_cpu.entries(_SOURCE)
+_KERNELS = _entries(_SOURCE)
+for _part in (gates_cpu, quantized_cpu, planes_cpu, sparse_cpu):
+    _KERNELS |= _part.entries(_SOURCE)
 
 
 @functools.cache

@@ -60,6 +60,14 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel:
     return call
 
 
+@functools.cache
+def multiplies_bytes() -> bool:
+    """True if kernels of `planes.py` run on this processor."""
+    from cellar.ops.cpu.dots import has_dots
+
+    return has_dots()
+
+
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 

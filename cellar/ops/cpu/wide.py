@@ -53,17 +53,22 @@ int8s, int4s, fp8s, mxfp4s = (pointer_to(kind) for kind in (INT8S, INT4S, FP8S, 
 
 
 @functools.cache
-def _has_avx512() -> bool:
-    """True if what is compiled here may use AVX-512: its registers are asked for, and a table of sixteen is one."""
+def has(feature: str) -> bool:
+    """True if what is compiled here may use a feature of processors, as LLVM calls it."""
     if config.CPU_FEATURES is not None:
-        return "+avx512f" in config.CPU_FEATURES
+        return f"+{feature}" in config.CPU_FEATURES
     if config.CPU_NAME is not None:
         return False
-    return bool(binding.get_host_cpu_features().get("avx512f", False))
+    return bool(binding.get_host_cpu_features().get(feature, False))
 
 
-def _use_whole_registers(builder: Any) -> None:
-    """LLVM prefers half registers on processors that once slowed down for whole ones."""
+def _has_avx512() -> bool:
+    """Its registers are asked for, and a table of sixteen is one."""
+    return has("avx512f")
+
+
+def use_whole_registers(builder: Any) -> None:
+    """Where there are any: LLVM prefers half registers on processors that once slowed down for whole ones."""
     if _has_avx512():
         # llvmlite knows the plain attributes only.
         set.add(builder.function.attributes, '"min-legal-vector-width"="512"')
@@ -94,7 +99,7 @@ def wide_fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, in one rounding where the processor has that."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _use_whole_registers(builder)
+        use_whole_registers(builder)
         shape = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
         function = builder.module.globals.get("llvm.fmuladd.v16f32")
         if function is None:
@@ -109,7 +114,7 @@ def _of_two(method: str) -> Any:
 
     def both(typing: Any, a: Any, b: Any) -> Any:
         def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            _use_whole_registers(builder)
+            use_whole_registers(builder)
             return getattr(builder, method)(*args)
 
         return signature(wide, wide, wide), lower
@@ -182,7 +187,7 @@ def decoded(typing: Any, codes: Any, index: Any, zero: Any) -> Any:
     """The index-th block of codes as numbers, less `zero` if they are integers: two lanes. Exact."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        _use_whole_registers(builder)
+        use_whole_registers(builder)
         kind = sig.args[0]
         paired = kind in (INT4S, MXFP4S)
         first = builder.mul(args[1], ir.Constant(_LONG, SIZE if paired else BLOCK))
@@ -207,19 +212,23 @@ def decoded(typing: Any, codes: Any, index: Any, zero: Any) -> Any:
     return signature(types.UniTuple(wide, 2), codes, types.int64, types.int64), lower
 
 
+def ask_for(builder: Any, pointer: Any, byte: Any) -> None:
+    """Have the line of a byte come into the cache."""
+    there = builder.gep(builder.bitcast(pointer, _BYTE.as_pointer()), [byte])
+    function = builder.module.globals.get("llvm.prefetch.p0i8")
+    if function is None:
+        shape = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT])
+        function = ir.Function(builder.module, shape, "llvm.prefetch.p0i8")
+    builder.call(function, [there, *(ir.Constant(_INT, number) for number in (0, 3, 1))])
+
+
 @_written
 def fetch(typing: Any, codes: Any, index: Any) -> Any:
     """Have the index-th block come into the cache; it need not exist."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         size = SIZE if sig.args[0] in (INT4S, MXFP4S) else BLOCK
-        there = builder.bitcast(args[0], _BYTE.as_pointer())
-        there = builder.gep(there, [builder.mul(args[1], ir.Constant(_LONG, size))])
-        function = builder.module.globals.get("llvm.prefetch.p0i8")
-        if function is None:
-            shape = ir.FunctionType(ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT])
-            function = ir.Function(builder.module, shape, "llvm.prefetch.p0i8")
-        builder.call(function, [there, *(ir.Constant(_INT, number) for number in (0, 3, 1))])
+        ask_for(builder, args[0], builder.mul(args[1], ir.Constant(_LONG, size)))
         return context.get_dummy_value()
 
     return signature(types.none, codes, types.int64), lower

@@ -1,0 +1,345 @@
+"""Sixty-four bytes, and their dot products in whole numbers, where a processor has an instruction for them (VNNI).
+
+`Whole` is one register of AVX-512: sixteen int32, or sixty-four bytes. Memory is named as in `lanes.py`; where nothing
+else is said, what is read or written begins at the `index`-th byte of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.typing import signature
+from numba.extending import intrinsic, models, register_model
+
+from cellar.ops.cpu.blocks import SIZE
+from cellar.ops.cpu.lanes import BRAINS, FLOATS, HALVES
+from cellar.ops.cpu.wide import ask_for, has, use_whole_registers, wide
+
+_BYTE, _SHORT, _INT, _LONG, _FLOAT = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
+_INTS, _FLOATS = ir.VectorType(_INT, SIZE), ir.VectorType(_FLOAT, SIZE)
+
+# Rounding as the processor is set, which is to the nearest.
+_AS_SET = 4
+
+
+def has_dots() -> bool:
+    """True if what is compiled here may use the instruction."""
+    return has("avx512vnni") and has("avx512bw")
+
+
+class Whole(types.Type):  # type: ignore[misc]
+    """The type of sixteen int32."""
+
+    def __init__(self) -> None:
+        super().__init__(name="Whole")
+
+
+whole = Whole()
+
+
+@register_model(Whole)
+class _WholeModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _INTS)
+
+
+def _written(function: Callable[..., Any]) -> Any:
+    """What kernels may call; the function writes its LLVM."""
+    return intrinsic(function)
+
+
+def _all(value: Any) -> Any:
+    return ir.Constant(_INTS, [value] * SIZE)
+
+
+def _spread(builder: Any, x: Any) -> Any:
+    one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), builder.trunc(x, _INT), ir.Constant(_INT, 0))
+    return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), _all(0))
+
+
+def _called(builder: Any, name: str, kind: Any, args: Any) -> Any:
+    function = builder.module.globals.get(name)
+    if function is None:
+        function = ir.Function(builder.module, ir.FunctionType(kind, [a.type for a in args]), name)
+    return builder.call(function, args)
+
+
+def _bytes_at(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
+    return builder.bitcast(builder.gep(builder.bitcast(pointer, _BYTE.as_pointer()), [index]), kind.as_pointer())
+
+
+@_written
+def whole_load(typing: Any, pointer: Any, index: Any) -> Any:
+    """Sixty-four bytes."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return builder.load(_bytes_at(builder, _INTS, *args), align=1)
+
+    return signature(whole, pointer, types.int64), lower
+
+
+@_written
+def whole_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """Likewise."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        builder.store(args[2], _bytes_at(builder, _INTS, *args[:2]), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64, whole), lower
+
+
+@_written
+def quarter_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """The lowest byte of each of the sixteen."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        kind = ir.VectorType(_BYTE, SIZE)
+        builder.store(builder.trunc(args[2], kind), _bytes_at(builder, kind, *args[:2]), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64, whole), lower
+
+
+@_written
+def whole_splat(typing: Any, x: Any) -> Any:
+    """All sixteen x."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return _spread(builder, args[0])
+
+    return signature(whole, types.int64), lower
+
+
+def _of_two(method: str) -> Any:
+    """The builder's `method` of two, one by one."""
+
+    def both(typing: Any, a: Any, b: Any) -> Any:
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            use_whole_registers(builder)
+            return getattr(builder, method)(*args)
+
+        return signature(whole, whole, whole), lower
+
+    return intrinsic(both)
+
+
+def _of_one(function: Callable[[Any, Any], Any]) -> Any:
+    """What the function writes of one."""
+
+    def one(typing: Any, a: Any) -> Any:
+        def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            use_whole_registers(builder)
+            return function(builder, args[0])
+
+        return signature(whole, whole), lower
+
+    return intrinsic(one)
+
+
+whole_minus, whole_times = _of_two("sub"), _of_two("mul")
+"""In 32 bits each."""
+
+low_nibbles = _of_one(lambda builder, a: builder.and_(a, _all(0x0F0F0F0F)))
+high_nibbles = _of_one(lambda builder, a: builder.and_(builder.lshr(a, _all(4)), _all(0x0F0F0F0F)))
+raised = _of_one(lambda builder, a: builder.xor(a, _all(0x80808080)))
+"""Bytes with a sign, 128 higher and without one."""
+
+times_256 = _of_one(lambda builder, a: builder.shl(a, _all(8)))
+nearest_256th = _of_one(lambda builder, a: builder.ashr(builder.add(a, _all(128)), _all(8)))
+"""What is left, less 256 times this, is a byte with a sign."""
+
+size_bits = _of_one(lambda builder, a: builder.and_(a, _all(0x7FFFFFFF)))
+
+
+@_written
+def dot(typing: Any, sums: Any, a: Any, b: Any) -> Any:
+    """To each int32 the products of its four bytes are added: those of a have no sign, those of b have one."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return _called(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, args)
+
+    return signature(whole, whole, whole, whole), lower
+
+
+@_written
+def numbers(typing: Any, a: Any) -> Any:
+    """As float32."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return builder.sitofp(args[0], _FLOATS)
+
+    return signature(wide, whole), lower
+
+
+@_written
+def nearest(typing: Any, a: Any) -> Any:
+    """The nearest int32 of each number; -2^31 for what has none."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
+        return _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [args[0], *rest])
+
+    return signature(whole, wide), lower
+
+
+@_written
+def bits(typing: Any, a: Any) -> Any:
+    """Of sixteen float32."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return builder.bitcast(args[0], _INTS)
+
+    return signature(whole, wide), lower
+
+
+@_written
+def larger(typing: Any, a: Any, b: Any) -> Any:
+    """The larger of each pair, without signs."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return builder.select(builder.icmp_unsigned(">", *args), *args)
+
+    return signature(whole, whole, whole), lower
+
+
+@_written
+def largest_of(typing: Any, a: Any) -> Any:
+    """The largest of the sixteen, without signs: an int64."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        v, count = args[0], SIZE
+        while count > 1:
+            count //= 2
+            kind = ir.VectorType(_INT, count)
+            low, high = (builder.shuffle_vector(v, v, ir.Constant(kind, list(range(k, k + count)))) for k in (0, count))
+            v = builder.select(builder.icmp_unsigned(">", low, high), low, high)
+        return builder.zext(builder.extract_element(v, ir.Constant(_INT, 0)), _LONG)
+
+    return signature(types.int64, whole), lower
+
+
+@_written
+def number_of(typing: Any, a: Any) -> Any:
+    """The float32 of these bits."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.bitcast(builder.trunc(args[0], _INT), _FLOAT)
+
+    return signature(types.float32, types.int64), lower
+
+
+@_written
+def of_pairs(typing: Any, pointer: Any, index: Any) -> Any:
+    """Thirty-two bfloat16 from the index-th on: the first of each pair, and the second."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        at = builder.mul(args[1], ir.Constant(_LONG, 2))
+        both = builder.load(_bytes_at(builder, _INTS, args[0], at), align=2)
+        parts = builder.shl(both, _all(16)), builder.and_(both, _all(0xFFFF0000))
+        return context.make_tuple(builder, sig.return_type, [builder.bitcast(part, _FLOATS) for part in parts])
+
+    return signature(types.UniTuple(wide, 2), BRAINS, types.int64), lower
+
+
+@_written
+def sixteen(typing: Any, pointer: Any, index: Any) -> Any:
+    """Sixteen elements from the index-th on, as numbers."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        kind = sig.args[0]
+        size = 4 if kind == FLOATS else 2
+        element = {FLOATS: _FLOAT, HALVES: ir.HalfType(), BRAINS: _SHORT}[kind]
+        at = builder.mul(args[1], ir.Constant(_LONG, size))
+        raw = builder.load(_bytes_at(builder, ir.VectorType(element, SIZE), args[0], at), align=size)
+        if kind == BRAINS:
+            return builder.bitcast(builder.shl(builder.zext(raw, _INTS), _all(16)), _FLOATS)
+        return raw if kind == FLOATS else builder.fpext(raw, _FLOATS)
+
+    return signature(wide, pointer, types.int64), lower
+
+
+@_written
+def sixteen_bytes(typing: Any, pointer: Any, index: Any) -> Any:
+    """Sixteen bytes without signs from the index-th on."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        kind = ir.VectorType(_BYTE, SIZE)
+        return builder.zext(builder.load(_bytes_at(builder, kind, *args), align=1), _INTS)
+
+    return signature(whole, pointer, types.int64), lower
+
+
+@_written
+def put_int(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """One int32."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        there = builder.gep(builder.bitcast(args[0], _INT.as_pointer()), [args[1]])
+        builder.store(builder.trunc(args[2], _INT), there)
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64, types.int64), lower
+
+
+@_written
+def fetch_byte(typing: Any, pointer: Any, index: Any) -> Any:
+    """Have the line of the index-th byte come into the cache; it need not exist."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        ask_for(builder, *args)
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64), lower
+
+
+@_written
+def shares(typing: Any, count: Any) -> Any:
+    """Which of `count` equal shares each of sixteen belongs to; a power of two, at most 16."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        lanes = ir.Constant(_INTS, list(range(SIZE)))
+        return builder.lshr(builder.mul(lanes, _spread(builder, args[0])), _all(4))
+
+    return signature(whole, types.int64), lower
+
+
+def _chosen(builder: Any, name: str, kind: Any, args: Any) -> Any:
+    use_whole_registers(builder)
+    return _called(builder, name, kind, [args[0], builder.add(args[1], _spread(builder, args[2]))])
+
+
+@_written
+def chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
+    """The table's members `shares` + `first`, below 16: of numbers."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _chosen(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, args)
+
+    return signature(wide, wide, whole, types.int64), lower
+
+
+@_written
+def whole_chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
+    """Likewise of whole numbers."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _chosen(builder, "llvm.x86.avx512.permvar.si.512", _INTS, args)
+
+    return signature(whole, whole, whole, types.int64), lower
