@@ -82,7 +82,7 @@ def sums_in_bytes(x: Tensor, matrix: Quantized) -> Tensor:
     A few tokens at a time: a thread's stack holds what they have become.
     """
     out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
-    for some, there in zip(x.contiguous().split(_EXPANDED_FROM), out.split(_EXPANDED_FROM), strict=True):
+    for some, there in zip(torch.split(x.contiguous(), _EXPANDED_FROM), torch.split(out, _EXPANDED_FROM), strict=True):
         _launch("whole", (some.data_ptr(),), matrix, there, (some.shape[0],))
     return out
 
