@@ -42,7 +42,8 @@ class Rates:
     memory; 0: they attend to none of it. `runs_ahead`: launches go on while the CPU computes for the device; if not,
     the CPU waits for them.
 
-    Those of an H200, its 16 cores and a solid-state disk. `multiply` 0: no rows are left to the CPU.
+    Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
+    disk. `multiply` 0: no rows are left to the CPU.
     """
 
     link: float = 50e9
@@ -50,7 +51,7 @@ class Rates:
     attention: float = 60e9
     device: float = 4e12
     disk: float = 2e9
-    flops: float = 4e14
+    flops: float = 6.2e14
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
