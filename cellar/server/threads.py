@@ -11,7 +11,8 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-MOST = 32
+_MOST = 32
+"""Threads of a loop, as asyncio has it."""
 
 
 def ready_threads(executor: ThreadPoolExecutor, count: int) -> None:
@@ -24,7 +25,7 @@ def ready_threads(executor: ThreadPoolExecutor, count: int) -> None:
 
 def ready_loop() -> None:
     """Have the running loop's own threads, those of `asyncio.to_thread`, started: as many as it would start itself."""
-    count = min(MOST, (os.cpu_count() or 1) + 4)
+    count = min(_MOST, (os.cpu_count() or 1) + 4)
     executor = ThreadPoolExecutor(count, thread_name_prefix="cellar-beside")
     ready_threads(executor, count)
     asyncio.get_running_loop().set_default_executor(executor)

@@ -21,6 +21,7 @@ from cellar.core.errors import RequestError
 from cellar.text.cuts import cuts, safe_tokens
 from cellar.text.incremental import IncrementalTokenizer
 from cellar.text.tokenizer import PART, Tokenizer
+from tests.limits import SECONDS
 from tests.text.conftest import load
 
 LLAMA3 = (
@@ -290,8 +291,9 @@ def test_others_have_the_interpreter_while_a_text_without_a_cut_is_looked_throug
 def test_one_thread_tokenizes_a_long_texts_part() -> None:
     """Eight at once took twice as long, and the heap's lock kept all others of the process waiting. Short texts go
     beside them."""
+    short = "once upon a time"
     inside, most = {True: 0, False: 0}, {True: 0, False: 0}
-    guard, tokenizer = threading.Lock(), _shipped()
+    guard, together, tokenizer = threading.Lock(), threading.Barrier(4), _shipped()
     backend = tokenizer._backend
 
     class Watched:
@@ -300,13 +302,16 @@ def test_one_thread_tokenizes_a_long_texts_part() -> None:
             with guard:
                 inside[is_long] += 1
                 most[is_long] = max(most[is_long], inside[is_long])
-            time.sleep(0.02)
+            if is_long:
+                time.sleep(0.02)
+            elif texts[0] == short:
+                together.wait(SECONDS)
             found: list[tokenizers.Encoding] = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             with guard:
                 inside[is_long] -= 1
             return found
 
-    for text, is_long in (("once upon a time " * 12000, True), ("once upon a time", False)):
+    for text, is_long in (("once upon a time " * 12000, True), (short, False)):
         tokenizer._backend = backend
         alone = tokenizer.encode(text, add_special_tokens=False)
         tokenizer._backend = Watched()  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from numba.core.typing import signature
 from numba.extending import intrinsic, models, register_model
 
 from cellar.ops.cpu.blocks import SIZE
-from cellar.ops.cpu.lanes import BRAINS, FLOATS, HALVES
+from cellar.ops.cpu.lanes import BRAINS, FLOATS, HALVES, by_halves, written
 from cellar.ops.cpu.wide import ask_for, has, use_whole_registers, wide
 
 _BYTE, _SHORT, _INT, _LONG, _FLOAT = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
@@ -46,11 +46,6 @@ class _WholeModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, _INTS)
 
 
-def _written(function: Callable[..., Any]) -> Any:
-    """What kernels may call; the function writes its LLVM."""
-    return intrinsic(function)
-
-
 def _all(value: Any) -> Any:
     return ir.Constant(_INTS, [value] * SIZE)
 
@@ -71,7 +66,7 @@ def _bytes_at(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(builder.bitcast(pointer, _BYTE.as_pointer()), [index]), kind.as_pointer())
 
 
-@_written
+@written
 def whole_load(typing: Any, pointer: Any, index: Any) -> Any:
     """Sixty-four bytes."""
 
@@ -82,7 +77,7 @@ def whole_load(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(whole, pointer, types.int64), lower
 
 
-@_written
+@written
 def whole_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Likewise."""
 
@@ -94,7 +89,7 @@ def whole_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, whole), lower
 
 
-@_written
+@written
 def quarter_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """The lowest byte of each of the sixteen."""
 
@@ -107,7 +102,7 @@ def quarter_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, whole), lower
 
 
-@_written
+@written
 def whole_splat(typing: Any, x: Any) -> Any:
     """All sixteen x."""
 
@@ -159,7 +154,7 @@ nearest_256th = _of_one(lambda builder, a: builder.ashr(builder.add(a, _all(128)
 size_bits = _of_one(lambda builder, a: builder.and_(a, _all(0x7FFFFFFF)))
 
 
-@_written
+@written
 def dot(typing: Any, sums: Any, a: Any, b: Any) -> Any:
     """To each int32 the products of its four bytes are added: those of a have no sign, those of b have one."""
 
@@ -170,7 +165,7 @@ def dot(typing: Any, sums: Any, a: Any, b: Any) -> Any:
     return signature(whole, whole, whole, whole), lower
 
 
-@_written
+@written
 def numbers(typing: Any, a: Any) -> Any:
     """As float32."""
 
@@ -181,7 +176,7 @@ def numbers(typing: Any, a: Any) -> Any:
     return signature(wide, whole), lower
 
 
-@_written
+@written
 def nearest(typing: Any, a: Any) -> Any:
     """The nearest int32 of each number; -2^31 for what has none."""
 
@@ -193,7 +188,7 @@ def nearest(typing: Any, a: Any) -> Any:
     return signature(whole, wide), lower
 
 
-@_written
+@written
 def bits(typing: Any, a: Any) -> Any:
     """Of sixteen float32."""
 
@@ -204,7 +199,7 @@ def bits(typing: Any, a: Any) -> Any:
     return signature(whole, wide), lower
 
 
-@_written
+@written
 def larger(typing: Any, a: Any, b: Any) -> Any:
     """The larger of each pair, without signs."""
 
@@ -215,23 +210,18 @@ def larger(typing: Any, a: Any, b: Any) -> Any:
     return signature(whole, whole, whole), lower
 
 
-@_written
+@written
 def largest_of(typing: Any, a: Any) -> Any:
     """The largest of the sixteen, without signs: an int64."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        v, count = args[0], SIZE
-        while count > 1:
-            count //= 2
-            kind = ir.VectorType(_INT, count)
-            low, high = (builder.shuffle_vector(v, v, ir.Constant(kind, list(range(k, k + count)))) for k in (0, count))
-            v = builder.select(builder.icmp_unsigned(">", low, high), low, high)
-        return builder.zext(builder.extract_element(v, ir.Constant(_INT, 0)), _LONG)
+        most = by_halves(builder, args[0], lambda x, y: builder.select(builder.icmp_unsigned(">", x, y), x, y))
+        return builder.zext(most, _LONG)
 
     return signature(types.int64, whole), lower
 
 
-@_written
+@written
 def number_of(typing: Any, a: Any) -> Any:
     """The float32 of these bits."""
 
@@ -241,7 +231,7 @@ def number_of(typing: Any, a: Any) -> Any:
     return signature(types.float32, types.int64), lower
 
 
-@_written
+@written
 def of_pairs(typing: Any, pointer: Any, index: Any) -> Any:
     """Thirty-two bfloat16 from the index-th on: the first of each pair, and the second."""
 
@@ -255,7 +245,7 @@ def of_pairs(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(types.UniTuple(wide, 2), BRAINS, types.int64), lower
 
 
-@_written
+@written
 def sixteen(typing: Any, pointer: Any, index: Any) -> Any:
     """Sixteen elements from the index-th on, as numbers."""
 
@@ -273,7 +263,7 @@ def sixteen(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(wide, pointer, types.int64), lower
 
 
-@_written
+@written
 def sixteen_bytes(typing: Any, pointer: Any, index: Any) -> Any:
     """Sixteen bytes without signs from the index-th on."""
 
@@ -285,7 +275,7 @@ def sixteen_bytes(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(whole, pointer, types.int64), lower
 
 
-@_written
+@written
 def put_int(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """One int32."""
 
@@ -297,7 +287,7 @@ def put_int(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, types.int64), lower
 
 
-@_written
+@written
 def fetch_byte(typing: Any, pointer: Any, index: Any) -> Any:
     """Have the line of the index-th byte come into the cache; it need not exist."""
 
@@ -308,7 +298,7 @@ def fetch_byte(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(types.none, pointer, types.int64), lower
 
 
-@_written
+@written
 def shares(typing: Any, count: Any) -> Any:
     """Which of `count` equal shares each of sixteen belongs to; a power of two, at most 16."""
 
@@ -325,7 +315,7 @@ def _chosen(builder: Any, name: str, kind: Any, args: Any) -> Any:
     return _called(builder, name, kind, [args[0], builder.add(args[1], _spread(builder, args[2]))])
 
 
-@_written
+@written
 def chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
     """The table's members `shares` + `first`, below 16: of numbers."""
 
@@ -335,7 +325,7 @@ def chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
     return signature(wide, wide, whole, types.int64), lower
 
 
-@_written
+@written
 def whole_chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
     """Likewise of whole numbers."""
 

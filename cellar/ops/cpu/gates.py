@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import njit
 
 from cellar.ops.cpu.lanes import (
     WIDTH,
@@ -33,35 +32,31 @@ from cellar.ops.cpu.lanes import (
     store,
     total,
 )
+from cellar.ops.cpu.pieces import piece
 
 LOG2E = 1.4426950408889634
 
 
-def _inner(function: Any) -> Any:
-    """A function that kernels call."""
-    return njit(function, error_model="numpy", boundscheck=False)
-
-
-@_inner
+@piece
 def _sigmoid(x):  # type: ignore[no-untyped-def]
     # 2^127 is the last power; the greater of a number and NaN is NaN in this order.
     bounded = greater(splat(-127.0), x * splat(LOG2E))
     return splat(1.0) / (splat(1.0) + power(splat(0.0) - bounded))
 
 
-@_inner
+@piece
 def _tanh(x):  # type: ignore[no-untyped-def]
     s = _sigmoid(x + x)
     return s + s - splat(1.0)
 
 
-@_inner
+@piece
 def _clear(memory, count):  # type: ignore[no-untyped-def]
     for k in range(count):
         store(memory, WIDTH * k, splat(0.0))
 
 
-@_inner
+@piece
 def _take(last, place, source, at, count):  # type: ignore[no-untyped-def]
     """-> `count` numbers of a tensor and zeros behind them, by way of the memory at `place`."""
     for d in range(count):
@@ -69,7 +64,7 @@ def _take(last, place, source, at, count):  # type: ignore[no-untyped-def]
     return load(last, WIDTH * place)
 
 
-@_inner
+@piece
 def _give(last, values, target, at, count):  # type: ignore[no-untyped-def]
     """Write the first `count` numbers."""
     store(last, 0, values)
@@ -83,13 +78,13 @@ def _give(last, values, target, at, count):  # type: ignore[no-untyped-def]
 # c_out; rows per turn
 
 
-@_inner
+@piece
 def _lstm_lanes(i, f, g, o, c):  # type: ignore[no-untyped-def]
     new = fma(_sigmoid(f), c, _sigmoid(i) * _tanh(g))
     return _sigmoid(o) * _tanh(new), new
 
 
-@_inner
+@piece
 def _lstm_gates(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     gates, bias, c = like(kind, get(a, 0)), like(kind, get(a, 1)), like(kind, get(a, 2))
@@ -142,13 +137,13 @@ def _lstm_gates(words, kind):  # type: ignore[no-untyped-def]
 # x_gates, h_gates, h, h_out; rows per turn
 
 
-@_inner
+@piece
 def _gru_lanes(rx, rh, zx, zh, nx, nh, old):  # type: ignore[no-untyped-def]
     n = _tanh(fma(_sigmoid(rx + rh), nh, nx))
     return fma(_sigmoid(zx + zh), old - n, n)
 
 
-@_inner
+@piece
 def _gru_gates(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x_gates, x_bias = like(kind, get(a, 0)), like(kind, get(a, 1))
@@ -209,12 +204,12 @@ def _gru_gates(words, kind):  # type: ignore[no-untyped-def]
 # children; strides of gates, forget, c, c_index (rows, children), h_out, c_out; rows per turn
 
 
-@_inner
+@piece
 def _tree_lanes(o, new):  # type: ignore[no-untyped-def]
     return _sigmoid(o) * _tanh(new)
 
 
-@_inner
+@piece
 def _tree_gates(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     gates, bias = like(kind, get(a, 0)), like(kind, get(a, 1))

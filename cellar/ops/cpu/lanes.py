@@ -42,7 +42,7 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, _FLOATS)
 
 
-def _written(function: Callable[..., Any]) -> Any:
+def written(function: Callable[..., Any]) -> Any:
     """What kernels may call; the function writes its LLVM."""
     return intrinsic(function)
 
@@ -84,7 +84,7 @@ def _call(builder: Any, name: str, kind: Any, args: Sequence[Any]) -> Any:
     return builder.call(function, args)
 
 
-@_written
+@written
 def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, in one rounding where the processor has that."""
 
@@ -95,7 +95,7 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     return signature(kind, kind, kind, kind), lower
 
 
-@_written
+@written
 def splat(typing: Any, x: Any) -> Any:
     """All lanes x."""
 
@@ -111,7 +111,7 @@ def _splat(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * WIDTH))
 
 
-def _halves_of(builder: Any, v: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def by_halves(builder: Any, v: Any, combine: Callable[[Any, Any], Any]) -> Any:
     """Lanes combined by halves: (0 4)(1 5).., then (0 2).., then (0 1) -> one number."""
     count = v.type.count
     while count > 1:
@@ -124,27 +124,27 @@ def _halves_of(builder: Any, v: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return builder.extract_element(v, ir.Constant(_INT, 0))
 
 
-@_written
+@written
 def total(typing: Any, a: Any) -> Any:
     """The sum of the lanes, by halves."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _halves_of(builder, args[0], builder.fadd)
+        return by_halves(builder, args[0], builder.fadd)
 
     return signature(types.float32, lanes), lower
 
 
-@_written
+@written
 def largest(typing: Any, a: Any) -> Any:
     """The largest lane; any number where one of them is none."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _halves_of(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
+        return by_halves(builder, args[0], lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
 
     return signature(types.float32, lanes), lower
 
 
-@_written
+@written
 def greater(typing: Any, a: Any, b: Any) -> Any:
     """The greater of each pair; b where either is not a number."""
 
@@ -155,7 +155,7 @@ def greater(typing: Any, a: Any, b: Any) -> Any:
     return signature(lanes, lanes, lanes), lower
 
 
-@_written
+@written
 def first_of(typing: Any, a: Any) -> Any:
     """The first lane."""
 
@@ -165,7 +165,7 @@ def first_of(typing: Any, a: Any) -> Any:
     return signature(types.float32, lanes), lower
 
 
-@_written
+@written
 def front(typing: Any, a: Any, count: Any) -> Any:
     """The first `count` lanes, 0 in the others."""
 
@@ -177,7 +177,7 @@ def front(typing: Any, a: Any, count: Any) -> Any:
     return signature(lanes, lanes, types.int64), lower
 
 
-@_written
+@written
 def root(typing: Any, a: Any) -> Any:
     """The square root of a number."""
 
@@ -187,7 +187,7 @@ def root(typing: Any, a: Any) -> Any:
     return signature(types.float32, types.float32), lower
 
 
-@_written
+@written
 def totals(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
     """Lane k is the sum of the k-th argument's lanes; the order of each sum is the same."""
 
@@ -206,7 +206,7 @@ def totals(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, 
     return signature(lanes, *(lanes,) * WIDTH), lower
 
 
-@_written
+@written
 def flipped(typing: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
     """Eight of them: the k-th has the k-th lane of each argument."""
 
@@ -232,7 +232,7 @@ _POWER += [0.0013333558146428443, 0.00015403530393381608, 1.525273380405984e-05]
 _ROUND = 1.5 * 2.0**23
 
 
-@_written
+@written
 def power(typing: Any, a: Any) -> Any:
     """2^a to 2e-7 of it; 0 below -126, and 2^127 above 127."""
 
@@ -301,7 +301,7 @@ floats, halves, brains, ints = (pointer_to(kind) for kind in (FLOATS, HALVES, BR
 longs, doubles, exponents, codes = (pointer_to(kind) for kind in (LONGS, DOUBLES, EXPONENTS, CODES))
 
 
-@_written
+@written
 def like(typing: Any, pointer: Any, address: Any) -> Any:
     """A pointer of the same kind to an address."""
 
@@ -387,7 +387,7 @@ def narrowed(builder: Any, kind: Any, x: Any) -> Any:
     return builder.trunc(builder.or_(half, sign), to.stored)
 
 
-@_written
+@written
 def load(typing: Any, pointer: Any, index: Any) -> Any:
     """Eight elements from the index-th on, as lanes."""
 
@@ -405,7 +405,7 @@ def _codes(builder: Any, args: Any) -> Any:
     return builder.zext(raw, _INTS)
 
 
-@_written
+@written
 def e4m3(typing: Any, pointer: Any, index: Any) -> Any:
     """Eight bytes from the index-th on as numbers of FP8; that some of its codes are none is not looked at."""
 
@@ -419,7 +419,7 @@ def e4m3(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(lanes, pointer, types.int64), lower
 
 
-@_written
+@written
 def low(typing: Any, pointer: Any, index: Any) -> Any:
     """The lower four bits of eight bytes from the index-th on."""
 
@@ -429,7 +429,7 @@ def low(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(lanes, pointer, types.int64), lower
 
 
-@_written
+@written
 def high(typing: Any, pointer: Any, index: Any) -> Any:
     """The upper four bits of eight bytes from the index-th on."""
 
@@ -439,7 +439,7 @@ def high(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(lanes, pointer, types.int64), lower
 
 
-@_written
+@written
 def store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Lanes into eight elements."""
 
@@ -452,7 +452,7 @@ def store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, lanes), lower
 
 
-@_written
+@written
 def get(typing: Any, pointer: Any, index: Any) -> Any:
     """One element: an int64, or a float32."""
 
@@ -466,7 +466,7 @@ def get(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(types.int64 if pointer in (INTS, LONGS) else types.float32, pointer, types.int64), lower
 
 
-@_written
+@written
 def put(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """One number into an element: an int64 among such, else a float32."""
 
@@ -478,7 +478,7 @@ def put(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, types.int64 if pointer == LONGS else types.float32), lower
 
 
-@_written
+@written
 def rounded(typing: Any, pointer: Any, value: Any) -> Any:
     """A number or lanes as they would come back after being stored there."""
 
@@ -489,7 +489,7 @@ def rounded(typing: Any, pointer: Any, value: Any) -> Any:
     return signature(value, pointer, value), lower
 
 
-@_written
+@written
 def stack(typing: Any, count: Any) -> Any:
     """Memory for so many float32 until the kernel returns, at a multiple of 64 bytes."""
 
@@ -501,7 +501,7 @@ def stack(typing: Any, count: Any) -> Any:
     return signature(FLOATS, types.int64), lower
 
 
-@_written
+@written
 def next_of(typing: Any, counter: Any) -> Any:
     """What stands there; one more stands there then, whoever else counts at the same time."""
 
@@ -512,7 +512,7 @@ def next_of(typing: Any, counter: Any) -> Any:
     return signature(types.int64, LONGS), lower
 
 
-@_written
+@written
 def begin_region(typing: Any, region: Any, kernel: Any, arguments: Any, threads: Any) -> Any:
     """`region(kernel, (0, arguments), threads, 0)`, which is GOMP_parallel; its two words live until it returns."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import njit
 
 from cellar.ops.cpu.blocks import BLOCK, COLUMNS, ROWS, SIZE
 from cellar.ops.cpu.dots import (
@@ -45,6 +44,7 @@ from cellar.ops.cpu.dots import (
     whole_times,
 )
 from cellar.ops.cpu.lanes import brains, floats, get, halves, like, longs, next_of, put, stack
+from cellar.ops.cpu.pieces import piece
 from cellar.ops.cpu.wide import (
     byte_of,
     int4s,
@@ -69,12 +69,7 @@ _AHEAD = 8192
 """Bytes that are asked for before they are needed, at least."""
 
 
-def _inner(function: Any) -> Any:
-    """A function that kernels call."""
-    return njit(function, error_model="numpy", boundscheck=False)
-
-
-@_inner
+@piece
 def _exponent(x, at, columns):  # type: ignore[no-untyped-def]
     """Its bits, of the largest of a token's numbers."""
     most = whole_splat(0)
@@ -83,13 +78,13 @@ def _exponent(x, at, columns):  # type: ignore[no-untyped-def]
     return largest_of(most) >> 23
 
 
-@_inner
+@piece
 def _up(exponent):  # type: ignore[no-untyped-def]
     """What numbers are multiplied by to become whole ones; 0 where all are next to nothing, or one is no number."""
     return number_of((254 + _BITS - 1 - exponent) << 23 if _BITS < exponent < 255 else 0)
 
 
-@_inner
+@piece
 def _unit(exponent):  # type: ignore[no-untyped-def]
     """The other way: no number where there was one that is none."""
     if exponent == 255:
@@ -97,7 +92,7 @@ def _unit(exponent):  # type: ignore[no-untyped-def]
     return number_of((exponent - _BITS + 1) << 23 if exponent > _BITS else 0)
 
 
-@_inner
+@piece
 def _into_bytes(v, up, planes, to):  # type: ignore[no-untyped-def]
     """Sixteen numbers into three bytes each, the highest first."""
     q = nearest(wide_times(v, up))
@@ -108,13 +103,13 @@ def _into_bytes(v, up, planes, to):  # type: ignore[no-untyped-def]
     quarter_store(planes, to + 4 * BYTES, whole_minus(q, times_256(high)))
 
 
-@_inner
+@piece
 def _tops(sums, a, b, planes, at):  # type: ignore[no-untyped-def]
     """128 codes by the highest bytes of as many numbers; 2 and 4 registers further on are the others."""
     return dot(dot(sums, a, whole_load(planes, at)), b, whole_load(planes, at + BYTES))
 
 
-@_inner
+@piece
 def _whole_sums(a, b, planes, at):  # type: ignore[no-untyped-def]
     """128 codes of 4 bits by as many numbers."""
     sums = times_256(_tops(whole_splat(0), a, b, planes, at))
@@ -122,7 +117,7 @@ def _whole_sums(a, b, planes, at):  # type: ignore[no-untyped-def]
     return _tops(sums, a, b, planes, at + 4 * BYTES)
 
 
-@_inner
+@piece
 def _three_sums(sums, a, b, planes, at):  # type: ignore[no-untyped-def]
     """128 codes of 8 bits by each byte of as many numbers."""
     top, high, low = sums
@@ -130,7 +125,7 @@ def _three_sums(sums, a, b, planes, at):  # type: ignore[no-untyped-def]
     return top, _tops(high, a, b, planes, at + 2 * BYTES), _tops(low, a, b, planes, at + 4 * BYTES)
 
 
-@_inner
+@piece
 def _put_pairs(x, at, columns, planes, to):  # type: ignore[no-untyped-def]
     """A token's planes as codes of 4 bits want them, with the sums of sixteen eights -> its unit."""
     exponent = _exponent(x, at, columns)
@@ -145,7 +140,7 @@ def _put_pairs(x, at, columns, planes, to):  # type: ignore[no-untyped-def]
     return _unit(exponent)
 
 
-@_inner
+@piece
 def _put_singles(x, at, columns, planes, to, sums, where):  # type: ignore[no-untyped-def]
     """A token's planes as codes of 8 bits want them -> its unit. `sums` of each plane's bytes, times 128."""
     exponent = _exponent(x, at, columns)
@@ -163,13 +158,13 @@ def _put_singles(x, at, columns, planes, to, sums, where):  # type: ignore[no-un
     return _unit(exponent)
 
 
-@_inner
+@piece
 def _ahead(length):  # type: ignore[no-untyped-def]
     """How far before its use a byte is asked for: rows are too short for the processor to see where it goes on."""
     return ROWS * length * (1 + _AHEAD // (ROWS * length))
 
 
-@_inner
+@piece
 def _take(scales, at, zeros, is_there, zero_at, here, to, gap, count):  # type: ignore[no-untyped-def]
     """A row's scales, and `gap` numbers further on its zero points as whole numbers."""
     whole = count - count % SIZE
@@ -183,7 +178,7 @@ def _take(scales, at, zeros, is_there, zero_at, here, to, gap, count):  # type: 
             put_int(here, gap + to + g, byte_of(zeros, zero_at + g))
 
 
-@_inner
+@piece
 def _added(sum, codes, at, ahead, planes, to, zeros, scales, share, g, lifted):  # type: ignore[no-untyped-def]
     """The products of 128 codes of a row."""
     fetch_byte(codes, ahead)
@@ -193,7 +188,7 @@ def _added(sum, codes, at, ahead, planes, to, zeros, scales, share, g, lifted): 
     return wide_fma(numbers(found), chosen(scales, share, g), sum)
 
 
-@_inner
+@piece
 def _four_rows(planes, at, codes, row, steps, here, stride, groups, per, length):  # type: ignore[no-untyped-def]
     """-> the products of a token with four rows of 4 bits, in its unit."""
     row1, row2, row3 = row + steps[0], row + steps[1], row + steps[2]
@@ -215,7 +210,7 @@ def _four_rows(planes, at, codes, row, steps, here, stride, groups, per, length)
     return wide_total(s0), wide_total(s1), wide_total(s2), wide_total(s3)
 
 
-@_inner
+@piece
 def _of_eight(sums, codes, at, ahead, planes, to):  # type: ignore[no-untyped-def]
     """The products of 128 codes of a row."""
     fetch_byte(codes, ahead)
@@ -223,7 +218,7 @@ def _of_eight(sums, codes, at, ahead, planes, to):  # type: ignore[no-untyped-de
     return _three_sums(sums, raised(whole_load(codes, at)), raised(whole_load(codes, at + BYTES)), planes, to)
 
 
-@_inner
+@piece
 def _number(sums, lifted, where):  # type: ignore[no-untyped-def]
     top, high, low = sums
     v = numbers(whole_minus(low, whole_load(lifted, where + 2 * BYTES)))
@@ -231,7 +226,7 @@ def _number(sums, lifted, where):  # type: ignore[no-untyped-def]
     return wide_total(wide_fma(numbers(whole_minus(top, whole_load(lifted, where))), wide_splat(65536.0), v))
 
 
-@_inner
+@piece
 def _four_rows_of_eight(planes, at, codes, row, steps, length, lifted, where):  # type: ignore[no-untyped-def]
     """-> the products of a token with four rows of 8 bits, in its unit, without their scales."""
     row1, row2, row3, ahead = row + steps[0], row + steps[1], row + steps[2], _ahead(length)
@@ -255,7 +250,7 @@ def _four_rows_of_eight(planes, at, codes, row, steps, length, lifted, where):  
 # rows per turn
 
 
-@_inner
+@piece
 def _product(words, kind, codes_kind, is_eight):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x, codes, scales = brains(get(a, 0)), like(codes_kind, get(a, 1)), like(kind, get(a, 2))

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import njit
 
 from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
 from cellar.ops.cpu.lanes import (
@@ -29,6 +28,7 @@ from cellar.ops.cpu.lanes import (
     stack,
     store,
 )
+from cellar.ops.cpu.pieces import piece
 from cellar.ops.cpu.wide import (
     byte_of,
     decoded,
@@ -52,12 +52,7 @@ AHEAD = 256
 """Blocks that are asked for before they are needed, at least."""
 
 
-def _inner(function: Any) -> Any:
-    """A function that kernels call."""
-    return njit(function, error_model="numpy", boundscheck=False)
-
-
-@_inner
+@piece
 def _take_scales(source, at, target, to, count):  # type: ignore[no-untyped-def]
     whole = count - count % WIDTH
     for d in range(0, whole, WIDTH):
@@ -66,18 +61,18 @@ def _take_scales(source, at, target, to, count):  # type: ignore[no-untyped-def]
         put(target, to + d, get(source, at + d))
 
 
-@_inner
+@piece
 def _zero(zeros, is_there, index):  # type: ignore[no-untyped-def]
     return byte_of(zeros, index) if is_there else 0
 
 
-@_inner
+@piece
 def _ahead(blocks):  # type: ignore[no-untyped-def]
     """How far before its use a block is asked for: rows are too short for the processor to see where it goes on."""
     return ROWS * blocks * (1 + AHEAD // (ROWS * blocks))
 
 
-@_inner
+@piece
 def _one_token(x, codes, at, step, scales, zeros, is_there, zero_at, zero_step, groups, size):  # type: ignore[no-untyped-def]
     """-> the products of x with four rows. at, zero_at: of the first row, in blocks and groups; step, zero_step: from
     there to the other three.
@@ -111,7 +106,7 @@ def _one_token(x, codes, at, step, scales, zeros, is_there, zero_at, zero_step, 
     return wide_total(sum0), wide_total(sum1), wide_total(sum2), wide_total(sum3)
 
 
-@_inner
+@piece
 def _few_tokens(x, at0, at1, at2, at3, codes, at, zeros, is_there, zero_at, scales, row, groups, size):  # type: ignore[no-untyped-def]
     """-> the products of four rows of x with one row of the matrix, as `_one_token` has them."""
     ahead = _ahead(groups * size)
@@ -137,7 +132,7 @@ def _few_tokens(x, at0, at1, at2, at3, codes, at, zeros, is_there, zero_at, scal
     return wide_total(a0), wide_total(a1), wide_total(a2), wide_total(a3)
 
 
-@_inner
+@piece
 def _decode(codes, at, zeros, is_there, zero_at, groups, size, tile, to):  # type: ignore[no-untyped-def]
     """A row into the tile, without its scales."""
     ahead = _ahead(groups * size)
@@ -150,7 +145,7 @@ def _decode(codes, at, zeros, is_there, zero_at, groups, size, tile, to):  # typ
             wide_store(tile, to + BLOCK * b + SIZE, w)
 
 
-@_inner
+@piece
 def _four_tokens(x, at0, at1, at2, at3, tile, first, second, scales, row, groups, size):  # type: ignore[no-untyped-def]
     """-> the products of four rows of x with two rows of the tile, as `_one_token` has them."""
     a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = wide_splat(0.0)
@@ -180,7 +175,7 @@ def _four_tokens(x, at0, at1, at2, at3, tile, first, second, scales, row, groups
 # x, codes, scales, zeros (0: none), out; tokens, rows, groups, blocks of a group, rows that share scales; rows per turn
 
 
-@_inner
+@piece
 def _product(words, kind, codes_kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x, codes, scales = floats(get(a, 0)), like(codes_kind, get(a, 1)), like(kind, get(a, 2))
@@ -254,7 +249,7 @@ def _product(words, kind, codes_kind):  # type: ignore[no-untyped-def]
 # codes, scales, zeros (0: none), out (bfloat16); rows, groups, blocks of a group, rows that share scales; rows per turn
 
 
-@_inner
+@piece
 def _expansion(words, kind, codes_kind):  # type: ignore[no-untyped-def]
     """The numbers themselves, rounded; of codes with 4 bits a block has the low bits first."""
     a = longs(get(words, 1))

@@ -6,7 +6,6 @@ One register of AVX-512, two of AVX2; what is computed is the same, bit for bit.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
@@ -16,7 +15,7 @@ from numba.core.typing import signature
 from numba.extending import intrinsic, models, register_model
 
 from cellar.ops.cpu.blocks import BLOCK, SIZE
-from cellar.ops.cpu.lanes import BRAINS, FLOATS, narrowed, pointer_to
+from cellar.ops.cpu.lanes import BRAINS, FLOATS, by_halves, narrowed, pointer_to, written
 
 _BYTE, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _INTS, _FLOATS = ir.VectorType(_INT, SIZE), ir.VectorType(_FLOAT, SIZE)
@@ -39,11 +38,6 @@ wide = Wide()
 class _WideModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _FLOATS)
-
-
-def _written(function: Callable[..., Any]) -> Any:
-    """What kernels may call; the function writes its LLVM."""
-    return intrinsic(function)
 
 
 # Codes (`quant/matrix.py`); what these point to only tells the kinds apart.
@@ -84,7 +78,7 @@ def _spread(builder: Any, x: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), _all(_INTS, 0))
 
 
-@_written
+@written
 def wide_splat(typing: Any, x: Any) -> Any:
     """All lanes x."""
 
@@ -94,7 +88,7 @@ def wide_splat(typing: Any, x: Any) -> Any:
     return signature(wide, types.float32), lower
 
 
-@_written
+@written
 def wide_fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, in one rounding where the processor has that."""
 
@@ -125,18 +119,12 @@ def _of_two(method: str) -> Any:
 wide_times, wide_plus = _of_two("fmul"), _of_two("fadd")
 
 
-@_written
+@written
 def wide_total(typing: Any, a: Any) -> Any:
     """The sum of the lanes, by halves."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        v, count = args[0], SIZE
-        while count > 1:
-            count //= 2
-            kind = ir.VectorType(_INT, count)
-            low, high = (builder.shuffle_vector(v, v, ir.Constant(kind, list(range(k, k + count)))) for k in (0, count))
-            v = builder.fadd(low, high)
-        return builder.extract_element(v, ir.Constant(_INT, 0))
+        return by_halves(builder, args[0], builder.fadd)
 
     return signature(types.float32, wide), lower
 
@@ -146,7 +134,7 @@ def _place(builder: Any, pointer: Any, index: Any, element: Any) -> Any:
     return builder.bitcast(first, ir.VectorType(element, SIZE).as_pointer())
 
 
-@_written
+@written
 def wide_load(typing: Any, pointer: Any, index: Any) -> Any:
     """Sixteen float32 from the index-th on."""
 
@@ -156,7 +144,7 @@ def wide_load(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(wide, FLOATS, types.int64), lower
 
 
-@_written
+@written
 def wide_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     """Lanes into sixteen elements, float32 or bfloat16."""
 
@@ -171,7 +159,7 @@ def wide_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
     return signature(types.none, pointer, types.int64, wide), lower
 
 
-@_written
+@written
 def byte_of(typing: Any, codes: Any, index: Any) -> Any:
     """A zero point of such codes: an int64."""
 
@@ -182,7 +170,7 @@ def byte_of(typing: Any, codes: Any, index: Any) -> Any:
     return signature(types.int64, codes, types.int64), lower
 
 
-@_written
+@written
 def decoded(typing: Any, codes: Any, index: Any, zero: Any) -> Any:
     """The index-th block of codes as numbers, less `zero` if they are integers: two lanes. Exact."""
 
@@ -222,7 +210,7 @@ def ask_for(builder: Any, pointer: Any, byte: Any) -> None:
     builder.call(function, [there, *(ir.Constant(_INT, number) for number in (0, 3, 1))])
 
 
-@_written
+@written
 def fetch(typing: Any, codes: Any, index: Any) -> Any:
     """Have the index-th block come into the cache; it need not exist."""
 
