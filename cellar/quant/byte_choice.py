@@ -10,13 +10,15 @@ Product: TypeAlias = Bytes | None
 """None is the library's."""
 
 
-_LARGE_OUT, _LARGE_IN = 16384, 8192
+_LARGE_OUT, _LARGE_IN, _SQUARE = 16384, 8192, 4096
 
 
 def default_product(n: int, k: int, m: int) -> Product:
     """What was fastest on an H200 for matrices of about this shape (docs/log/quantized-gpu.md)."""
     if m <= 4:
-        return Bytes(1, 8, 4, 2) if n >= _LARGE_OUT or k >= _LARGE_IN else Bytes(1, 16, 2, 1)
+        if n >= _LARGE_OUT or k >= _LARGE_IN:
+            return Bytes(1, 8, 4, 2)
+        return Bytes(1, 8, 2, 3) if n > _SQUARE else Bytes(1, 8, 3, 2)
     if m <= 8:
         return Bytes(1, 8, 4, 2) if k >= _LARGE_IN else Bytes(1, 8, 2, 3)
     if m <= 16:

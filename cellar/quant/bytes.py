@@ -11,7 +11,7 @@ from torch import Tensor
 from cellar.core.formats import Format
 from cellar.ops.activation import gated
 from cellar.ops.cuda.hopper import hopper_serves
-from cellar.ops.linear.alone import NOTHING, Alone, Inside
+from cellar.ops.linear.alone import FEW_TOKENS, NOTHING, Alone, Inside
 from cellar.ops.linear.bytes import TOKENS, Bytes, bytes_alone, bytes_linear, bytes_source, tokens_of
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.activations import rounded
@@ -46,9 +46,9 @@ class ByteWeight(LinearWeight):
         return self._codes.nbytes + self._scales.numel() * 4
 
     @property
-    def asks_ahead(self) -> bool:
-        """Yes."""
-        return True
+    def asks_ahead(self) -> int:
+        """All that attention of few takes."""
+        return FEW_TOKENS
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The tokens are rounded, then multiplied. In other dtypes than bfloat16 by the dequantized matrix."""

@@ -145,7 +145,7 @@ def default_nibbles(n: int, k: int) -> QuantizedChoice:
         found = Mixed(32, 2, 2, 5, 2), Mixed(64, 2, 2, 3, 2), Mixed(128, 2, 2, 4), Mixed(256, 1, 1, 3)
     else:
         found = few.at(32), Mixed(64, 1, 2, 3, 3), Mixed(64, 2, 2, 3, 2), Mixed(128, 2, 2, 4)
-    return QuantizedChoice((8, 16, 32, 64, 128, 256), (few.at(8), few.at(16), *found))
+    return QuantizedChoice((1, 8, 16, 32, 64, 128, 256), (few.at(1), few.at(8), few.at(16), *found))
 
 
 def _is_large(n: int, k: int) -> bool:
@@ -161,7 +161,9 @@ def _few_nibbles(n: int, k: int) -> QuantizedChoice:
         found = Nibbles(1, 8, 1, 2, 2, 3), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
     else:
         found = Nibbles(2, 8, 2, 2, 2, 2), Nibbles(2, 8, 2, 1, 2, 2), Nibbles(2, 8, 2, 1, 2, 2)
-    return QuantizedChoice((8, 16, 32, 128 if k > 8192 else 64), (*found, Nibbles(2, 4, 2, 1, 2, 2)))
+    # One token goes into float16 first, in each block of a cluster: short rows share no columns then.
+    alone = Nibbles(1, 8, 1, 2, 2, 3) if n <= 4096 and k <= 8192 else found[0]
+    return QuantizedChoice((1, 8, 16, 32, 128 if k > 8192 else 64), (alone, *found, Nibbles(2, 4, 2, 1, 2, 2)))
 
 
 # -- the table in the profile ------------------------------------------------------------------------

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from cellar.ops.cuda.hopper import DTYPES
+from cellar.ops.linear.alone import Alone, Inside
+from cellar.ops.linear.bytes import KEPT, Bytes, bytes_kept, bytes_source
 from cellar.ops.linear.choice import Shape
 from cellar.ops.linear.mixed import Mixed, mixed_kind, mixed_linear, mixed_source
 from cellar.ops.linear.weight import LinearWeight
 from cellar.ops.room import room_of
 from cellar.quant.activations import rounded
+from cellar.quant.byte_choice import default_product
 from cellar.quant.bytes import ByteWeight, multiplies_bytes
 from cellar.quant.choice import LEAST_ROWS, Kernel, QuantizedChoice, Tiles, default_choice, default_spans
 from cellar.quant.matrix import Quantized, dequantized, in_order
@@ -35,11 +38,13 @@ class PackedWeight(LinearWeight):
     Activations keep the run's dtype, but for those that the format rounds to 8 bits.
     """
 
-    __slots__ = ("arrivals", "choice", "matrix", "order")
+    __slots__ = ("_kept", "arrivals", "choice", "matrix", "order")
 
     def __init__(self, matrix: Packed, order: Tensor | None, choice: QuantizedChoice | None) -> None:
         super().__init__(*matrix.shape)
         mixed = multiplies_spans(matrix)
+        # What multiplies one token alone, whatever the choice says.
+        self._kept = default_product(*matrix.shape, 1) if mixed and order is None else None
         if choice is None or not choice.all_are(Tiles, *([Mixed] if mixed else [])):
             choice = default_spans(*matrix.shape) if mixed else default_choice(matrix.format, *matrix.shape)
         self.matrix = matrix
@@ -47,6 +52,11 @@ class PackedWeight(LinearWeight):
         self.choice = choice.fitting(matrix.format, room_of(matrix.words.device))
         counters = -(-matrix.shape[0] // LEAST_ROWS) * _MOST_ACROSS
         self.arrivals = torch.zeros(counters, dtype=torch.int32, device=matrix.words.device)
+
+    @property
+    def asks_ahead(self) -> int:
+        """One, where it is by the kernel that asks."""
+        return int(self._kept is not None)
 
     @property
     def nbytes(self) -> int:
@@ -63,6 +73,8 @@ class PackedWeight(LinearWeight):
         """By the kernel of the choice."""
         if not x.shape[0]:
             return x.new_empty((0, self.out_features))
+        if (sizes := self._alone(x)) is not None:
+            return self._multiply_alone(Alone(x), sizes, bias)[0]
         if self.order is not None:
             x = x[:, self.order]
         if self.matrix.format.activations and not x.is_meta:
@@ -74,8 +86,42 @@ class PackedWeight(LinearWeight):
             return x.new_empty((x.shape[0], self.out_features))
         return mixed_linear(x, spans(self.matrix), bias, kernel)
 
-    def sources(self, bias: bool, dtype: torch.dtype) -> Iterator[tuple[str, dict[str, int]]]:
-        """CUDA C++ of all that may run, with the constants that it is compiled with."""
+    def norm_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """One token in one launch."""
+        sizes = self._alone(residual) if norm.dtype == residual.dtype else None
+        if sizes is None:
+            return super().norm_multiply(residual, delta, norm, eps, bias)
+        return self._multiply_alone(Alone(residual, delta, norm, eps), sizes, bias)
+
+    def norm_gated_multiply(
+        self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """The gate where the product is written, one token in one launch."""
+        inside = kind == "silu" and norm.dtype == residual.dtype and self.out_features % 2 == 0
+        sizes = self._alone(residual) if inside else None
+        if sizes is None:
+            return super().norm_gated_multiply(residual, delta, norm, eps, bias, kind)
+        return self._multiply_alone(Alone(residual, delta, norm, eps), sizes, bias, gate=True)
+
+    def _alone(self, x: Tensor) -> Bytes | None:
+        """Sizes of the kernel that takes these tokens as bytes: if there is one alone."""
+        return self._kept if x.shape[0] == 1 and x.dtype in DTYPES else None
+
+    def _multiply_alone(
+        self, token: Alone, sizes: Bytes, bias: Tensor | None, *, gate: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        if token.x.is_meta:
+            return token.x.new_empty((1, self.out_features // 2 if gate else self.out_features)), token.total()
+        return bytes_kept(token, self.matrix.words, self.matrix.scales[0], bias, sizes, gate=gate)
+
+    def sources(self, bias: bool, dtype: torch.dtype, gate: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
+        """CUDA C++ of all that may run, with the constants that it is compiled with. `gate`: one comes behind."""
+        if self._kept is not None:
+            for normed in (False, True):
+                inside = Inside(normed, gated=gate and normed, kept=KEPT)
+                yield bytes_source(self._kept, self.in_features, 8, False, True, bias, dtype, inside)
         for kernel in self.choice.kernels:
             if isinstance(kernel, Mixed):
                 yield mixed_source(kernel, mixed_kind(spans(self.matrix)), bias, dtype)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from cellar.core.formats import Format
 from cellar.ops.cuda.hopper import DTYPES, hopper_serves
-from cellar.ops.linear.alone import NOTHING, Alone, Inside
+from cellar.ops.linear.alone import FEW_TOKENS, NOTHING, Alone, Inside
 from cellar.ops.linear.bytes import TOKENS, tokens_of
 from cellar.ops.linear.mixed import Mixed, mixed_kind, mixed_linear, mixed_source, mixed_takes
 from cellar.ops.linear.nibbles import (
+    KEPT,
     Fragments,
     Nibbles,
     nibbles_alone,
@@ -48,9 +49,9 @@ class NibbleWeight(LinearWeight):
         return self._form.nbytes
 
     @property
-    def asks_ahead(self) -> bool:
-        """Yes."""
-        return True
+    def asks_ahead(self) -> int:
+        """All that attention of few takes."""
+        return FEW_TOKENS
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the kernel of the choice. In float32 by the dequantized matrix."""
@@ -110,7 +111,8 @@ class NibbleWeight(LinearWeight):
         """CUDA C++ of all that may run, with the constants that it is compiled with. `gate`: one comes behind."""
         kind = self.in_features, self._form.group
         has_zeros, scales = self._form.zeros is not None, self._form.scales.dtype
-        for m, inside in ((1, Inside(normed=True)), *((m, NOTHING) for m in TOKENS)):
+        alone = ((1, Inside(normed, kept=KEPT)) for normed in (False, True))
+        for m, inside in (*alone, *((m, NOTHING) for m in TOKENS)):
             sizes = self.choice.at(m)
             if isinstance(sizes, Nibbles):
                 if gate and nibbles_gate(self.out_features, sizes):

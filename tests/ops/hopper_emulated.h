@@ -520,6 +520,8 @@ inline u32 multiply_add_two(u32 a, u32 b, u32 c) {
 }
 inline u32 multiply_two(u32 a, u32 b) { return multiply_add_two(a, b, 0); }
 inline u16 narrow(float value) { return rounded(value); }
+inline u32 larger_two(u32 a, u32 b) { return std::max(a & 0xffff, b & 0xffff) | std::max(a >> 16, b >> 16) << 16; }
+inline int nearest(float value) { return static_cast<int>(std::nearbyint(value)); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline float divided(float x, float by) { return x / by; }
 inline float power_of_2(float x) { return std::exp2(x); }
@@ -711,6 +713,11 @@ inline u32 half_bits(float value) {
 inline u32 two_halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
 
 inline void multiply_halves(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_<of_half>(sum, a, b0, b1); }
+
+inline void multiply_halves_first(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    sum[0] = sum[1] = sum[2] = sum[3] = 0;
+    multiply_halves(sum, a, b0, b1);
+}
 
 inline float e4m3(u32 code) {
     if ((code & 127) == 127) return std::nanf("");

@@ -302,14 +302,16 @@ def test_padding_is_in_no_list_and_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("sizes", "early", "tokens", "expected"),
     [
-        (Sizes(4, 3, 1, sharers=8), True, 1, 1),
-        (Sizes(4, 3, 1, sharers=8), False, 1, 0),
-        (Sizes(4, 3, 2), True, 1, 0),
-        (Sizes(4, 3, 1, sharers=2), True, 9, 0),
+        (Sizes(4, 3, 1, sharers=8), 1, 1, 1),
+        (Sizes(4, 3, 1, sharers=8), 0, 1, 0),
+        (Sizes(4, 3, 2), 8, 1, 0),
+        (Sizes(4, 3, 1, sharers=2), 8, 8, 1),
+        (Sizes(4, 3, 1, sharers=2), 8, 9, 0),
+        (Sizes(4, 3, 1, sharers=2), 1, 2, 0),
     ],
 )
 def test_the_next_product_begins_early_where_it_is_made_for_it(
-    sizes: Sizes, early: bool, tokens: int, expected: int
+    sizes: Sizes, early: int, tokens: int, expected: int
 ) -> None:
     case = attention_cases.decode_case("some", (40,) * tokens, 128, heads=(8, 2, 128), chunk=32)
     given = case.make(torch.device("cpu"), torch.bfloat16)

@@ -13,7 +13,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import hopper_available
 from cellar.ops.linear.alone import NOBODY
-from cellar.ops.linear.bytes import TOKENS, Bytes, bytes_linear, bytes_source, tokens_of
+from cellar.ops.linear.bytes import FILES, TOKENS, Bytes, bytes_linear, bytes_source, tokens_of
 from tests.ops import emulated
 
 compiled = pytest.mark.skipif(emulated.compiler() is None, reason="this machine has no C++ compiler (g++)")
@@ -83,8 +83,7 @@ def run_emulated(
     takes += [("const float*", "w_scales"), ("const u16*", "bias"), ("u16*", "out")]
     takes += [("int", name) for name in ("m", "n", "w_stride", "step")]
     takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
-    files = "linear/tile.cuh", "linear/alone.cuh", "linear/bytes.cu"
-    library = emulated.build(files, constants, "product_of_bytes", takes, edits)
+    library = emulated.build(FILES, constants, "product_of_bytes", takes, edits)
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
     blocks = 2
     pointers = [emulated.pointer(t) for t in (x, x_scales, weight, scales, bias, out)]

@@ -16,7 +16,7 @@ from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import hopper_available
 from cellar.ops.linear.alone import NOBODY
 from cellar.ops.linear.bytes import TOKENS, tokens_of
-from cellar.ops.linear.nibbles import Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
+from cellar.ops.linear.nibbles import FILES, Nibbles, nibbles_linear, nibbles_source, writer_source, written_out
 from cellar.quant.fragments import fragments
 from cellar.quant.matrix import Quantized, dequantized
 from cellar.quant.pack import to_bytes
@@ -27,7 +27,6 @@ hopper = pytest.mark.skipif(
     not hopper_available(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
     reason="gpu: this machine has no Hopper GPU",
 )
-FILES = "linear/tile.cuh", "linear/alone.cuh", "linear/nibbles.cu"
 BF16, F16 = torch.bfloat16, torch.float16
 
 

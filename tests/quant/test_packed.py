@@ -195,13 +195,20 @@ def test_int8_on_hopper_has_a_kernel_for_many_tokens(monkeypatch: pytest.MonkeyP
     assert weight.kernel(torch.zeros((40, 384), dtype=torch.float16)) == Mixed(64, 2, 1, 2)
     assert weight.kernel(torch.zeros((40, 384))) is None
     assert weight.multiply(torch.empty((40, 384), dtype=torch.float16, device="meta")).shape == (40, 72)
-    ((source, constants),) = weight.sources(bias=False, dtype=torch.float16)
+    *alone, (source, constants) = weight.sources(bias=False, dtype=torch.float16, gate=True)
     assert "mixed_product" in source
     assert (constants["BITS"], constants["TOKENS"]) == (8, 64)
+    assert [(c["KEPT"], c["NORMED"], c["GATED"]) for _, c in alone] == [(24, 0, 0), (24, 1, 1)]
+    assert weight.asks_ahead == 1
+    token, norm = torch.empty((1, 384), dtype=torch.float16, device="meta"), torch.ones(384, dtype=torch.float16)
+    assert weight.multiply(token).shape == (1, 72)
+    found, total = weight.norm_gated_multiply(token, token, norm, 1e-5, None, "silu")
+    assert (found.shape, total.shape) == ((1, 36), (1, 384))
     for other in ("int8 zeros", "int8/32", "fp8"):
         found = on_device(QuantizedWeight(example(other)), lambda shape: choice)
         assert isinstance(found, PackedWeight)
         assert found.choice.all_are(Tiles)
+        assert not found.asks_ahead, other
 
 
 def test_defaults_for_hopper_are_sizes_that_fit() -> None:

@@ -30,7 +30,7 @@ from cellar.ops.cuda.hopper import (
     multiply_wide,
     multiprocessors,
 )
-from cellar.ops.linear.alone import FEW_TOKENS, room_of
+from cellar.ops.linear.alone import room_of
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 MAX_GROUP = 8
@@ -285,7 +285,7 @@ def decode_arguments(
     # Of so many tokens the next product is a wide one, a block a multiprocessor, or the library's, which waits. Smaller
     # blocks would gather on the multiprocessors that are free first, but those of a product for few tokens behind
     # attention of few are made for it (decision 0086).
-    early = len(q) > MAX_FLAT_TOKENS or (few and work.early and len(q) <= FEW_TOKENS)
+    early = len(q) > MAX_FLAT_TOKENS or (few and len(q) <= work.early)
     return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early)
 
 

@@ -192,9 +192,9 @@ __device__ __forceinline__ void store_cluster(u32 to, const float* x) {  // four
                  : "memory");
 }
 
-// 16 bytes that no kernel writes, and that are read once.
+// 16 bytes that no kernel writes, and that are read once: the second cache gets whole lines, also where threads ask for halves.
 __device__ __forceinline__ void load_once(const void* from, u32 (&x)[4]) {
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                  : "l"(from));
 }
@@ -365,6 +365,13 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], const u32 (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// sum = a b of float16.
+__device__ __forceinline__ void multiply_halves_first(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
+
 // The same of e4m3 with a [16, 32] and b [32, 8]: a register has four columns of a row, and of b four rows of a column.
 __device__ __forceinline__ void multiply_bytes(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 "
@@ -413,6 +420,12 @@ __device__ __forceinline__ float of_half(u32 bits) {
     return value;
 }
 
+__device__ __forceinline__ int nearest(float value) {
+    int whole;
+    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(whole) : "f"(value));
+    return whole;
+}
+
 __device__ __forceinline__ u32 two_codes(float low, float high) {  // e4m3, 448 for all beyond
     u16 both;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
@@ -444,6 +457,13 @@ __device__ __forceinline__ u32 masked_with(u32 x, u32 mask, u32 more) {
     u32 bits;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(bits) : "r"(x), "r"(mask), "r"(more));
     return bits;
+}
+
+// The larger of two pairs of whole numbers without signs.
+__device__ __forceinline__ u32 larger_two(u32 a, u32 b) {
+    u32 most;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    return most;
 }
 
 // Four bytes, for each of which `which` has four bits: 0 to 3 for those of a, 4 to 7 for those of b.

@@ -1,17 +1,18 @@
 // What one token goes through on its way into a product, in each block by itself: residual add and RMSNorm (NORMED), then
-// rounding to 8 bits (ROUNDED; to int8 if WHOLE, else e4m3). It lies in shared memory then, in 8 bits or 16. And what may
-// stand behind a product, a gate (GATED). Behind `tile.cuh`.
+// rounding to 8 bits (ROUNDED; to int8 if WHOLE, else e4m3), or a form that keeps its bits (KEPT, `kept.cuh`). It lies in
+// shared memory then. And what may stand behind a product, a gate (GATED). Behind `tile.cuh`.
 //
 // The matrix is on its way meanwhile: what takes a launch of its own, with its beginning and its end, takes each block as
 // long as it takes memory to answer.
 
-constexpr bool ALONE = NORMED || ROUNDED;
+constexpr bool ALONE = ROUNDED || KEPT;
 constexpr int THREADS = WARPS * 32;
 constexpr int HELD = (K / 8 + THREADS - 1) / THREADS;  // eights of columns of a thread
 constexpr u32 PARTS_BYTES = WARPS * TOKENS * PITCH * 4;  // sums of all warps; the token lies behind
 constexpr int SCRATCH = 32;                              // words of it, for one exchange among warps
 
 static_assert(!ALONE || (TOKENS == 8 && K % 8 == 0 && WARPS <= SCRATCH));
+static_assert(ALONE || !NORMED);
 
 struct Given {
     const u16 *x, *delta, *norm;  // delta: 0 for nothing to add
@@ -88,6 +89,7 @@ __device__ __forceinline__ void add_and_norm(const Given& given, u32 (&x)[HELD][
     }
 }
 
+#if ROUNDED
 // Two numbers to codes, as `quant/tokens.py` has them.
 __device__ __forceinline__ u32 whole_of(float x) {  // in 2^23 and a half more a unit is the last bit
     const float inside = x < -128.0f ? -128.0f : x > 127.0f ? 127.0f : x;
@@ -103,7 +105,7 @@ __device__ __forceinline__ u32 codes_of(u32 pair, float scale) {
 #endif
 }
 
-// The token to `to` in shared memory, for all threads; its scale is returned, or 1. Waits for the kernel in front.
+// The token, rounded, to `to` in shared memory, for all threads; its scale is returned. Waits for the kernel in front.
 __device__ __forceinline__ float prepare(const Given& given, u32 to, float* scratch) {
     u32 x[HELD][4], gain[HELD][4];
     if constexpr (NORMED) load_token(given.norm, gain);
@@ -111,8 +113,6 @@ __device__ __forceinline__ float prepare(const Given& given, u32 to, float* scra
     let_next_kernel_start();
     load_token(given.x, x);
     if constexpr (NORMED) add_and_norm(given, x, gain, scratch);
-    float scale = 1.0f;
-#if ROUNDED
     u32 most = 0;
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -124,24 +124,19 @@ __device__ __forceinline__ float prepare(const Given& given, u32 to, float* scra
             most = high > most ? high : most;
         }
     }
-    scale = divided(__uint_as_float(most_of_block(most, reinterpret_cast<u32*>(scratch) + SCRATCH)), WHOLE ? 127.5f : 448.0f);
+    float scale = divided(__uint_as_float(most_of_block(most, reinterpret_cast<u32*>(scratch) + SCRATCH)), WHOLE ? 127.5f : 448.0f);
     scale = scale == 0.0f ? 1.0f : scale;
-#endif
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
         const int at = (threadIdx.x + i * THREADS) * 8;
         if (at >= K) continue;
-#if ROUNDED
         store_shared(to + at, codes_of(x[i][0], scale) | codes_of(x[i][1], scale) << 16);
         store_shared(to + at + 4, codes_of(x[i][2], scale) | codes_of(x[i][3], scale) << 16);
-#else
-#pragma unroll
-        for (int j = 0; j < 4; ++j) store_shared(to + at * 2 + 4 * j, x[i][j]);
-#endif
     }
     __syncthreads();
     return scale;
 }
+#endif
 
 // silu(gate) * up, each step rounded as it is where it has a launch of its own.
 __device__ __forceinline__ u16 gated(float gate, float up) {

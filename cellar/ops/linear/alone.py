@@ -13,30 +13,39 @@ from cellar.ops.cuda.driver import Argument
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """What a kernel does beside its product: norm and rounding of its only token before, silu(gate) * up behind."""
+    """What a kernel does beside its product: norm of its only token before and rounding, or a form that keeps its bits
+    (`kept` of them a number: 16 as float16, 24 as bytes); silu(gate) * up behind.
+    """
 
     normed: bool = False
     rounded: bool = False
     gated: bool = False
+    kept: int = 0
 
     @property
     def alone(self) -> bool:
         """True if the token goes through shared memory, so that there can be no other."""
-        return self.normed or self.rounded
+        return self.rounded or self.kept > 0
 
     def shared(self, k: int) -> int:
-        """Bytes of shared memory that k numbers of the token take."""
-        return k * (1 if self.rounded else 2) if self.alone else 0
+        """Bytes of shared memory that k numbers of the token take, with what is reckoned of them."""
+        if not self.kept:
+            return k if self.rounded else 0
+        padded = -(-k // _TURN) * _TURN
+        return _SCRATCH + padded * self.kept // 8 + (padded // _SUMMED * 4 if self.kept == 16 else 0)
 
     def constants(self) -> dict[str, int]:
         """What a kernel is compiled with."""
-        return {"NORMED": int(self.normed), "ROUNDED": int(self.rounded), "GATED": int(self.gated)}
+        return {"NORMED": int(self.normed), "ROUNDED": int(self.rounded), "GATED": int(self.gated), "KEPT": self.kept}
 
 
 NOTHING = Inside()
 
 FEW_TOKENS = 8
 """Up to so many, attention is of few, too, and all of a layer asks for one division (decision 0086)."""
+
+# Of `kept.cuh`: the most columns of a warp's turn, the fewest that have a sum, bytes for an exchange among warps.
+_TURN, _SUMMED, _SCRATCH = 128, 32, 128
 
 _LEAST_ROOM, _LEAST_ROOM_OF_FEW = 64 << 10, 132 << 10
 

@@ -16,6 +16,11 @@ from cellar.ops.cuda.driver import Argument, Function
 from cellar.ops.cuda.hopper import hopper_source, multiprocessors
 from cellar.ops.linear.alone import FEW_TOKENS, NOBODY, NOTHING, Alone, Inside, room_of
 
+FILES = ("linear/tile.cuh", "linear/alone.cuh", "linear/kept.cuh", "linear/bytes.cu")
+
+KEPT = 24
+"""Bits of an only token's numbers, in three bytes."""
+
 TOKENS = (8, 16, 32, 64)
 """Numbers of tokens that a kernel is made for; it takes fewer."""
 
@@ -73,6 +78,20 @@ def bytes_alone(
     return _multiply(token.x, None, weight, scales, bias, dtype, sizes, inside, behind), total
 
 
+def bytes_kept(
+    token: Alone, words: Tensor, scales: Tensor, bias: Tensor | None, sizes: Bytes, *, gate: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same of one token in a 16-bit dtype that is not rounded, times a matrix in int8: words [blocks, n, 64] as
+    `mixed.Spans` has them, scales [n]. Of the largest number of a warp's columns 22 bits are kept, of others as much as
+    lies above the last of these.
+    """
+    token = token.contiguous()
+    total = token.total()
+    inside = Inside(normed=token.norm is not None, gated=gate, kept=KEPT)
+    dtype, behind = token.x.dtype, token.arguments(total)
+    return _multiply(token.x, None, words, scales, bias, dtype, sizes, inside, behind), total
+
+
 def _multiply(
     x: Tensor,
     x_scales: Tensor | None,
@@ -85,12 +104,13 @@ def _multiply(
     behind: Sequence[Argument],
 ) -> Tensor:
     m, k = x.shape
-    n = weight.shape[0] // 2 if inside.gated else weight.shape[0]
+    rows = weight.shape[1] if inside.kept else weight.shape[0]
+    n = rows // 2 if inside.gated else rows
     out = torch.empty((m, n), dtype=dtype, device=x.device)
     grouped = scales.dim() == 2
-    whole = weight.dtype == torch.int8
+    whole = weight.dtype != torch.float8_e4m3fn
     function = _function(sizes, k, tokens_of(m), grouped, whole, bias is not None, dtype, inside, x.device)
-    blocks = min(-(-weight.shape[0] // sizes.rows), sizes.resident * multiprocessors(x.device))
+    blocks = min(-(-rows // sizes.rows), sizes.resident * multiprocessors(x.device))
     pointers = (x, x_scales, weight, scales, bias, out)
     counts = (m, n, scales.stride(0) if grouped else 0, blocks)
     function.launch(
@@ -122,6 +142,7 @@ def bytes_source(
         "TOKENS": tokens,
         "PIECES": sizes.pieces,
         "WARPS": sizes.warps,
+        "CLUSTER": 1,
         "DEPTH": sizes.depth,
         "RESIDENT": sizes.resident,
         "GROUPED": grouped,
@@ -130,7 +151,7 @@ def bytes_source(
         "BF16": dtype == torch.bfloat16,
         **inside.constants(),
     }
-    source = hopper_source("linear/tile.cuh", "linear/alone.cuh", "linear/bytes.cu")
+    source = hopper_source(*FILES)
     return source, {name: int(value) for name, value in constants.items()}
 
 

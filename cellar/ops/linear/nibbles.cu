@@ -11,8 +11,8 @@
 // Set by the compiler's options: K columns, GROUP of them that share a scale, TOKENS (8 to 64), PIECES of 16 rows in a
 // tile, WARPS, CLUSTER blocks of a cluster, LOADS of 64 columns in a turn, DEPTH turns in flight, RESIDENT blocks of a
 // multiprocessor, HAS_ZEROS (else 8 stands for 0), HAS_BIAS, BF16 (else float16), BF16_SCALES (else float16);
-// NORMED: x is one token, which goes through `alone.cuh` first; GATED: rows n and on of the matrix meet those before,
-// silu(one) * other is written.
+// KEPT 16: x is one token, which becomes float16 times a power of two first (`kept.cuh`), NORMED: behind its norm; GATED:
+// rows n and on of the matrix meet those before, silu(one) * other is written.
 
 constexpr int WIDTH = 64;             // columns of a load: a block of the matrix
 constexpr int BLOCKS = K / WIDTH;
@@ -22,6 +22,7 @@ constexpr int OWN_TURNS = (TURNS + WARPS * CLUSTER - 1) / (WARPS * CLUSTER);  //
 constexpr bool EXACT = BLOCKS % (LOADS * WARPS * CLUSTER) == 0;
 constexpr int GROUPS = K / GROUP;
 constexpr int TURN_GROUPS = TURN > GROUP ? TURN / GROUP : 1;
+constexpr int ASKED = KEPT ? 1 : TURN_GROUPS;  // of a turn's groups, those whose scales a lane has
 constexpr int PARTS = WIDTH > GROUP ? WIDTH / GROUP : 1;  // of a load, each with a scale
 constexpr int WORDS = 4 / PARTS;                          // of those
 constexpr int OWNED = (TOKENS + CLUSTER - 1) / CLUSTER;   // tokens whose sums a block of a cluster adds up
@@ -42,8 +43,8 @@ constexpr u32 UNIT = BF16 ? 0x00010001 : 0x00100010;
 
 struct Weights {
     u32 codes[PIECES][LOADS][4];
-    u32 scales[PIECES][TURN_GROUPS];  // of rows lane / 4 and eight behind
-    u32 zeros[PIECES][TURN_GROUPS];   // two bytes
+    u32 scales[PIECES][ASKED];  // of rows lane / 4 and eight behind
+    u32 zeros[PIECES][ASKED];   // two bytes
 };
 
 // What this lane takes of the first piece, block and group; of the last tile's first piece the number.
@@ -53,6 +54,7 @@ struct Matrix {
     const u16* zeros;   // of [pieces, GROUPS, 8, 2] of 8 bits
     int last;
     int apart;          // GATED: pieces from a gate's rows to those that it meets
+    int group;          // KEPT: which of a turn's this lane takes; else the first
 
     // Of a tile's i-th piece, counted from its first.
     __device__ __forceinline__ int piece(int i) const { return GATED && i >= OUT_PIECES ? i - OUT_PIECES + apart : i; }
@@ -79,9 +81,9 @@ __device__ __forceinline__ void ask(Weights& to, const Matrix& w, const Cursor& 
             }
         }
 #pragma unroll
-        for (int g = 0; g < TURN_GROUPS; ++g) {
+        for (int g = 0; g < ASKED; ++g) {
             to.scales[i][g] = to.zeros[i][g] = 0;
-            if (EXACT || group + g < GROUPS) {
+            if (EXACT || group + g + w.group < GROUPS) {
                 load_kept(scales + (w.piece(i) * GROUPS + g) * 8, to.scales[i][g]);
                 if (HAS_ZEROS) load_kept(zeros + (w.piece(i) * GROUPS + g) * 8, to.zeros[i][g]);
             }
@@ -115,7 +117,7 @@ __device__ __forceinline__ void numbers(u32 (&a)[4], u32 codes, const u32 (&less
 // tokens: this lane's columns of the first block, of its token of each eight. Where the matrix has ended, scales are 0 and
 // any columns will do.
 __device__ __forceinline__ void multiply_turn(
-    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, const u16* const (&tokens)[EIGHTS], u32 alone, int turn) {
+    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, const u16* const (&tokens)[EIGHTS], int turn) {
     const u16* x[EIGHTS];
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; ++eight) {
@@ -146,14 +148,8 @@ __device__ __forceinline__ void multiply_turn(
         for (int eight = 0; eight < EIGHTS; ++eight) {
             u32 b[2][4];
             const int within = EXACT || turn * LOADS + load < BLOCKS ? load * WIDTH : 0;
-            if constexpr (ALONE) {
-                const u32 from = alone + ((EXACT || turn < TURNS ? turn : 0) * TURN + within) * 2;
-                load_shared(from, b[0]);
-                load_shared(from + 64, b[1]);
-            } else {
-                load_global(x[eight] + within, b[0]);
-                load_global(x[eight] + within + 32, b[1]);
-            }
+            load_global(x[eight] + within, b[0]);
+            load_global(x[eight] + within + 32, b[1]);
 #pragma unroll
             for (int part = 0; part < PARTS; ++part) {
                 float sums[PIECES][4];
@@ -179,6 +175,65 @@ __device__ __forceinline__ void multiply_turn(
     }
 }
 
+#if KEPT
+// Codes as they lie are numbers of float16, the smallest that there are: 2^-24 times the code, four bits further up 2^-20
+// times. So two masks and a shift make an operand of a word, and rows eight behind have sums that are 16 times as large.
+constexpr float ROW_UP = 16777216.0f, LATER_ROW_UP = 1048576.0f;  // what rows are to be multiplied by afterwards
+
+// token: the first 16 bytes of this lane; sums: the first of `keep` that this lane takes. Every token of the eight is this
+// one, so all four lanes of a row have its sums; of a turn's groups each lane goes on with one.
+__device__ __forceinline__ void multiply_kept(
+    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, u32 token, u32 sums, int turn) {
+    if (!EXACT && turn >= TURNS) return;
+    constexpr int SHARING = LOADS * 4 / TURN_GROUPS;  // words that share a scale
+    u32 b[LOADS * 2][4], less;
+#pragma unroll
+    for (int i = 0; i < LOADS * 2; ++i) load_shared(token + turn * TURN * 2 + i * 64, b[i]);
+    load_word(sums + turn * TURN_GROUPS * 4, less);
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+        float row = 0, later_row = 0;
+#pragma unroll
+        for (int group = 0; group < TURN_GROUPS; ++group) {
+            float found[4];
+#pragma unroll
+            for (int word = group * SHARING; word < (group + 1) * SHARING; ++word) {
+                const u32 codes = weights.codes[piece][word / 4][word % 4], later = codes >> 8;
+                const u32 a[4] = {codes & 0x000f000f, codes & 0x00f000f0, later & 0x000f000f, later & 0x00f000f0};
+                const u32 low = b[word / 2][word % 2 * 2], high = b[word / 2][word % 2 * 2 + 1];
+                if (word == group * SHARING) {
+                    multiply_halves_first(found, a, low, high);
+                } else {
+                    multiply_halves(found, a, low, high);
+                }
+            }
+            if (group == 0 || threadIdx.x % TURN_GROUPS == group) row = found[0], later_row = found[2];
+        }
+        const u32 zeros = HAS_ZEROS ? weights.zeros[piece][0] : 0x0808, scales = weights.scales[piece][0];
+        const float zero = __uint_as_float(less) * (1.0f / ROW_UP) * static_cast<float>(zeros & 255);
+        const float later_zero = __uint_as_float(less) * (1.0f / LATER_ROW_UP) * static_cast<float>(zeros >> 8);
+        sum[piece][0][0] += scale(scales, 0) * (row - zero);
+        sum[piece][0][2] += scale(scales, 1) * (later_row - later_zero);
+    }
+}
+
+// A warp's sums of a tile, for the others. back: of `keep`.
+__device__ __forceinline__ void leave_kept(float* parts, const float (&sum)[PIECES][EIGHTS][4], float back) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int piece = 0; piece < PIECES; ++piece) {
+#pragma unroll
+        for (int eight = 0; eight < 2; ++eight) {
+            float all = sum[piece][0][2 * eight];
+#pragma unroll
+            for (int distance = 1; distance < TURN_GROUPS; distance *= 2) all += __shfl_xor_sync(~0u, all, distance);
+            float* const to = parts + warp * TOKENS * PITCH + piece * 16 + lane / 4 + eight * 8;
+            if (lane % 4 == 0) *to = all * (eight ? LATER_ROW_UP : ROW_UP) * back;
+        }
+    }
+}
+#endif
+
 struct Result {
     const u16* bias;
     u16* out;
@@ -199,11 +254,16 @@ struct Result {
 
 // The sums of a tile, whose first row is `first`, added up and written. In a cluster each block does so for some tokens, of which the others send
 // theirs; `turn` says into which of two places: what was there before has been read when all blocks have met again.
-__device__ __forceinline__ void finish(const float (&sum)[PIECES][EIGHTS][4], const Result& result, int first, int turn) {
+__device__ __forceinline__ void finish(
+    const float (&sum)[PIECES][EIGHTS][4], float back, const Result& result, int first, int turn) {
     float* const parts = reinterpret_cast<float*>(shared_memory());
     float* const sent = parts + WARPS * TOKENS * PITCH + turn % 2 * CLUSTER * OWNED * ROWS;
     const u32 rank = CLUSTER > 1 ? rank_in_cluster() : 0;
+#if KEPT
+    leave_kept(parts, sum, back);
+#else
     leave(parts, sum);
+#endif
     __syncthreads();
     if constexpr (CLUSTER == 1) {
 #pragma unroll 1
@@ -246,7 +306,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
     const u16* delta, const u16* norm, u16* total_x, float eps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int pieces = (n + 15) / 16, tiles = (pieces + OUT_PIECES - 1) / OUT_PIECES, first = blockIdx.x / CLUSTER;
-    const Matrix w = {codes + lane * 4, scales + lane / 4, zeros + lane / 4, pieces - OUT_PIECES, pieces};
+    const int group = KEPT ? lane % TURN_GROUPS : 0, own = group * 8 + lane / 4;
+    const Matrix w = {codes + lane * 4, scales + own, zeros + own, pieces - OUT_PIECES, pieces, group};
     const Result result = {bias, out, m, n};
     const u16* tokens[EIGHTS];
 #pragma unroll
@@ -266,14 +327,16 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
         }
     }
     if constexpr (CLUSTER > 1) cluster_sync<false>();  // nobody sends before all are there
-    const u32 at_first = PARTS_BYTES + (CLUSTER > 1 ? 2 * CLUSTER * OWNED * ROWS * 4 : 0);  // of the token
-    const u32 alone = shared_address(shared_memory()) + at_first + lane % 4 * 16;
-    if constexpr (ALONE) {
-        prepare({x, delta, norm, total_x, eps}, alone - lane % 4 * 16, reinterpret_cast<float*>(shared_memory()));
-    } else {
-        wait_for_kernel_in_front();
-        let_next_kernel_start();
-    }
+    float back = 1.0f;
+#if KEPT
+    const u32 at_first = PARTS_BYTES + (CLUSTER > 1 ? 2 * CLUSTER * OWNED * ROWS * 4 : 0);
+    float* const scratch = reinterpret_cast<float*>(shared_memory() + at_first);
+    const u32 token = shared_address(scratch) + SCRATCH_BYTES, sums = token + Turns<TURN>::PADDED * 2;
+    back = keep<TURN>({x, delta, norm, total_x, eps}, token, sums, scratch, taker);
+#else
+    wait_for_kernel_in_front();
+    let_next_kernel_start();
+#endif
     float sum[PIECES][EIGHTS][4];
     clear(sum);
     Cursor here{first, 0};
@@ -282,7 +345,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
 #pragma unroll
         for (int i = 0; i < DEPTH; ++i) {
             if (begin + i >= total) break;
-            multiply_turn(sum, ring[i], tokens, alone, here.turn * CLUSTER * WARPS + taker);
+#if KEPT
+            multiply_kept(sum, ring[i], token + lane % 4 * 16, sums + group * 4, here.turn * CLUSTER * WARPS + taker);
+#else
+            multiply_turn(sum, ring[i], tokens, here.turn * CLUSTER * WARPS + taker);
+#endif
             if (begin + i + DEPTH < total) {
                 ask(ring[i], w, next, taker);
                 next.advance(OWN_TURNS, step);
@@ -290,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
             const int row = first_piece(here.tile, w.last) * 16;
             here.advance(OWN_TURNS, step);
             if (here.turn == 0) {
-                finish(sum, result, row, finished++);
+                finish(sum, back, result, row, finished++);
                 clear(sum);
             }
         }

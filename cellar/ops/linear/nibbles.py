@@ -20,6 +20,11 @@ from cellar.ops.linear.bytes import tokens_of
 ROWS, COLUMNS = 16, 64
 """Of a piece of the matrix: what a warp loads at once."""
 
+FILES = ("linear/tile.cuh", "linear/alone.cuh", "linear/kept.cuh", "linear/nibbles.cu")
+
+KEPT = 16
+"""Bits of an only token's numbers, in float16."""
+
 _MOST_TOKENS = 64
 _WRITERS = 8  # warps of a block that writes the matrix out
 
@@ -85,21 +90,23 @@ class Fragments:
 
 
 def nibbles_linear(x: Tensor, matrix: Fragments, bias: Tensor | None, sizes: Nibbles, *, gate: bool = False) -> Tensor:
-    """x W^T + b: x: [m, k] in a 16-bit dtype, rows on 16 bytes -> [m, n]; 64 tokens at a time.
+    """x W^T + b: x: [m, k] in a 16-bit dtype, rows on 16 bytes -> [m, n]; 64 tokens at a time, one as `nibbles_alone`.
 
     With `gate` silu(x G^T + b) * (x U^T + c) -> [m, n / 2], G the upper half of the matrix and U the lower, where
     `nibbles_gate` says so.
     """
+    if len(x) == 1:
+        return nibbles_alone(Alone(x), matrix, bias, sizes, gate=gate)[0]
     return _multiply(x.contiguous(), matrix, bias, sizes, Inside(gated=gate), NOBODY)
 
 
 def nibbles_alone(
     token: Alone, matrix: Fragments, bias: Tensor | None, sizes: Nibbles, *, gate: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The same of one token behind its norm -> (product, x + delta)."""
+    """The same of one token, behind its norm if it has one -> (product, x + delta)."""
     token = token.contiguous()
     total = token.total()
-    inside = Inside(normed=True, gated=gate)
+    inside = Inside(normed=token.norm is not None, gated=gate, kept=KEPT)
     return _multiply(token.x, matrix, bias, sizes, inside, token.arguments(total)), total
 
 
@@ -166,7 +173,7 @@ def nibbles_source(
         "BF16_SCALES": scales == torch.bfloat16,
         **inside.constants(),
     }
-    source = hopper_source("linear/tile.cuh", "linear/alone.cuh", "linear/nibbles.cu")
+    source = hopper_source(*FILES)
     return source, {name: int(value) for name, value in constants.items()}
 
 

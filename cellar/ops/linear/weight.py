@@ -30,11 +30,11 @@ class LinearWeight(ABC):
         """Bytes that a product reads of it (padding of a packed form is not counted)."""
 
     @property
-    def asks_ahead(self) -> bool:
-        """Whether its product of a few tokens on a GPU asks for weights before the kernel in front has ended, and
-        divides a multiprocessor's memory as attention of few does.
+    def asks_ahead(self) -> int:
+        """Up to so many tokens its product on a GPU asks for weights before the kernel in front has ended, and divides
+        a multiprocessor's memory as attention of few does.
         """
-        return False
+        return 0
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -248,7 +248,7 @@ class Forward:
             )
             for layer, keys in zip(spec.layers, arena.k, strict=True)
         ]
-        self._early = layers is None and all(map(asks_ahead, spec.layers, weights.layers))
+        self._early = min(map(asks_ahead, spec.layers, weights.layers), default=0) if layers is None else 0
         self.shapes = list(dict.fromkeys(shapes))
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
         self._cpu: CpuAttention | None = None
@@ -492,10 +492,12 @@ class Forward:
         return self.model.final_hidden(self.weights.head, h if index is None else select(h, index))
 
 
-def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> bool:
-    """Whether the product behind a layer's attention, which takes what the heads made, asks for its weights ahead."""
+def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> int:
+    """Up to how many tokens the product behind a layer's attention, which takes what the heads made, asks for its
+    weights ahead.
+    """
     behind = next((weights.get(tensor.name) for tensor in layer.tensors if tensor.axes[-1] == "heads"), None)
-    return isinstance(behind, LinearWeight) and behind.asks_ahead
+    return behind.asks_ahead if isinstance(behind, LinearWeight) else 0
 
 
 def select(h: Hidden, index: Tensor) -> Hidden:

@@ -326,11 +326,9 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterato
             elif isinstance(weight, ByteWeight) and dtype == torch.bfloat16:
                 sources = weight.sources(f"{name}_bias" in weights, name == "gate_up")
                 yield from (_cuda_job(*source) for source in sources)
-            elif isinstance(weight, NibbleWeight):
+            elif isinstance(weight, (NibbleWeight, PackedWeight)):
                 sources = weight.sources(f"{name}_bias" in weights, dtype, name == "gate_up")
                 yield from (_cuda_job(*source) for source in sources)
-            elif isinstance(weight, PackedWeight):
-                yield from (_cuda_job(*source) for source in weight.sources(f"{name}_bias" in weights, dtype))
 
 
 def _cuda_job(source: str, constants: dict[str, int]) -> CudaJob:
