@@ -157,7 +157,7 @@ def _few_nibbles(n: int, k: int) -> QuantizedChoice:
     """Without the kernel for many tokens."""
     if n >= 16_384:
         found = Nibbles(2, 8, 1, 2, 2, 2), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
-    elif n > 4096:
+    elif n > 4096 and k <= 2 * n:
         found = Nibbles(1, 8, 1, 2, 2, 3), Nibbles(2, 8, 1, 1, 4, 2), Nibbles(4, 8, 1, 1, 2, 1)
     else:
         found = Nibbles(2, 8, 2, 2, 2, 2), Nibbles(2, 8, 2, 1, 2, 2), Nibbles(2, 8, 2, 1, 2, 2)

@@ -28,6 +28,8 @@ from cellar.quant.weight import QuantizedWeight, StackedWeight
 
 ChoiceOf: TypeAlias = Callable[[Shape], QuantizedChoice | None]
 
+# Columns of a matrix whose only token is kept in shared memory: with more other kernels' division would have no room.
+_MOST_KEPT = 16_384
 # Tiles of tokens for which split products have counters; with more of them there are enough programs without a split.
 _MOST_ACROSS = 4
 
@@ -44,7 +46,8 @@ class PackedWeight(LinearWeight):
         super().__init__(*matrix.shape)
         mixed = multiplies_spans(matrix)
         # What multiplies one token alone, whatever the choice says.
-        self._kept = default_product(*matrix.shape, 1) if mixed and order is None else None
+        alone = mixed and order is None and matrix.shape[1] <= _MOST_KEPT
+        self._kept = default_product(*matrix.shape, 1) if alone else None
         if choice is None or not choice.all_are(Tiles, *([Mixed] if mixed else [])):
             choice = default_spans(*matrix.shape) if mixed else default_choice(matrix.format, *matrix.shape)
         self.matrix = matrix

@@ -206,7 +206,7 @@ def run_emulated(of: Example, edits: Sequence[tuple[str, str]] = ()) -> None:
     takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
     behind = given.token(EPS).arguments(total if given.delta is not None else given.x) if of.inside.alone else NOBODY
     library = emulated.build(files, constants, kernel, takes, edits)
-    shared = sizes.shared(tokens) + of.inside.shared(of.k)
+    shared = sizes.shared(tokens) + sizes.alone(of.inside, of.k)
     addresses = [emulated.pointer(pointer) for pointer in pointers]
     arguments = (*addresses, *map(ctypes.c_int, counts), *behind)
     for seed in range(2):
@@ -298,7 +298,7 @@ def alone_in_the_emulator(of: Example, x: Tensor) -> Tensor:
     takes += [("int", f"count{i}") for i in range(len(counts))]
     takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
     library = emulated.build(files, constants, kernel, takes)
-    shared = of.sizes.shared(8) + of.inside.shared(of.k)
+    shared = of.sizes.shared(8) + of.sizes.alone(of.inside, of.k)
     arguments = (*map(emulated.pointer, tensors), *map(ctypes.c_int, counts), *NOBODY)
     emulated.launch(library, clusters, clusters, 32 * of.sizes.warps, shared, arguments)
     return out
@@ -355,7 +355,7 @@ def test_tokens_of_any_size_are_rounded(size: float) -> None:
     takes += [("const u16*", "delta"), ("const u16*", "norm"), ("u16*", "total"), ("float", "eps")]
     library = emulated.build(bytes_files, constants, "product_of_bytes", takes)
     pointers = [emulated.pointer(t) for t in (given.x, None, weight._codes, weight._scales, None, out)]
-    shared = of.sizes.shared(8) + of.inside.shared(of.k)
+    shared = of.sizes.shared(8) + of.sizes.alone(of.inside, of.k)
     counts = [ctypes.c_int(count) for count in (1, of.n, 0, 1)]
     emulated.launch(library, 1, 1, 32 * of.sizes.warps, shared, (*pointers, *counts, *NOBODY))
     meant = rounded(given.x, FP8).double() @ dequantized(given.matrix).double().t()
@@ -370,9 +370,10 @@ def test_kernels_of_up_to_eight_tokens_divide_memory_alike_and_those_of_more_hav
             four, eight = default_nibbles(n, k).at(m), default_product(n, k, m)
             assert isinstance(four, Nibbles)
             assert isinstance(eight, Bytes)
-            assert room_of(four.shared(8) + inside.shared(k), four.resident, few=True) == 132 << 10
-            rounded = Inside(rounded=m == 1).shared(k)
-            assert room_of(eight.shared(8) + rounded, eight.resident, few=True) == 132 << 10
+            assert room_of(four.shared(8) + four.alone(inside, k), four.resident, few=True) == 132 << 10
+            for inside in (Inside(rounded=m == 1), Inside(kept=24 if m == 1 else 0)):
+                room = room_of(eight.shared(8) + eight.alone(inside, k), eight.resident, few=True)
+                assert room == 132 << 10
     wide = default_nibbles(4096, 14336).at(32)
     assert isinstance(wide, Nibbles)
     for tokens in (1, 2, 4, 8):  # attention of as many divides it likewise
@@ -387,11 +388,12 @@ def test_what_a_tile_cannot_hold_has_its_gate_apart() -> None:
     assert not nibbles_gate(28672, Nibbles(1, 8, 1, 2, 2, 2)), "a tile has a single piece"
     assert not nibbles_gate(28672, Nibbles(2, 8, 2, 2, 2, 2)), "blocks of a cluster add up parts of a tile"
     assert not nibbles_gate(48, Nibbles(2, 8, 1, 2, 2, 2)), "the up rows begin within a piece"
-    assert Inside(rounded=True).shared(4096) == 4096
-    assert Inside(normed=True, kept=16).shared(4096) == 128 + 8192 + 512
-    assert Inside(kept=24).shared(4096) == 128 + 3 * 4096
-    assert Inside(kept=24).shared(4000) == Inside(kept=24).shared(4096), "whole turns"
-    assert Inside(gated=True).shared(4096) == 0
+    bytes_, nibbles = Bytes(1, 8, 4, 2), Nibbles(2, 8, 2, 2, 2, 2)
+    assert bytes_.alone(Inside(rounded=True), 4096) == 4096
+    assert nibbles.alone(Inside(normed=True, kept=16), 4096) == 128 + 8192 + 512
+    assert nibbles.alone(Inside(kept=16), 4096) == 128 + 4096 + 256, "of a cluster's columns a block has its own"
+    assert bytes_.alone(Inside(kept=24), 4096) == bytes_.alone(Inside(kept=24), 4000) == 128 + 3 * 4096, "whole turns"
+    assert bytes_.alone(Inside(gated=True), 4096) == 0
 
 
 @pytest.mark.gpu

@@ -27,12 +27,15 @@ class Inside:
         """True if the token goes through shared memory, so that there can be no other."""
         return self.rounded or self.kept > 0
 
-    def shared(self, k: int) -> int:
-        """Bytes of shared memory that k numbers of the token take, with what is reckoned of them."""
+    def shared(self, k: int, warps: int, turn: int, cluster: int = 1) -> int:
+        """Bytes of shared memory that k numbers of the token take, with what is reckoned of them. Warps of a cluster
+        share the columns, `turn` at a time.
+        """
         if not self.kept:
             return k if self.rounded else 0
-        padded = -(-k // _TURN) * _TURN
-        return _SCRATCH + padded * self.kept // 8 + (padded // _SUMMED * 4 if self.kept == 16 else 0)
+        turns = -(-k // (turn * warps * cluster)) * (cluster if self.normed else 1)
+        columns = turns * warps * turn
+        return _SCRATCH + columns * self.kept // 8 + (columns // _SUMMED * 4 if self.kept == 16 else 0)
 
     def constants(self) -> dict[str, int]:
         """What a kernel is compiled with."""
@@ -44,8 +47,8 @@ NOTHING = Inside()
 FEW_TOKENS = 8
 """Up to so many, attention is of few, too, and all of a layer asks for one division (decision 0086)."""
 
-# Of `kept.cuh`: the most columns of a warp's turn, the fewest that have a sum, bytes for an exchange among warps.
-_TURN, _SUMMED, _SCRATCH = 128, 32, 128
+# Of `kept.cuh`: the fewest columns that have a sum, and bytes for an exchange among warps.
+_SUMMED, _SCRATCH = 32, 128
 
 _LEAST_ROOM, _LEAST_ROOM_OF_FEW = 64 << 10, 132 << 10
 

@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_turn(
             u32 b[4] = {0, 0, 0, 0};
             if constexpr (ALONE) {
                 // All tokens of the eight are this one, or its bytes.
-                if (EXACT || (KEPT ? column < TURNS * TURN : at < K)) load_shared(alone + at, b);
+                if (EXACT || KEPT || at < K) load_shared(alone + at, b);
             } else {
                 if (token < m && (EXACT || at < K)) load_global(x + static_cast<u64>(token) * K + at, b);
             }

@@ -18,6 +18,8 @@ from cellar.ops.linear.alone import FEW_TOKENS, NOBODY, NOTHING, Alone, Inside, 
 
 FILES = ("linear/tile.cuh", "linear/alone.cuh", "linear/kept.cuh", "linear/bytes.cu")
 
+_TURN = 128  # columns that a warp takes at a time
+
 KEPT = 24
 """Bits of an only token's numbers, in three bytes."""
 
@@ -46,6 +48,10 @@ class Bytes:
     def shared(self, tokens: int) -> int:
         """Bytes of shared memory: the sums of all warps."""
         return 4 * self.warps * tokens * (self.rows + 4)
+
+    def alone(self, inside: Inside, k: int) -> int:
+        """Bytes of it that an only token of k numbers takes."""
+        return inside.shared(k, self.warps, _TURN)
 
 
 def tokens_of(m: int) -> int:
@@ -168,7 +174,7 @@ def _function(
     device: torch.device,
 ) -> Function:
     cubin = compile_cuda(*bytes_source(sizes, k, tokens, grouped, whole, bias, dtype, inside))
-    shared = sizes.shared(tokens) + inside.shared(k)
+    shared = sizes.shared(tokens) + sizes.alone(inside, k)
     room = room_of(shared, sizes.resident, few=tokens <= FEW_TOKENS)
     with torch.cuda.device(device):
         return Function(cubin, "product_of_bytes", 32 * sizes.warps, shared, 1, room)

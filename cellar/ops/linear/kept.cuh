@@ -3,7 +3,7 @@
 // 24 a whole number of three bytes, each byte a token for the tensor cores.
 //
 // Each warp brings the columns that it multiplies, with a power of two of their own, so that no warp waits for another but
-// for the squares of a norm. That power is at most 2^126: tokens below 2^-105 throughout lose bits. Behind `alone.cuh`.
+// for the squares of a norm; those of a cluster's other blocks lie here behind a norm alone. That power is at most 2^126: tokens below 2^-105 throughout lose bits. Behind `alone.cuh`.
 
 constexpr int SPREAD = 64;  // columns of a warp's load, two a lane
 constexpr u32 SCRATCH_BYTES = SCRATCH * 4;
@@ -17,9 +17,12 @@ struct Turns {
     static constexpr int HELD = NORMED ? OWN * CLUSTER : OWN;  // the squares are those of all columns
     static constexpr int PAIRS = TURN / SPREAD;
     static constexpr int STEP = NORMED ? WARPS : WARPS * CLUSTER;
-    static constexpr u32 PADDED = ALL * TURN;
-    static constexpr bool FULL = ALL % (WARPS * CLUSTER) == 0;  // each warp has as many
+    static constexpr int PLACES = HELD * WARPS;  // of turns, in shared memory
+    static constexpr u32 PADDED = PLACES * TURN;
 };
+
+// Where a warp's i-th turn lies in shared memory, which is its number where all are here.
+__device__ __forceinline__ int place_of(int i) { return threadIdx.x / 32 + i * WARPS; }
 
 // Two neighbouring columns of each 64 of a turn, zeros beyond the last.
 template <int TURN>
@@ -95,7 +98,7 @@ __device__ __forceinline__ int added_across(float (&x)[COUNT]) {
 // that share one, but of a turn's at most.
 template <int TURN>
 __device__ __forceinline__ void store_halves(
-    u32 to, u32 sums, int first, const u32 (&x)[Turns<TURN>::HELD][Turns<TURN>::PAIRS], float factor) {
+    u32 to, u32 sums, const u32 (&x)[Turns<TURN>::HELD][Turns<TURN>::PAIRS], float factor) {
     using Of = Turns<TURN>;
     constexpr int SUMMED = GROUP < TURN ? GROUP : TURN, OF_TURN = TURN / SUMMED;
     constexpr int EACH = SUMMED > SPREAD ? SUMMED / SPREAD : 1, KINDS = Of::PAIRS / EACH;  // pairs that one sum has
@@ -104,11 +107,10 @@ __device__ __forceinline__ void store_halves(
     float sum[Of::HELD][KINDS];
 #pragma unroll
     for (int i = 0; i < Of::HELD; ++i) {
-        const int turn = first + i * Of::STEP;
 #pragma unroll
         for (int j = 0; j < Of::PAIRS; ++j) {
             const float low = low_of(x[i][j]) * factor, high = high_of(x[i][j]) * factor;
-            if (Of::FULL || turn < Of::ALL) store_shared(to + (turn * TURN + j * SPREAD + lane * 2) * 2, two_halves(low, high));
+            store_shared(to + (place_of(i) * TURN + j * SPREAD + lane * 2) * 2, two_halves(low, high));
             sum[i][j / EACH] = (j % EACH ? sum[i][j / EACH] : 0.0f) + (low + high);
         }
     }
@@ -118,9 +120,9 @@ __device__ __forceinline__ void store_halves(
         float some[EACH_TIME];
 #pragma unroll
         for (int i = 0; i < EACH_TIME; ++i) some[i] = begin + i < ALL ? sum[(begin + i) / KINDS][(begin + i) % KINDS] : 0.0f;
-        const int which = begin + added_across<LANES>(some), turn = first + which / KINDS * Of::STEP;
-        const int place = turn * OF_TURN + which % KINDS * (32 / LANES) + lane / LANES;
-        if (which < ALL && (Of::FULL || turn < Of::ALL)) store_shared(sums + place * 4, __float_as_uint(some[0]));
+        const int which = begin + added_across<LANES>(some);
+        const int place = place_of(which / KINDS) * OF_TURN + which % KINDS * (32 / LANES) + lane / LANES;
+        if (which < ALL) store_shared(sums + place * 4, __float_as_uint(some[0]));
     }
 }
 #else
@@ -165,13 +167,10 @@ __device__ __forceinline__ float keep(const Given& given, u32 to, u32 sums, floa
     const int up = 254 + TOP - exponent < 253 ? 254 + TOP - exponent : 253;
     const float factor = __uint_as_float(static_cast<u32>(up) << 23);
 #if KEPT == 16
-    store_halves<TURN>(to, sums, first, x, factor);
+    store_halves<TURN>(to, sums, x, factor);
 #else
 #pragma unroll
-    for (int i = 0; i < Of::HELD; ++i) {
-        const int turn = first + i * Of::STEP;
-        if (Of::FULL || turn < Of::ALL) store_bytes(to + turn * TURN, Of::PADDED, x[i], factor);
-    }
+    for (int i = 0; i < Of::HELD; ++i) store_bytes(to + place_of(i) * TURN, Of::PADDED, x[i], factor);
 #endif
     __syncwarp();
     return __uint_as_float(exponent == 255 ? 0x7fc00000 : static_cast<u32>(254 - up) << 23);

@@ -183,13 +183,12 @@ constexpr float ROW_UP = 16777216.0f, LATER_ROW_UP = 1048576.0f;  // what rows a
 // token: the first 16 bytes of this lane; sums: the first of `keep` that this lane takes. Every token of the eight is this
 // one, so all four lanes of a row have its sums; of a turn's groups each lane goes on with one.
 __device__ __forceinline__ void multiply_kept(
-    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, u32 token, u32 sums, int turn) {
-    if (!EXACT && turn >= TURNS) return;
+    float (&sum)[PIECES][EIGHTS][4], const Weights& weights, u32 token, u32 sums, int place) {
     constexpr int SHARING = LOADS * 4 / TURN_GROUPS;  // words that share a scale
     u32 b[LOADS * 2][4], less;
 #pragma unroll
-    for (int i = 0; i < LOADS * 2; ++i) load_shared(token + turn * TURN * 2 + i * 64, b[i]);
-    load_word(sums + turn * TURN_GROUPS * 4, less);
+    for (int i = 0; i < LOADS * 2; ++i) load_shared(token + place * TURN * 2 + i * 64, b[i]);
+    load_word(sums + place * TURN_GROUPS * 4, less);
 #pragma unroll
     for (int piece = 0; piece < PIECES; ++piece) {
         float row = 0, later_row = 0;
@@ -346,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, RESIDENT) product_of_ni
         for (int i = 0; i < DEPTH; ++i) {
             if (begin + i >= total) break;
 #if KEPT
-            multiply_kept(sum, ring[i], token + lane % 4 * 16, sums + group * 4, here.turn * CLUSTER * WARPS + taker);
+            multiply_kept(sum, ring[i], token + lane % 4 * 16, sums + group * 4, NORMED ? here.turn * CLUSTER * WARPS + taker : place_of(here.turn));
 #else
             multiply_turn(sum, ring[i], tokens, here.turn * CLUSTER * WARPS + taker);
 #endif

@@ -62,6 +62,10 @@ class Nibbles:
             sums += 2 * self.sharers * -(-tokens // self.sharers) * self.rows
         return 4 * sums
 
+    def alone(self, inside: Inside, k: int) -> int:
+        """Bytes of it that an only token of k numbers takes."""
+        return inside.shared(k, self.warps, COLUMNS * self.loads, self.sharers)
+
     def fits(self, tokens: int) -> bool:
         """True if as many blocks as the sizes say have room on a multiprocessor."""
         return self.shared(tokens) * self.resident <= MAX_SHARED[1]
@@ -190,7 +194,7 @@ def _product(
     inside: Inside, device: torch.device,
 ) -> Function:  # fmt: skip
     cubin = compile_cuda(*nibbles_source(sizes, k, group, tokens, zeros, bias, dtype, scales, inside))
-    shared = sizes.shared(tokens) + inside.shared(k)
+    shared = sizes.shared(tokens) + sizes.alone(inside, k)
     room = room_of(shared, sizes.resident, few=tokens <= FEW_TOKENS)
     with torch.cuda.device(device):
         return Function(cubin, "product_of_nibbles", 32 * sizes.warps, shared, sizes.sharers, room)
