@@ -58,7 +58,7 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
     elif multiplied_in_bytes(x, matrix):
-        out = sums_in_bytes(x, matrix)
+        return products_in_bytes(x, matrix, bias, x.dtype)
     else:
         out = _summed(x.float(), matrix)
     if bias is not None:
@@ -76,14 +76,19 @@ def multiplied_in_bytes(x: Tensor, matrix: Quantized) -> bool:
     return format.name == "int4" and format.group in _IN_COLUMNS
 
 
-def sums_in_bytes(x: Tensor, matrix: Quantized) -> Tensor:
-    """float32 [t, out]; the largest number of each token times 2^-23 is as good as 0.
+def products_in_bytes(x: Tensor, matrix: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[t, out] in bfloat16 or float32; the largest number of each token times 2^-23 is as good as 0.
 
     A few tokens at a time: a thread's stack holds what they have become.
     """
-    out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
-    for some, there in zip(torch.split(x.contiguous(), _EXPANDED_FROM), torch.split(out, _EXPANDED_FROM), strict=True):
-        _launch("whole", (some.data_ptr(),), matrix, there, (some.shape[0],))
+    out, x = torch.empty((x.shape[0], matrix.shape[0]), dtype=dtype), x.contiguous()
+    raised = None if bias is None else bias.float().contiguous()
+    parts = [(x, out)]
+    if len(x) > _EXPANDED_FROM:
+        parts = list(zip(torch.split(x, _EXPANDED_FROM), torch.split(out, _EXPANDED_FROM), strict=True))
+    for some, there in parts:
+        places = some.data_ptr(), 0 if raised is None else raised.data_ptr()
+        _launch("whole", places, matrix, there, (len(some), dtype == torch.bfloat16))
     return out
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,11 @@ class Quantized:
         """Bytes of all its parts."""
         parts = (self.codes, self.scales, self.zeros, self.groups)
         return sum(part.numel() * part.element_size() for part in parts if part is not None)
+
+    def put(self, put: Callable[[Tensor], Tensor]) -> Quantized:
+        """Codes, scales and zero points where `put` puts tensors."""
+        zeros = None if self.zeros is None else put(self.zeros)
+        return replace(self, codes=put(self.codes), scales=put(self.scales), zeros=zeros)
 
     def rows(self, start: int, stop: int) -> Quantized:
         """Some rows. Raises ConfigError where that would cut a group."""

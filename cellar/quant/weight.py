@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -98,13 +98,15 @@ class StackedWeight(LinearWeight):
         return StackedWeight(found)
 
 
-def on_cpu(weight: LinearWeight) -> LinearWeight:
+def on_cpu(weight: LinearWeight, put: Callable[[Tensor], Tensor] | None = None) -> LinearWeight:
     """A quantized weight in the form that the CPU multiplies fastest: packed, where activations are rounded to int8.
 
-    What has no such form, here or on this processor, stays as it is.
+    What has no such form, here or on this processor, stays as it is, its tensors where `put` puts them.
     """
     if isinstance(weight, StackedWeight):
-        return StackedWeight([on_cpu(part) for part in weight.parts])
-    if isinstance(weight, QuantizedWeight) and weight.matrix.format.activations == "int8" and int8_multiplies():
+        return StackedWeight([on_cpu(part, put) for part in weight.parts])
+    if not isinstance(weight, QuantizedWeight):
+        return weight
+    if weight.matrix.format.activations == "int8" and int8_multiplies():
         return Int8Weight(weight.matrix)
-    return weight
+    return weight if put is None else QuantizedWeight(weight.matrix.put(put), weight.order)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of Linux 5.14: take pages as if each were written, and leave what they hold."""
 
 _HUGE = 2**21
+_SHELF = 2**28
+_LINE = 64
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
@@ -35,6 +40,32 @@ def zeros(nbytes: int) -> NDArray[np.uint8]:
             with suppress(OSError):  # a system that has none
                 mapping.madvise(getattr(mmap, name), begin, max(nbytes, 1))
     return memory[begin : begin + nbytes]
+
+
+class Shelf:
+    """Copies of tensors that live as long as each other, one behind the other in mappings of `zeros`: many are smaller
+    than a huge page, or end within one. Several threads may put.
+    """
+
+    def __init__(self, nbytes: int = _SHELF) -> None:
+        """`nbytes` of each mapping, of which pages are taken when they are first written."""
+        self._nbytes = nbytes
+        self._free = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, from the start of a cache line on. Raises as `zeros` does."""
+        nbytes = tensor.numel() * tensor.element_size()
+        there = self._carved(nbytes).view(tensor.dtype).view(tensor.shape)
+        return there.copy_(tensor)
+
+    def _carved(self, nbytes: int) -> Tensor:
+        whole = -(-nbytes // _LINE) * _LINE
+        with self._lock:
+            if whole > len(self._free):
+                self._free = torch.from_numpy(zeros(max(whole, self._nbytes)))
+            here, self._free = self._free[:nbytes], self._free[whole:]
+        return here
 
 
 def take(memory: NDArray[np.uint8]) -> bool:

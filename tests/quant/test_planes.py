@@ -33,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 def summed(x: Tensor, matrix: Quantized) -> Tensor:
     """float32 [t, out], as `quantized_linear_cpu` has them before they are rounded."""
     assert cpu.multiplied_in_bytes(x, matrix)
-    return cpu.sums_in_bytes(x, matrix)
+    return cpu.products_in_bytes(x, matrix, None, torch.float32)
 
 
 def wide_range(*shape: int) -> Tensor:
@@ -122,6 +122,17 @@ def test_others_go_another_way() -> None:
     eight = quantized(random(8, 256), FORMATS["int8"])
     shifted = replace(eight, zeros=torch.ones(8, 1, dtype=torch.int8))
     assert not cpu.multiplied_in_bytes(x, shifted)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 6])
+def test_nothing_behind_the_last_row_counts(name: str, rows: int) -> None:
+    """Scales and zero points are read sixteen at a time, where there are so many."""
+    whole = quantized(random(rows + 2, 384), FORMATS[name])
+    if whole.format.rows:
+        whole.scales[rows:] = float("nan")
+        cut, x = whole.rows(0, rows), wide_range(2, 384)
+        assert torch.equal(summed(x, cut), summed(x, cut.put(torch.clone)))
 
 
 @pytest.mark.parametrize("name", ["int4/64 zeros", "int8"])

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from cellar.runtime.pages import take, taken_nbytes, zeros
+from cellar.runtime.pages import Shelf, take, taken_nbytes, zeros
 
 HUGE = 2**21
 
@@ -60,3 +61,17 @@ def test_a_view_keeps_it() -> None:
     del memory
     view[:] = 3
     assert np.array_equal(view, [3] * 4)
+
+
+def test_what_is_put_on_a_shelf_stays_what_it_was() -> None:
+    """Of any type and shape, beside others and where the first mapping is full."""
+    shelf = Shelf(1000)
+    sizes = [(3, 5), (0, 4), (1,), (2, 64), (700,), (3,)]
+    given = [torch.arange(torch.Size(size).numel()).view(size) for size in sizes]
+    given = [tensor.to(dtype) for tensor in given for dtype in (torch.uint8, torch.int8, torch.float16, torch.float32)]
+    put = [shelf.put(tensor.t() if tensor.dim() == 2 else tensor) for tensor in given]
+    for tensor, found in zip(given, put, strict=True):
+        assert found.dtype == tensor.dtype
+        assert found.is_contiguous()
+        assert not found.numel() or found.data_ptr() % 64 == 0
+        assert torch.equal(found.t() if found.dim() == 2 else found, tensor)

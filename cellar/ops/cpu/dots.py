@@ -15,7 +15,7 @@ from numba.core.typing import signature
 from numba.extending import intrinsic, models, register_model
 
 from cellar.ops.cpu.blocks import SIZE
-from cellar.ops.cpu.lanes import BRAINS, FLOATS, HALVES, by_halves, written
+from cellar.ops.cpu.lanes import BRAINS, FLOATS, by_halves, written
 from cellar.ops.cpu.wide import ask_for, has, use_whole_registers, wide
 
 _BYTE, _SHORT, _INT, _LONG, _FLOAT = (*(ir.IntType(bits) for bits in (8, 16, 32, 64)), ir.FloatType())
@@ -139,7 +139,7 @@ def _of_one(function: Callable[[Any, Any], Any]) -> Any:
     return intrinsic(one)
 
 
-whole_minus, whole_times = _of_two("sub"), _of_two("mul")
+whole_plus, whole_minus, whole_times = _of_two("add"), _of_two("sub"), _of_two("mul")
 """In 32 bits each."""
 
 low_nibbles = _of_one(lambda builder, a: builder.and_(a, _all(0x0F0F0F0F)))
@@ -245,6 +245,29 @@ def of_pairs(typing: Any, pointer: Any, index: Any) -> Any:
     return signature(types.UniTuple(wide, 2), BRAINS, types.int64), lower
 
 
+def _as_numbers(builder: Any, kind: Any, raw: Any) -> Any:
+    """Sixteen elements of such memory, read as integers or float32, as float32."""
+    if kind == FLOATS:
+        return raw
+    if kind == BRAINS:
+        return builder.bitcast(builder.shl(builder.zext(raw, _INTS), _all(16)), _FLOATS)
+    return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), SIZE)), _FLOATS)
+
+
+def _stored(kind: Any) -> tuple[Any, int]:
+    """What an element of such memory is read as, and its bytes."""
+    return (_FLOAT, 4) if kind == FLOATS else (_SHORT, 2)
+
+
+def _front_of(builder: Any, element: Any, size: int, pointer: Any, index: Any, count: Any) -> Any:
+    """Sixteen elements from the index-th on, of which `count` are read, and the others 0."""
+    kind = ir.VectorType(element, SIZE)
+    here = _bytes_at(builder, kind, pointer, builder.mul(index, ir.Constant(_LONG, size)))
+    there = builder.icmp_unsigned("<", ir.Constant(_INTS, list(range(SIZE))), _spread(builder, count))
+    args = [here, ir.Constant(_INT, 1), there, ir.Constant(kind, [element(0)] * SIZE)]
+    return _called(builder, f"llvm.masked.load.v{SIZE}{element.intrinsic_name}.p0", kind, args)
+
+
 @written
 def sixteen(typing: Any, pointer: Any, index: Any) -> Any:
     """Sixteen elements from the index-th on, as numbers."""
@@ -252,39 +275,35 @@ def sixteen(typing: Any, pointer: Any, index: Any) -> Any:
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         use_whole_registers(builder)
         kind = sig.args[0]
-        size = 4 if kind == FLOATS else 2
-        element = {FLOATS: _FLOAT, HALVES: ir.HalfType(), BRAINS: _SHORT}[kind]
+        element, size = _stored(kind)
         at = builder.mul(args[1], ir.Constant(_LONG, size))
         raw = builder.load(_bytes_at(builder, ir.VectorType(element, SIZE), args[0], at), align=size)
-        if kind == BRAINS:
-            return builder.bitcast(builder.shl(builder.zext(raw, _INTS), _all(16)), _FLOATS)
-        return raw if kind == FLOATS else builder.fpext(raw, _FLOATS)
+        return _as_numbers(builder, kind, raw)
 
     return signature(wide, pointer, types.int64), lower
 
 
 @written
-def sixteen_bytes(typing: Any, pointer: Any, index: Any) -> Any:
-    """Sixteen bytes without signs from the index-th on."""
+def front_sixteen(typing: Any, pointer: Any, index: Any, count: Any) -> Any:
+    """The first `count` of them, and 0 behind these."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         use_whole_registers(builder)
-        kind = ir.VectorType(_BYTE, SIZE)
-        return builder.zext(builder.load(_bytes_at(builder, kind, *args), align=1), _INTS)
+        kind = sig.args[0]
+        return _as_numbers(builder, kind, _front_of(builder, *_stored(kind), *args))
 
-    return signature(whole, pointer, types.int64), lower
+    return signature(wide, pointer, types.int64, types.int64), lower
 
 
 @written
-def put_int(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
-    """One int32."""
+def front_bytes(typing: Any, pointer: Any, index: Any, count: Any) -> Any:
+    """Likewise of bytes without signs, as whole numbers."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        there = builder.gep(builder.bitcast(args[0], _INT.as_pointer()), [args[1]])
-        builder.store(builder.trunc(args[2], _INT), there)
-        return context.get_dummy_value()
+        use_whole_registers(builder)
+        return builder.zext(_front_of(builder, _BYTE, 1, *args), _INTS)
 
-    return signature(types.none, pointer, types.int64, types.int64), lower
+    return signature(whole, pointer, types.int64, types.int64), lower
 
 
 @written
@@ -293,6 +312,18 @@ def fetch_byte(typing: Any, pointer: Any, index: Any) -> Any:
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         ask_for(builder, *args)
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64), lower
+
+
+@written
+def fetch_element(typing: Any, pointer: Any, index: Any) -> Any:
+    """The same of the index-th element."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _, size = _stored(sig.args[0])
+        ask_for(builder, args[0], builder.mul(args[1], ir.Constant(_LONG, size)))
         return context.get_dummy_value()
 
     return signature(types.none, pointer, types.int64), lower
@@ -312,24 +343,24 @@ def shares(typing: Any, count: Any) -> Any:
 
 def _chosen(builder: Any, name: str, kind: Any, args: Any) -> Any:
     use_whole_registers(builder)
-    return _called(builder, name, kind, [args[0], builder.add(args[1], _spread(builder, args[2]))])
+    return _called(builder, name, kind, args)
 
 
 @written
-def chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
-    """The table's members `shares` + `first`, below 16: of numbers."""
+def chosen(typing: Any, table: Any, which: Any) -> Any:
+    """The table's members `which`, below 16: of numbers."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _chosen(builder, "llvm.x86.avx512.permvar.sf.512", _FLOATS, args)
 
-    return signature(wide, wide, whole, types.int64), lower
+    return signature(wide, wide, whole), lower
 
 
 @written
-def whole_chosen(typing: Any, table: Any, shares: Any, first: Any) -> Any:
+def whole_chosen(typing: Any, table: Any, which: Any) -> Any:
     """Likewise of whole numbers."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _chosen(builder, "llvm.x86.avx512.permvar.si.512", _INTS, args)
 
-    return signature(whole, whole, whole, types.int64), lower
+    return signature(whole, whole, whole), lower

@@ -4,7 +4,8 @@ A token becomes whole numbers of 23 bits, in units of a power of two that its la
 each: its planes. What is lost is 2^-23 of the largest number, as a sum in float32 would lose it. The codes' bytes are
 multiplied by each plane as they stand in memory; sums of bytes are exact, and have an order by the columns alone.
 
-The arguments are those of `quantized.py`. Columns are taken 128 at a time, so a row has a multiple of that.
+The matrix's arguments are those of `quantized.py`. Columns are taken 128 at a time, so a row has a multiple of that.
+What a row reads is asked for some rows ahead: a processor does not see by itself where four rows go on.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from cellar.ops.cpu.dots import (
     chosen,
     dot,
     fetch_byte,
+    fetch_element,
+    front_bytes,
+    front_sixteen,
     high_nibbles,
     larger,
     largest_of,
@@ -28,34 +32,23 @@ from cellar.ops.cpu.dots import (
     number_of,
     numbers,
     of_pairs,
-    put_int,
     quarter_store,
     raised,
     shares,
     sixteen,
-    sixteen_bytes,
     size_bits,
     times_256,
     whole_chosen,
     whole_load,
     whole_minus,
+    whole_plus,
     whole_splat,
     whole_store,
     whole_times,
 )
 from cellar.ops.cpu.lanes import brains, floats, get, halves, like, longs, next_of, put, stack
 from cellar.ops.cpu.pieces import piece
-from cellar.ops.cpu.wide import (
-    byte_of,
-    int4s,
-    int8s,
-    wide_fma,
-    wide_load,
-    wide_splat,
-    wide_store,
-    wide_times,
-    wide_total,
-)
+from cellar.ops.cpu.wide import int4s, int8s, wide_fma, wide_splat, wide_times, wide_total
 
 BYTES = 64
 """Of a register."""
@@ -65,7 +58,7 @@ PLANES = 7
 
 _ONES, _HIGHEST = 0x01010101, 0x80808080
 _BITS = 22
-_AHEAD = 8192
+_AHEAD = 4096
 """Bytes that are asked for before they are needed, at least."""
 
 
@@ -159,54 +152,53 @@ def _put_singles(x, at, columns, planes, to, sums, where):  # type: ignore[no-un
 
 
 @piece
-def _ahead(length):  # type: ignore[no-untyped-def]
-    """How far before its use a byte is asked for: rows are too short for the processor to see where it goes on."""
-    return ROWS * length * (1 + _AHEAD // (ROWS * length))
+def _ask(codes, scales, zeros, is_there, row, count, length, groups):  # type: ignore[no-untyped-def]
+    """Have `count` rows' scales and zero points come into the cache, and `length` bytes of codes of each."""
+    for k in range(0, count * groups, SIZE):
+        fetch_element(scales, row * groups + k)
+    if is_there:
+        for k in range(0, count * groups, BYTES):
+            fetch_byte(zeros, row * groups + k)
+    for k in range(0, count * length, BYTES):
+        fetch_byte(codes, row * length + k)
 
 
 @piece
-def _take(scales, at, zeros, is_there, zero_at, here, to, gap, count):  # type: ignore[no-untyped-def]
-    """A row's scales, and `gap` numbers further on its zero points as whole numbers."""
-    whole = count - count % SIZE
-    for g in range(0, whole, SIZE):
-        wide_store(here, to + g, sixteen(scales, at + g))
-        if is_there:
-            whole_store(here, 4 * (gap + to + g), sixteen_bytes(zeros, zero_at + g))
-    for g in range(whole, count):
-        put(here, to + g, get(scales, at + g))
-        if is_there:
-            put_int(here, gap + to + g, byte_of(zeros, zero_at + g))
-
-
-@piece
-def _added(sum, codes, at, ahead, planes, to, zeros, scales, share, g, lifted):  # type: ignore[no-untyped-def]
+def _added(sum, codes, at, ahead, planes, to, zeros, scales, share, lifted):  # type: ignore[no-untyped-def]
     """The products of 128 codes of a row."""
     fetch_byte(codes, ahead)
     both = whole_load(codes, at)
     found = _whole_sums(low_nibbles(both), high_nibbles(both), planes, to)
-    found = whole_minus(found, whole_times(whole_chosen(zeros, share, g), lifted))
-    return wide_fma(numbers(found), chosen(scales, share, g), sum)
+    found = whole_minus(found, whole_times(whole_chosen(zeros, share), lifted))
+    return wide_fma(numbers(found), chosen(scales, share), sum)
 
 
 @piece
-def _four_rows(planes, at, codes, row, steps, here, stride, groups, per, length):  # type: ignore[no-untyped-def]
-    """-> the products of a token with four rows of 4 bits, in its unit."""
+def _four_rows(  # type: ignore[no-untyped-def]
+    planes, at, codes, row, steps, ahead, scales, zeros, is_there, grid, groups, per
+):
+    """-> the products of a token with four rows of 4 bits, in its unit. `grid`: where each one's scales begin."""
+    g0, g1, g2, g3 = grid
     row1, row2, row3 = row + steps[0], row + steps[1], row + steps[2]
-    ahead, share, gap = _ahead(length), shares(per), ROWS * stride
     s0 = s1 = s2 = s3 = wide_splat(0.0)
+    z0 = z1 = z2 = z3 = whole_splat(0)
     for table in range(0, groups, SIZE):
-        n1, n2, n3 = stride + table, 2 * stride + table, 3 * stride + table
-        t0, t1, t2, t3 = wide_load(here, table), wide_load(here, n1), wide_load(here, n2), wide_load(here, n3)
-        z0, z1 = whole_load(here, 4 * (gap + table)), whole_load(here, 4 * (gap + n1))
-        z2, z3 = whole_load(here, 4 * (gap + n2)), whole_load(here, 4 * (gap + n3))
-        for g in range(0, min(SIZE, groups - table), per):
-            byte = (table + g) // per * BYTES
-            to, there = at + PLANES * byte, row + ahead + ROWS * byte
+        count = min(SIZE, groups - table)
+        t0, t1 = front_sixteen(scales, g0 + table, count), front_sixteen(scales, g1 + table, count)
+        t2, t3 = front_sixteen(scales, g2 + table, count), front_sixteen(scales, g3 + table, count)
+        if is_there:
+            z0, z1 = front_bytes(zeros, g0 + table, count), front_bytes(zeros, g1 + table, count)
+            z2, z3 = front_bytes(zeros, g2 + table, count), front_bytes(zeros, g3 + table, count)
+        share, first = shares(per), table // per
+        for block in range(first, first + count // per):
+            byte = block * BYTES
+            to, there = at + PLANES * byte, ahead + ROWS * byte
             lifted = whole_load(planes, to + 6 * BYTES)
-            s0 = _added(s0, codes, row + byte, there, planes, to, z0, t0, share, g, lifted)
-            s1 = _added(s1, codes, row1 + byte, there + 1 * BYTES, planes, to, z1, t1, share, g, lifted)
-            s2 = _added(s2, codes, row2 + byte, there + 2 * BYTES, planes, to, z2, t2, share, g, lifted)
-            s3 = _added(s3, codes, row3 + byte, there + 3 * BYTES, planes, to, z3, t3, share, g, lifted)
+            s0 = _added(s0, codes, row + byte, there, planes, to, z0, t0, share, lifted)
+            s1 = _added(s1, codes, row1 + byte, there + 1 * BYTES, planes, to, z1, t1, share, lifted)
+            s2 = _added(s2, codes, row2 + byte, there + 2 * BYTES, planes, to, z2, t2, share, lifted)
+            s3 = _added(s3, codes, row3 + byte, there + 3 * BYTES, planes, to, z3, t3, share, lifted)
+            share = whole_plus(share, whole_splat(per))
     return wide_total(s0), wide_total(s1), wide_total(s2), wide_total(s3)
 
 
@@ -227,13 +219,13 @@ def _number(sums, lifted, where):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _four_rows_of_eight(planes, at, codes, row, steps, length, lifted, where):  # type: ignore[no-untyped-def]
+def _four_rows_of_eight(planes, at, codes, row, steps, ahead, length, lifted, where):  # type: ignore[no-untyped-def]
     """-> the products of a token with four rows of 8 bits, in its unit, without their scales."""
-    row1, row2, row3, ahead = row + steps[0], row + steps[1], row + steps[2], _ahead(length)
+    row1, row2, row3 = row + steps[0], row + steps[1], row + steps[2]
     none = whole_splat(0)
     s0 = s1 = s2 = s3 = (none, none, none)
     for byte in range(0, length, COLUMNS):
-        to, there = at + byte // COLUMNS * PLANES * BYTES, row + ahead + ROWS * byte
+        to, there = at + byte // COLUMNS * PLANES * BYTES, ahead + ROWS * byte
         s0 = _of_eight(s0, codes, row + byte, there, planes, to)
         s1 = _of_eight(s1, codes, row1 + byte, there + 2 * BYTES, planes, to)
         s2 = _of_eight(s2, codes, row2 + byte, there + 4 * BYTES, planes, to)
@@ -246,30 +238,41 @@ def _four_rows_of_eight(planes, at, codes, row, steps, length, lifted, where):  
     )
 
 
-# x (bfloat16), codes, scales, zeros (0: none), out; tokens, rows, groups, blocks of a group, rows that share scales;
-# rows per turn
+@piece
+def _give(out, is_short, at, number, bias, is_raised, row):  # type: ignore[no-untyped-def]
+    """A product, with the bias of its row, into float32 or bfloat16."""
+    if is_raised:
+        number += get(bias, row)
+    if is_short:
+        put(brains(out), at, number)
+    else:
+        put(floats(out), at, number)
+
+
+# x (bfloat16), bias (float32; 0: none), codes, scales, zeros (0: none), out; tokens, out in bfloat16, rows, groups,
+# blocks of a group, rows that share scales; rows per turn
 
 
 @piece
 def _product(words, kind, codes_kind, is_eight):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
-    x, codes, scales = brains(get(a, 0)), like(codes_kind, get(a, 1)), like(kind, get(a, 2))
-    zeros, is_there, out = like(codes_kind, get(a, 3)), get(a, 3) != 0, floats(get(a, 4))
-    tokens, rows, groups, size = get(a, 5), get(a, 6), get(a, 7), get(a, 8)
-    sharing, step = get(a, 9), get(a, 10)
+    x, bias, is_raised = brains(get(a, 0)), floats(get(a, 1)), get(a, 1) != 0
+    codes, scales = like(codes_kind, get(a, 2)), like(kind, get(a, 3))
+    zeros, is_there, out = like(codes_kind, get(a, 4)), get(a, 4) != 0, get(a, 5)
+    tokens, is_short, rows, groups, size = get(a, 6), get(a, 7) != 0, get(a, 8), get(a, 9), get(a, 10)
+    sharing, step = get(a, 11), get(a, 12)
     columns = groups * size * BLOCK
     length, one = columns if is_eight else columns // 2, columns // COLUMNS * PLANES * BYTES
-    per, stride = max(1, COLUMNS // (size * BLOCK)), (groups + SIZE - 1) // SIZE * SIZE
+    per = max(1, COLUMNS // (size * BLOCK))
     planes, lifted, units = stack(tokens * one // 4), stack(tokens * 3 * SIZE), stack(tokens)
-    here = stack(2 * ROWS * stride)
-    for g in range(0, 2 * ROWS * stride, SIZE):
-        wide_store(here, g, wide_splat(0.0))
+    lead = ROWS * (1 + _AHEAD // (ROWS * length))
     is_ready = False
-    while True:
-        begin = next_of(words) * step
-        if begin >= rows:
-            return
+    begin = next_of(words) * step
+    while begin < rows:
+        # The next turn is taken before this one begins: what is asked for goes on there.
+        end, following = min(begin + step, rows), next_of(words) * step
         if not is_ready:
+            _ask(codes, scales, zeros, is_there, begin, min(lead, rows - begin), length, groups)
             for m in range(tokens):
                 if is_eight:
                     unit = _put_singles(x, m * columns, columns, planes, m * one, lifted, m * 3 * BYTES)
@@ -277,35 +280,44 @@ def _product(words, kind, codes_kind, is_eight):  # type: ignore[no-untyped-def]
                     unit = _put_pairs(x, m * columns, columns, planes, m * one)
                 put(units, m, unit)
             is_ready = True
-        for n in range(begin, min(begin + step, rows), ROWS):
+        for n in range(begin, end, ROWS):
+            then = min(n + lead if n + lead < end else following + n + lead - end, rows - 1)
+            _ask(codes, scales, zeros, is_there, then, ROWS, 0, groups)
             # The last row again where there are no more.
             last = rows - 1 - n
-            for r in range(ROWS):
-                row = n + min(r, last)
-                _take(
-                    scales, row // sharing * groups, zeros, is_there, row * groups, here, r * stride, ROWS * stride,
-                    groups,
-                )  # fmt: skip
-            steps = min(1, last) * length, min(2, last) * length, min(3, last) * length
+            n1, n2, n3 = min(1, last), min(2, last), min(3, last)
+            steps = n1 * length, n2 * length, n3 * length
+            if sharing == 1:  # a division takes as long as a twentieth of a row
+                grid = (n * groups, (n + n1) * groups, (n + n2) * groups, (n + n3) * groups)
+            else:
+                grid = (
+                    n // sharing * groups,
+                    (n + n1) // sharing * groups,
+                    (n + n2) // sharing * groups,
+                    (n + n3) // sharing * groups,
+                )
             for m in range(tokens):
                 unit = get(units, m)
                 if is_eight:
                     s0, s1, s2, s3 = _four_rows_of_eight(
-                        planes, m * one, codes, n * length, steps, length, lifted, m * 3 * BYTES
+                        planes, m * one, codes, n * length, steps, then * length, length, lifted, m * 3 * BYTES
                     )
-                    s0, s1 = s0 * get(here, 0), s1 * get(here, stride)
-                    s2, s3 = s2 * get(here, 2 * stride), s3 * get(here, 3 * stride)
+                    s0, s1 = s0 * get(scales, grid[0]), s1 * get(scales, grid[1])
+                    s2, s3 = s2 * get(scales, grid[2]), s3 * get(scales, grid[3])
                 else:
                     s0, s1, s2, s3 = _four_rows(
-                        planes, m * one, codes, n * length, steps, here, stride, groups, per, length
-                    )
-                put(out, m * rows + n, s0 * unit)
+                        planes, m * one, codes, n * length, steps, then * length, scales, zeros, is_there, grid, groups,
+                        per,
+                    )  # fmt: skip
+                at = m * rows + n
+                _give(out, is_short, at, s0 * unit, bias, is_raised, n)
                 if last > 0:
-                    put(out, m * rows + n + 1, s1 * unit)
+                    _give(out, is_short, at + 1, s1 * unit, bias, is_raised, n + 1)
                 if last > 1:
-                    put(out, m * rows + n + 2, s2 * unit)
+                    _give(out, is_short, at + 2, s2 * unit, bias, is_raised, n + 2)
                 if last > 2:
-                    put(out, m * rows + n + 3, s3 * unit)
+                    _give(out, is_short, at + 3, s3 * unit, bias, is_raised, n + 3)
+        begin = following
 
 
 # -- entries -------------------------------------------------------------------------------------
