@@ -143,8 +143,9 @@ def test_sums_with_their_norm_are_sums_and_norms(size: int, dtype: torch.dtype) 
         wanted = add_rms_norm_definition(residual, expected(parts), weight, 1e-5)
         for normed, total in zip(ranks.all_do(with_norm, parts), totals, strict=True):
             assert torch.equal(total, wanted[1]), n
+            # Two roundings, of which the second may make two units of one.
             unit = 2**-7 if dtype == torch.bfloat16 else 2**-10
-            torch.testing.assert_close(normed, wanted[0], rtol=unit, atol=unit)
+            torch.testing.assert_close(normed, wanted[0], rtol=2 * unit, atol=unit)
 
 
 def norm_and_keep(part: Tensor, boxes: PeerBoxes, *, residual: Tensor, weight: Tensor, totals: list[Tensor]) -> Tensor:
