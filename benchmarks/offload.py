@@ -29,7 +29,6 @@ from cellar.bench.forecast import Forecast
 from cellar.core.config import EngineConfig
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
-from cellar.planner.passes import LINK_READS
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
@@ -82,7 +81,7 @@ def main() -> None:
     parser.add_argument(
         "--link-reads",
         type=float,
-        default=LINK_READS,
+        default=None,
         help="Of the link's rate, what attention over it reaches; 0: the CPU alone attends in host memory.",
     )
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
@@ -92,7 +91,8 @@ def main() -> None:
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
     layers.CPU_TOKENS = options.cpu_tokens
-    own_plan.LINK_READS = options.link_reads  # type: ignore[attr-defined]
+    if options.link_reads is not None:
+        own_plan.LINK_READS = own_plan.LINK_READS_OF_CODES = options.link_reads  # type: ignore[attr-defined]
     if options.slow_disk is not None:
         os.preadv = SlowDisk(options.slow_disk * 1e9).read  # type: ignore[assignment]
     rest: dict[str, Any] = {

@@ -16,6 +16,7 @@ from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
 from cellar.planner.passes import (
     LINK_READS,
+    LINK_READS_OF_CODES,
     Away,
     Rates,
     block_seconds,
@@ -208,7 +209,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
-    by_device = LINK_READS * found.link if plain and not sparse_v else 0.0
+    by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
     return Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
 
 

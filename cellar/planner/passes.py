@@ -185,8 +185,11 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
 
 LINK_READS = 0.8
 """Of the rate of copies over the link, what kernels reach that attend to K and V in host memory, if these are of the
-model's own type. In fewer bits they are the CPU's alone, which is slower at them than measured (docs/log/offload.md).
+model's own type.
 """
+
+LINK_READS_OF_CODES = 0.0
+"""The same for K and V in fewer bits: they are the CPU's alone until it is measured (docs/log/offload.md)."""
 
 LEAST_OVER_LINK = 0.05
 """A smaller share of KV is not worth the launches."""

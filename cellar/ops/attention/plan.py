@@ -246,6 +246,7 @@ whichever was measured to be faster.
 class AttentionWork:
     """One step's plan, shared by all layers of one shape. Span s owns tokens [offset[s], offset[s + 1]) of the step.
 
+    `alone`: other tokens of these rows are attended to elsewhere, so a decode's sums may have an order of their own.
     `early`: up to so many tokens the product behind begins by asking for its weights, and may before attention ends.
     `prepared` is where a path keeps what it derives from plan and slot table in the first layer and uses again in the
     others; therefore all calls with one work must pass the same, unchanged table, and not at the same time.
@@ -263,6 +264,7 @@ class AttentionWork:
     prepared: dict[Any, Any] = field(default_factory=dict)
     captured: Captured | None = None
     softmax: Softmax = "auto"
+    alone: bool = False
     early: int = 0
     upload: Upload | None = None
 

@@ -151,6 +151,9 @@ times_256 = _of_one(lambda builder, a: builder.shl(a, _all(8)))
 nearest_256th = _of_one(lambda builder, a: builder.ashr(builder.add(a, _all(128)), _all(8)))
 """What is left, less 256 times this, is a byte with a sign."""
 
+next_codes = _of_one(lambda builder, a: builder.lshr(a, _all(4)))
+"""The next four bits of each word come to the lowest."""
+
 size_bits = _of_one(lambda builder, a: builder.and_(a, _all(0x7FFFFFFF)))
 
 
@@ -186,6 +189,31 @@ def nearest(typing: Any, a: Any) -> Any:
         return _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [args[0], *rest])
 
     return signature(whole, wide), lower
+
+
+@written
+def code_of(typing: Any, a: Any) -> Any:
+    """The nearest of 0 to 15 to each number; 0 for what is none."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
+        found = _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [args[0], *rest])
+        found = builder.select(builder.icmp_signed(">", found, _all(0)), found, _all(0))
+        return builder.select(builder.icmp_signed("<", found, _all(15)), found, _all(15))
+
+    return signature(whole, wide), lower
+
+
+@written
+def pair_of(typing: Any, a: Any, b: Any) -> Any:
+    """Two codes in a byte, the second one above."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        return builder.or_(args[0], builder.shl(args[1], _all(4)))
+
+    return signature(whole, whole, whole), lower
 
 
 @written

@@ -19,6 +19,7 @@ LEAST_SHARED = 1 << 14
 
 NAMES = ("norm", "activation", "rotary_kv", "attention")
 SPARSE = "sparse_attention"
+NIBBLES = "nibble_attention"
 
 Kernel = Callable[[bytes, int], None]
 
@@ -58,6 +59,14 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel:
             share(region, address, arguments, threads())
 
     return call
+
+
+@functools.cache
+def attends_to_nibbles() -> bool:
+    """True if the kernel of `nibbles.py` runs on this processor."""
+    from cellar.ops.cpu.nibbles import runs_here
+
+    return runs_here()
 
 
 @functools.cache

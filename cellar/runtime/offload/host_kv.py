@@ -201,6 +201,7 @@ class CpuAttention:
         self, j: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, work: AttentionWork, rotate: bool
     ) -> Tensor:
         cos_sin, keys, values = self._cos_sin if rotate else None, self._arena.k[j], self._arena.v[j]
+        work.alone = self._jobs is not None  # the device attends to prompts
         with self._channel.busy():
             return decode_attention(q, k, v, cos_sin, keys, values, table, work, self._scale)
 

@@ -105,7 +105,8 @@ def measured_rates(
             signal = signal_for(device)
             exchange = beside.rate_while(lambda: _exchange(spec, device, signal, threads, seconds))[1]
             runs_ahead = signal.runs_ahead
-        attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v))[1]
+        alone_here = device.type != "cpu"  # what is left to the CPU are decodes
+        attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v, alone=alone_here))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
         flops = many * 2 * MANY * largest.size / largest.nbytes
@@ -222,7 +223,7 @@ def _largest(spec: ModelSpec) -> TensorSpec:
     return max((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: t.nbytes)
 
 
-def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float | None) -> float:
+def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float | None, *, alone: bool) -> float:
     """Decodes of a few sequences, in one layer after another."""
     layer, size = spec.layers[0], spec.kv.chunk_size
     (name, row), format = _kv_rows(spec), kv_format(spec.kv.groups[0].dtype)
@@ -245,6 +246,7 @@ def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float 
     own, ends = np.arange(rows, dtype=np.int32), np.full(rows, context, np.int32)
     shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, size)
     work = plan_attention(own, ends - 1, ends, *shape, kv_format=format, sparse_v=sparse_v)
+    work.alone = alone
     q = torch.ones(rows, layer.num_heads, layer.head_dim, dtype=dtype)
     new = torch.ones(rows, layer.num_kv_heads, layer.head_dim, dtype=dtype)
 

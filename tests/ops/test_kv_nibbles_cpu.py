@@ -1,0 +1,101 @@
+"""Decodes over K and V in 4 bits by the CPU's own kernel: numbers, bytes, company."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cellar.ops.attention import cpu as attention_cpu
+from cellar.ops.attention import decode_attention, plan_attention
+from cellar.ops.attention.cases import decode_case
+from cellar.ops.attention.definition import decode_attention_definition
+from cellar.ops.cpu.launch import attends_to_nibbles
+
+CPU = torch.device("cpu")
+here = pytest.mark.skipif(not attends_to_nibbles(), reason="this processor has no registers of 64 bytes (AVX-512)")
+BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "heads of their own": ((40, 1, 33, 97), 0, {"heads": (4, 4, 128), "chunk": 32}),
+    "shared, rotated": ((700, 31, 32, 64), 128, {"heads": (8, 2, 128), "chunk": 32}),
+    "partly rotated, chunks of 16": ((5, 130), 64, {"heads": (6, 2, 128), "chunk": 16}),
+    "wide heads": ((77, 20), 256, {"heads": (2, 1, 256), "chunk": 32}),
+    "window": ((300, 90, 7), 128, {"heads": (4, 2, 128), "chunk": 32, "window": 70}),
+}
+
+
+def example(name: str, dtype: torch.dtype) -> dict[str, Any]:
+    lengths, rotary_dim, options = SHAPES[name]
+    return decode_case(name, lengths, rotary_dim, kv_format="int4", **options).make(CPU, dtype)
+
+
+def copied(given: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in given.items()}
+
+
+@here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_attends_and_writes(name: str, dtype: torch.dtype) -> None:
+    given = example(name, dtype)
+    meant = copied(given)
+    given["work"].alone = True
+    found, wanted = decode_attention(**given), decode_attention_definition(**meant)
+    error = (found.double() - wanted.double()).norm() / wanted.double().norm()
+    assert float(error) < BOUND[dtype]
+    for cache in ("k_cache", "v_cache"):
+        assert torch.equal(given[cache], meant[cache]), "byte for byte"
+
+
+@here
+def test_rows_alone_have_the_bits_that_they_have_in_company() -> None:
+    given = example("shared, rotated", torch.bfloat16)
+    given["work"].alone = True
+    together = decode_attention(**copied(given))
+    work = given["work"]
+    for i in range(len(work.row)):
+        one = copied(given)
+        spans = tuple(x[i : i + 1] for x in (work.row, work.start, work.stop))
+        shape = (work.shape.heads, work.shape.kv_heads, work.shape.head_dim, work.shape.chunk_size)
+        one |= {key: one[key][i : i + 1] for key in ("q", "k", "v")}
+        one["work"] = plan_attention(*spans, *shape, kv_format="int4")
+        one["work"].alone = True
+        assert torch.equal(decode_attention(**one), together[i : i + 1])
+
+
+@here
+@pytest.mark.parametrize("what", [torch.inf, torch.nan])
+def test_what_is_no_number_is_none_afterwards(what: float) -> None:
+    given = example("heads of their own", torch.float32)
+    given["work"].alone = True
+    given["v"] = given["v"].clone()
+    given["v"][2, 1, 5] = what
+    found = decode_attention(**given)
+    assert not found[2, 1].isfinite().all()
+    assert found[[0, 1, 3]].isfinite().all()
+    assert found[2, [0, 2, 3]].isfinite().all()
+
+
+@here
+def test_equal_numbers_of_a_half_stay_what_they_are() -> None:
+    given = example("heads of their own", torch.float32)
+    given["work"].alone = True
+    given["k"], given["v"] = torch.full_like(given["k"], 0.0), torch.full_like(given["v"], -2.5)
+    meant = copied(given)
+    decode_attention(**given)
+    decode_attention_definition(**meant)
+    for cache in ("k_cache", "v_cache"):
+        assert torch.equal(given[cache], meant[cache])
+
+
+@pytest.mark.parametrize(("alone", "kv_format", "dim"), [(False, "int4", 128), (True, "fp8", 128), (True, "int4", 64)])
+def test_everything_else_goes_as_before(alone: bool, kv_format: str, dim: int) -> None:
+    options: Any = {"heads": (4, 2, dim), "chunk": 32, "kv_format": kv_format}
+    given = decode_case("some", (40, 3), 0, **options).make(CPU, torch.float32)
+    given["work"].alone = alone
+    assert not attention_cpu._by_nibbles(given["work"])
+    wanted = decode_attention_definition(**copied(given))
+    torch.testing.assert_close(decode_attention(**given), wanted, rtol=1e-4, atol=1e-5)
