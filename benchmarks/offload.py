@@ -125,6 +125,7 @@ def main() -> None:
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
         before = _channels(report)
         predict(forecast, opened)
+        retries = _retries()
         seconds, tokens = _seconds(llm, prompts, options.generate)
         said = forecast.report(options.batch * options.generate, seconds)
         print("\n".join([] if said is None else said.lines()), flush=True)
@@ -136,6 +137,7 @@ def main() -> None:
         if llm.plan is not None:
             found["predicted"] = dict(llm.plan.figures)
         found["device_reserved"] = _reserved()
+        found["allocator_retries"] = _retries() - retries
         if report is not None and report.moved["disk"] and not options.once:
             path = None if options.disk_path is None else Path(options.disk_path)
             rounds = [_disk_round(llm, report, prompts, options.generate, path) for _ in range(ROUNDS)]
@@ -198,6 +200,13 @@ def _reserved() -> int:
     import torch
 
     return int(torch.cuda.memory_reserved()) if torch.cuda.is_available() else 0
+
+
+def _retries() -> int:
+    """How often torch has given memory back to an accelerator's driver so far, to ask for it in another size."""
+    import torch
+
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if torch.cuda.is_available() else 0
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], generate: int) -> tuple[float, list[list[int]]]:
