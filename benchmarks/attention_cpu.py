@@ -21,7 +21,13 @@ from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.kv_format import quantized_cache
 
 ROWS, DIM, CHUNK, ROUNDS = 16, 128, 32, 5
-WAYS: tuple[tuple[KVFormat, bool], ...] = (("plain", False), ("fp8", False), ("int4", False), ("int4", True))
+WAYS: tuple[tuple[KVFormat, bool], ...] = (
+    ("plain", False),
+    ("plain", True),
+    ("fp8", False),
+    ("int4", False),
+    ("int4", True),
+)
 
 
 def rate(heads: int, kv_heads: int, context: int, kv_format: KVFormat, alone: bool, nbytes: int) -> float:

@@ -7,8 +7,8 @@ whole is used for four of them at a time (`ops/cpu/tiles.py`). Scores are worked
 score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867).
 
-Decodes over K and V in 4 bits whose prompts are attended to elsewhere have a kernel that takes codes as they lie
-(`ops/cpu/nibbles.py`).
+Decodes whose prompts are attended to elsewhere have kernels of their own, also over K and V in 4 bits
+(`ops/cpu/decodes.py`).
 
 With `sparse_v` all scores of an item are kept, and then the rows of V that belong to the largest are read
 (`ops/cpu/sparse.py`).
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import AttentionWork, IntArray
-from cellar.ops.cpu.launch import NIBBLES, SPARSE, attends_to_nibbles, kernel, with_unit_stride
+from cellar.ops.cpu.launch import DECODES, NIBBLES, SPARSE, attends_to_decodes, kernel, with_unit_stride
 from cellar.ops.cpu.room import with_room
 from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
 
@@ -81,7 +81,7 @@ def decode_attention_cpu(
 ) -> Tensor:
     """`decode_attention` for CPU tensors."""
     shape = work.shape
-    if _plan(work).apart and (shape.kv_format == "plain" or _by_nibbles(work)) and shape.sparse_v is None:
+    if _plan(work).apart and (shape.kv_format == "plain" or _alone(work) is not None) and shape.sparse_v is None:
         return _launch(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, None)
     # A row's spans see each other's keys, so all of them are written first; and quantized ones are by the definition.
     size = shape.chunk_size
@@ -113,10 +113,11 @@ class _Plan:
     scores: _Scores | None
 
 
-def _by_nibbles(work: AttentionWork) -> bool:
-    """Whether a kernel of its own attends to K and V in 4 bits: its sums have another order than those of prompts."""
+def _alone(work: AttentionWork) -> str | None:
+    """The kernel for decodes alone, if it serves these: its sums have another order than those of prompts."""
     shape = work.shape
-    return work.alone and shape.kv_format == "int4" and shape.head_dim % 128 == 0 and attends_to_nibbles()
+    name = {"plain": DECODES, "int4": NIBBLES}.get(shape.kv_format)
+    return name if work.alone and shape.head_dim % 128 == 0 and attends_to_decodes() else None
 
 
 class _Scores:
@@ -228,8 +229,8 @@ def _launch(
         _FORMATS[work.shape.kv_format],
     )
     if plan.scores is None:
-        name = NIBBLES if k is not None and work.shape.kv_format == "int4" else "attention"
-        kernel(name, q.dtype)(arguments, plan.numbers)
+        alone = _alone(work) if k is not None else None
+        kernel(alone or "attention", q.dtype)(arguments, plan.numbers)
     else:
         kernel(SPARSE, q.dtype)(arguments + plan.scores.arguments(), plan.numbers)
     return result if out is None or out is result else out.copy_(result)

@@ -17,10 +17,10 @@ import torch
 from numba import cfunc, types
 
 from cellar.ops.cpu import blocks as blocks_cpu
+from cellar.ops.cpu import decodes as decodes_cpu
 from cellar.ops.cpu import dots as dots_cpu
 from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
-from cellar.ops.cpu import nibbles as nibbles_cpu
 from cellar.ops.cpu import pieces as pieces_cpu
 from cellar.ops.cpu import planes as planes_cpu
 from cellar.ops.cpu import quantized as quantized_cpu
@@ -443,12 +443,12 @@ _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types
 # Numba looks at the file of the function alone; these are all that it may be made of.
 _PARTS = (
     lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, sparse_cpu, tiles_cpu,
-    nibbles_cpu,
+    decodes_cpu,
 )  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
 _KERNELS = _entries(_SOURCE)
-for _part in (gates_cpu, quantized_cpu, planes_cpu, sparse_cpu, nibbles_cpu):
+for _part in (gates_cpu, quantized_cpu, planes_cpu, sparse_cpu, decodes_cpu):
     _KERNELS |= _part.entries(_SOURCE)
 
 

@@ -19,7 +19,7 @@ LEAST_SHARED = 1 << 14
 
 NAMES = ("norm", "activation", "rotary_kv", "attention")
 SPARSE = "sparse_attention"
-NIBBLES = "nibble_attention"
+DECODES, NIBBLES = "decode_attention", "nibble_attention"
 
 Kernel = Callable[[bytes, int], None]
 
@@ -62,9 +62,9 @@ def kernel(name: str, dtype: torch.dtype) -> Kernel:
 
 
 @functools.cache
-def attends_to_nibbles() -> bool:
-    """True if the kernel of `nibbles.py` runs on this processor."""
-    from cellar.ops.cpu.nibbles import runs_here
+def attends_to_decodes() -> bool:
+    """True if the kernels of `decodes.py` run on this processor."""
+    from cellar.ops.cpu.decodes import runs_here
 
     return runs_here()
 

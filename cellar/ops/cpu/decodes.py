@@ -1,16 +1,18 @@
-"""Attention of decodes over K and V in 4 bits, as fast as a processor with AVX-512 reads them.
+"""Attention of decodes whose prompts are attended to elsewhere, as fast as a processor with AVX-512 reads K and V.
 
-The form of a kernel is that of `kernels.py`, which decodes such rows to float32 before it multiplies. Here 64 bytes are
-a register of sixteen words, each with eight codes: a shift brings the next ones to the lowest bits, and those choose
-their number among sixteen. So dimensions come in another order than they lie in, the same for queries, keys and sums:
+The form of a kernel is that of `kernels.py`, whose sums have the order of its tiles for prompts. These have another,
+with twice as wide registers and each number of a key taken from memory once for all queries that share it; so they
+serve who attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions.
+
+K and V in 4 bits: 64 bytes are a register of sixteen words, each with eight codes; a shift brings the next ones to the
+lowest bits, and those choose their number among sixteen. So dimensions come in another order than they lie in, the same
+for queries, keys and sums:
 
     turned[n, r, k, l] = x[n, k % 2 * dim / 2 + 64 r + 4 l + k // 2],    k < 8, l < 16
 
 What halves of a head are multiplied by, and the least number of each, go onto sums of the codes: in scores onto two of
-a query with a key, in sums of values onto a weight. Another order of sums than in `kernels.py`, so this serves who
-attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions.
-
-The newest K and V are rotated and written here, too, byte for byte as `ops/kv_format.py` has them.
+a query with a key, in sums of values onto a weight. The newest K and V are rotated and written here, too, those in 4
+bits byte for byte as `ops/kv_format.py` has them.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from cellar.ops.cpu.dots import (
     pair_of,
     quarter_store,
     shares,
+    sixteen,
     whole_load,
 )
 from cellar.ops.cpu.lanes import (
@@ -54,7 +57,7 @@ from cellar.ops.cpu.lanes import (
     stack,
     total,
 )
-from cellar.ops.cpu.launch import NIBBLES
+from cellar.ops.cpu.launch import DECODES, NIBBLES
 from cellar.ops.cpu.pieces import LEAST, copy, piece, turn, weigh
 from cellar.ops.cpu.wide import has, wide_fma, wide_load, wide_plus, wide_splat, wide_store, wide_times, wide_total
 
@@ -127,26 +130,56 @@ def _dots(queries, at, found, low, high):  # type: ignore[no-untyped-def]
 
 
 @piece
+def _numbers(digits, base, kind, at, is_codes):  # type: ignore[no-untyped-def]
+    """128 numbers as they are multiplied: of the codes at byte `at` behind an address, or the elements from `at` on."""
+    if is_codes:
+        return _eight(digits, whole_load(codes(base), at))
+    rows = like(kind, base)
+    return (
+        sixteen(rows, at),
+        sixteen(rows, at + 16),
+        sixteen(rows, at + 32),
+        sixteen(rows, at + 48),
+        sixteen(rows, at + 64),
+        sixteen(rows, at + 80),
+        sixteen(rows, at + 96),
+        sixteen(rows, at + 112),
+    )
+
+
+@piece
+def _ask(ahead, n, row):  # type: ignore[no-untyped-def]
+    """Have the n-th row of so many bytes come into the cache."""
+    for byte in range(0, row, BYTES):
+        fetch_byte(codes(ahead), n * row + byte)
+
+
+@piece
 def _score_all(  # type: ignore[no-untyped-def]
-    queries, group, halves_of, raw, pairs, ahead, begin, end, dim, digits, scores, stride, tops_here
+    queries, group, halves_of, base, kind, is_codes, sizes, ahead, begin, end, digits, scores, stride, tops_here
 ):
     """Write the scores of positions begin..end with each query of the group, and the largest of each."""
-    half, zero = dim // 2, wide_splat(types.float32(0.0))
+    dim, chunk, row, step = sizes
+    zero, pairs = wide_splat(types.float32(0.0)), brains(base + chunk * (dim // 2))
+    scale = least = later_scale = later_least = types.float32(0.0)
     for g in range(group):
         put(tops_here, g, types.float32(LEAST))
     for n in range(begin, end):
-        fetch_byte(ahead, n * half)
-        scale, least, later_scale, later_least = (
-            get(pairs, 4 * n), get(pairs, 4 * n + 1), get(pairs, 4 * n + 2), get(pairs, 4 * n + 3),
-        )  # fmt: skip
-        found = _eight(digits, whole_load(raw, n * half))
+        _ask(ahead, n, row)
+        if is_codes:
+            scale, least = get(pairs, 4 * n), get(pairs, 4 * n + 1)
+            later_scale, later_least = get(pairs, 4 * n + 2), get(pairs, 4 * n + 3)
+        found = _numbers(digits, base, kind, n * dim * step // 128, is_codes)
         for g in range(group):
             low, high = _dots(queries, g * dim, found, zero, zero)
             for r in range(1, dim // CODES):
-                more = _eight(digits, whole_load(raw, n * half + r * BYTES))
+                more = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
                 low, high = _dots(queries, g * dim + r * CODES, more, low, high)
-            both = wide_fma(low, wide_splat(scale), wide_times(high, wide_splat(later_scale)))
-            s = wide_total(both) + (get(halves_of, 2 * g) * least + get(halves_of, 2 * g + 1) * later_least)
+            if is_codes:
+                both = wide_fma(low, wide_splat(scale), wide_times(high, wide_splat(later_scale)))
+                s = wide_total(both) + (get(halves_of, 2 * g) * least + get(halves_of, 2 * g + 1) * later_least)
+            else:
+                s = wide_total(wide_plus(low, high))
             put(scores, g * stride + n, s)
             if s > get(tops_here, g):
                 put(tops_here, g, s)
@@ -197,21 +230,27 @@ def _kept(sums, o, a, low, high):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _add_two(weights, g, stride, raw, pairs, ahead, begin, end, dim, digits, sums, shrinks):  # type: ignore[no-untyped-def]
-    """Of two queries: sums * shrink + the weighted sum of the values begin..end, in the order of the codes."""
-    half, at, then = dim // 2, g * stride, g * stride + stride
+def _add_two(  # type: ignore[no-untyped-def]
+    weights, g, stride, base, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
+):
+    """Of two queries: sums * shrink + the weighted sum of the values begin..end, in the order of the numbers."""
+    dim, chunk, row, step = sizes
+    at, then, pairs = g * stride, g * stride + stride, brains(base + chunk * (dim // 2))
     for r in range(dim // CODES):
         o = g * dim + r * CODES
         a, b = _loaded(sums, o, wide_splat(get(shrinks, g))), _loaded(sums, o + dim, wide_splat(get(shrinks, g + 1)))
         low = high = later_low = later_high = types.float32(0.0)
+        x = y = types.float32(1.0)
         for n in range(begin, end):
-            fetch_byte(ahead, n * half + r * BYTES)
+            if r == 0:
+                _ask(ahead, n, row)
             w, v = get(weights, at + n), get(weights, then + n)
-            x, y = get(pairs, 4 * n), get(pairs, 4 * n + 2)
-            less, more = get(pairs, 4 * n + 1), get(pairs, 4 * n + 3)
-            low, high = low + w * less, high + w * more
-            later_low, later_high = later_low + v * less, later_high + v * more
-            found = _eight(digits, whole_load(raw, n * half + r * BYTES))
+            if is_codes:
+                x, y = get(pairs, 4 * n), get(pairs, 4 * n + 2)
+                less, more = get(pairs, 4 * n + 1), get(pairs, 4 * n + 3)
+                low, high = low + w * less, high + w * more
+                later_low, later_high = later_low + v * less, later_high + v * more
+            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
             a = _added(a, found, wide_splat(w * x), wide_splat(w * y))
             b = _added(b, found, wide_splat(v * x), wide_splat(v * y))
         _kept(sums, o, a, low, high)
@@ -219,19 +258,26 @@ def _add_two(weights, g, stride, raw, pairs, ahead, begin, end, dim, digits, sum
 
 
 @piece
-def _add_one(weights, g, stride, raw, pairs, ahead, begin, end, dim, digits, sums, shrinks):  # type: ignore[no-untyped-def]
+def _add_one(  # type: ignore[no-untyped-def]
+    weights, g, stride, base, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
+):
     """The same of one."""
-    half, at = dim // 2, g * stride
+    dim, chunk, row, step = sizes
+    at, pairs = g * stride, brains(base + chunk * (dim // 2))
     for r in range(dim // CODES):
         o = g * dim + r * CODES
         a = _loaded(sums, o, wide_splat(get(shrinks, g)))
         low = high = types.float32(0.0)
+        x = y = types.float32(1.0)
         for n in range(begin, end):
-            fetch_byte(ahead, n * half + r * BYTES)
+            if r == 0:
+                _ask(ahead, n, row)
             w = get(weights, at + n)
-            low, high = low + w * get(pairs, 4 * n + 1), high + w * get(pairs, 4 * n + 3)
-            found = _eight(digits, whole_load(raw, n * half + r * BYTES))
-            a = _added(a, found, wide_splat(w * get(pairs, 4 * n)), wide_splat(w * get(pairs, 4 * n + 2)))
+            if is_codes:
+                x, y = get(pairs, 4 * n), get(pairs, 4 * n + 2)
+                low, high = low + w * get(pairs, 4 * n + 1), high + w * get(pairs, 4 * n + 3)
+            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
+            a = _added(a, found, wide_splat(w * x), wide_splat(w * y))
         _kept(sums, o, a, low, high)
 
 
@@ -260,21 +306,25 @@ def _write(x, cache, at, n, chunk, dim):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _attend(words, kind):  # type: ignore[no-untyped-def]
+def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
     k, k_token, k_head = like(kind, get(a, 3)), get(a, 4), get(a, 5)
     v, v_token, v_head = like(kind, get(a, 6)), get(a, 7), get(a, 8)
     cos_sin, turning = floats(get(a, 9)), get(a, 10) // 2
-    k_cache, v_cache, k_slot, v_slot = get(a, 11), get(a, 12), get(a, 13), get(a, 14)
-    cache_head, table, table_stride = get(a, 15), ints(get(a, 16)), get(a, 17)
+    # Strides of codes are in bytes.
+    unit = 1 if is_codes else size
+    k_cache, v_cache, k_slot, v_slot = get(a, 11), get(a, 12), get(a, 13) * unit, get(a, 14) * unit
+    cache_head, table, table_stride = get(a, 15) * unit, ints(get(a, 16)), get(a, 17)
     out, out_token, out_head = like(kind, get(a, 18)), get(a, 19), get(a, 20)
     rows, starts, offsets = ints(get(a, 21)), ints(get(a, 22)), ints(get(a, 24))
     items, kv_heads, group = get(a, 27), get(a, 29), get(a, 30)
     dim, chunk, window = get(a, 31), get(a, 32), get(a, 33)
     scale = get(doubles(get(words, 1)), 34)
-    one, half = types.float32(1.0), dim // 2
+    one = types.float32(1.0)
     digits = numbers(shares(SIZE))
+    # Bytes of a row (of codes alone), and bytes of 128 codes, or elements.
+    sizes = (dim, chunk, dim // 2 if is_codes else dim * size, BYTES if is_codes else CODES)
     stride = chunk + WIDTH
     queries, sums, row = stack(group * dim), stack(group * dim), stack(dim)
     tops, weights_of, tops_here, shrinks, halves_of = (
@@ -288,16 +338,26 @@ def _attend(words, kind):  # type: ignore[no-untyped-def]
         head, span = item % kv_heads, item // kv_heads
         start, token = get(starts, span), get(offsets, span)
         slots = get(rows, span) * table_stride
-        slot = get(table, slots + start // chunk)
-        turn(k, token * k_token + head * k_head, row, 0, kind, cos_sin, start, turning, dim, one)
-        _write(row, k_cache, slot * k_slot + head * cache_head, start % chunk, chunk, dim)
-        copy(v, token * v_token + head * v_head, row, 0, dim, one)
-        _write(row, v_cache, slot * v_slot + head * cache_head, start % chunk, chunk, dim)
+        slot, n = get(table, slots + start // chunk), start % chunk
+        newest_key, newest_value = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
+        at, then = token * k_token + head * k_head, token * v_token + head * v_head
+        if is_codes:
+            turn(k, at, row, 0, kind, cos_sin, start, turning, dim, one)
+            _write(row, k_cache, newest_key, n, chunk, dim)
+            copy(v, then, row, 0, dim, one)
+            _write(row, v_cache, newest_value, n, chunk, dim)
+        else:
+            turn(k, at, like(kind, k_cache + newest_key), n * dim, kind, cos_sin, start, turning, dim, one)
+            copy(v, then, like(kind, v_cache + newest_value), n * dim, dim, one)
         for g in range(group):
-            turn(q, token * q_token + (head * group + g) * q_head, row, 0, kind, cos_sin, start, turning, dim, scale)
-            low, high = _turned(row, 0, queries, g * dim, dim)
-            put(halves_of, 2 * g, low)
-            put(halves_of, 2 * g + 1, high)
+            at = token * q_token + (head * group + g) * q_head
+            if is_codes:
+                turn(q, at, row, 0, kind, cos_sin, start, turning, dim, scale)
+                low, high = _turned(row, 0, queries, g * dim, dim)
+                put(halves_of, 2 * g, low)
+                put(halves_of, 2 * g + 1, high)
+            else:
+                turn(q, at, queries, g * dim, kind, cos_sin, start, turning, dim, scale)
             put(tops, g, types.float32(LEAST))
             put(weights_of, g, types.float32(0.0))
         for d in range(0, group * dim, SIZE):
@@ -305,12 +365,13 @@ def _attend(words, kind):  # type: ignore[no-untyped-def]
         least = max(0, start - window + 1) if window else 0
         last = start // chunk
         for j in range(least // chunk, last + 1):
-            slot, then = get(table, slots + j), get(table, slots + min(j + 1, last))
-            keys, values = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
+            slot, next_slot = get(table, slots + j), get(table, slots + min(j + 1, last))
+            keys, values = k_cache + slot * k_slot + head * cache_head, v_cache + slot * v_slot + head * cache_head
             begin, end = max(0, least - j * chunk), min(chunk, start + 1 - j * chunk)
+            ahead = k_cache + next_slot * k_slot + head * cache_head
             _score_all(
-                queries, group, halves_of, codes(k_cache + keys), brains(k_cache + keys + chunk * half),
-                codes(k_cache + then * k_slot + head * cache_head), begin, end, dim, digits, scores, stride, tops_here,
+                queries, group, halves_of, keys, kind, is_codes, sizes, ahead, begin, end, digits, scores, stride,
+                tops_here,
             )  # fmt: skip
             for g in range(group):
                 old, top = get(tops, g), get(tops_here, g)
@@ -322,33 +383,52 @@ def _attend(words, kind):  # type: ignore[no-untyped-def]
                     top = old
                 weight = weigh(scores, g * stride + begin, g * stride + end, top)
                 put(weights_of, g, get(weights_of, g) * get(shrinks, g) + weight)
-            raw, pairs = codes(v_cache + values), brains(v_cache + values + chunk * half)
-            ahead = codes(v_cache + then * v_slot + head * cache_head)
+            ahead = v_cache + next_slot * v_slot + head * cache_head
             for g in range(0, group - 1, 2):
-                _add_two(scores, g, stride, raw, pairs, ahead, begin, end, dim, digits, sums, shrinks)
+                _add_two(scores, g, stride, values, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks)
             if group % 2:
-                _add_one(scores, group - 1, stride, raw, pairs, ahead, begin, end, dim, digits, sums, shrinks)
+                _add_one(
+                    scores, group - 1, stride, values, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
+                )
         for g in range(group):
             at = token * out_token + (head * group + g) * out_head
-            _back(sums, g * dim, out, at, dim, one / get(weights_of, g))
+            if is_codes:
+                _back(sums, g * dim, out, at, dim, one / get(weights_of, g))
+            else:
+                copy(sums, g * dim, out, at, dim, one / get(weights_of, g))
 
 
 def entries(source: str) -> dict[tuple[str, Any], Any]:
     """The kernels by name and element, as in `kernels.py`."""
 
+    def plain_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, floats(0), 4, False)
+
+    def plain_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, halves(0), 2, False)
+
+    def plain_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, brains(0), 2, False)
+
     def nibbles_floats(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, floats(0))
+        _attend(words, floats(0), 4, True)
 
     def nibbles_halves(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, halves(0))
+        _attend(words, halves(0), 2, True)
 
     def nibbles_brains(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, brains(0))
+        _attend(words, brains(0), 2, True)
 
     return {
+        (DECODES, torch.float32): plain_floats,
+        (DECODES, torch.float16): plain_halves,
+        (DECODES, torch.bfloat16): plain_brains,
         (NIBBLES, torch.float32): nibbles_floats,
         (NIBBLES, torch.float16): nibbles_halves,
         (NIBBLES, torch.bfloat16): nibbles_brains,
