@@ -12,6 +12,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 import torch
@@ -21,13 +22,7 @@ from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.kv_format import quantized_cache
 
 ROWS, DIM, CHUNK, ROUNDS = 16, 128, 32, 5
-WAYS: tuple[tuple[KVFormat, bool], ...] = (
-    ("plain", False),
-    ("plain", True),
-    ("fp8", False),
-    ("int4", False),
-    ("int4", True),
-)
+FORMATS: tuple[KVFormat, ...] = ("plain", "fp8", "int4")
 
 
 def rate(heads: int, kv_heads: int, context: int, kv_format: KVFormat, alone: bool, nbytes: int) -> float:
@@ -70,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for shape in options.heads.split(","):
             heads, kv_heads = map(int, shape.split("x"))
             row = found[f"{threads} threads, {shape}"] = {}
-            for kv_format, alone in WAYS:
+            for kv_format, alone in product(FORMATS, (False, True)):
                 name = f"{kv_format} alone" if alone else kv_format
                 nbytes = options.megabytes << 20
                 row[name] = rate(heads, kv_heads, options.context, kv_format, alone, nbytes) / 1e9

@@ -12,7 +12,7 @@ from cellar.ops.attention import cpu as attention_cpu
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.attention.cases import decode_case
 from cellar.ops.attention.definition import decode_attention_definition
-from cellar.ops.cpu.launch import DECODES, NIBBLES, attends_to_decodes
+from cellar.ops.cpu.launch import DECODES, NIBBLES, SHORT_FLOATS, attends_to_decodes
 
 CPU = torch.device("cpu")
 here = pytest.mark.skipif(not attends_to_decodes(), reason="this processor has no registers of 64 bytes (AVX-512)")
@@ -27,7 +27,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 }
 
 
-FORMATS = ("plain", "int4")
+FORMATS = ("plain", "fp8", "int4")
 
 
 def example(name: str, dtype: torch.dtype, kv_format: str = "int4") -> dict[str, Any]:
@@ -47,14 +47,14 @@ def copied(given: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kv_format", FORMATS)
 def test_it_attends_and_writes(kv_format: str, name: str, dtype: torch.dtype) -> None:
     given = example(name, dtype, kv_format)
-    assert attention_cpu._alone(given["work"]) == {"plain": DECODES, "int4": NIBBLES}[kv_format]
+    assert attention_cpu._alone(given["work"]) == {"plain": DECODES, "fp8": SHORT_FLOATS, "int4": NIBBLES}[kv_format]
     meant = copied(given)
     found, wanted = decode_attention(**given), decode_attention_definition(**meant)
     error = (found.double() - wanted.double()).norm() / wanted.double().norm()
     assert float(error) < BOUND[dtype]
     for cache in ("k_cache", "v_cache"):
-        if kv_format == "int4":
-            assert torch.equal(given[cache], meant[cache]), "byte for byte"
+        if kv_format != "plain":
+            assert torch.equal(given[cache].view(torch.uint8), meant[cache].view(torch.uint8)), "byte for byte"
         else:  # a rotation has one rounding less; the rest of a cache may be none
             torch.testing.assert_close(given[cache], meant[cache], equal_nan=True)
 
@@ -89,19 +89,21 @@ def test_what_is_no_number_is_none_afterwards(kv_format: str, what: float) -> No
 
 
 @here
-def test_equal_numbers_of_a_half_stay_what_they_are() -> None:
-    given = example("heads of their own", torch.float32)
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_equal_numbers_of_a_half_stay_what_they_are(kv_format: str) -> None:
+    given = example("heads of their own", torch.float32, kv_format)
     given["k"], given["v"] = torch.full_like(given["k"], 0.0), torch.full_like(given["v"], -2.5)
     meant = copied(given)
     decode_attention(**given)
     decode_attention_definition(**meant)
     for cache in ("k_cache", "v_cache"):
-        assert torch.equal(given[cache], meant[cache])
+        found, wanted = (x[cache].view(torch.uint8) for x in (given, meant))
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(
     ("alone", "kv_format", "dim"),
-    [(False, "int4", 128), (False, "plain", 128), (True, "fp8", 128), (True, "int4", 64), (True, "plain", 64)],
+    [(False, "int4", 128), (False, "plain", 128), (True, "fp8", 64), (True, "int4", 64), (True, "plain", 64)],
 )
 def test_everything_else_goes_as_before(alone: bool, kv_format: str, dim: int) -> None:
     options: Any = {"heads": (4, 2, dim), "chunk": 32, "kv_format": kv_format}

@@ -7,7 +7,7 @@ whole is used for four of them at a time (`ops/cpu/tiles.py`). Scores are worked
 score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867).
 
-Decodes whose prompts are attended to elsewhere have kernels of their own, also over K and V in 4 bits
+Decodes whose prompts are attended to elsewhere have kernels of their own, also over K and V in fewer bits
 (`ops/cpu/decodes.py`).
 
 With `sparse_v` all scores of an item are kept, and then the rows of V that belong to the largest are read
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cellar.core.kv_formats import KVFormat
 from cellar.ops.attention.plan import AttentionWork, IntArray
-from cellar.ops.cpu.launch import DECODES, NIBBLES, SPARSE, attends_to_decodes, kernel, with_unit_stride
+from cellar.ops.cpu.launch import DECODES, NIBBLES, SHORT_FLOATS, SPARSE, attends_to_decodes, kernel, with_unit_stride
 from cellar.ops.cpu.room import with_room
 from cellar.ops.rotary.cpu import rotary_kv_cpu, write_kv_cpu
 
@@ -116,7 +116,7 @@ class _Plan:
 def _alone(work: AttentionWork) -> str | None:
     """The kernel for decodes alone, if it serves these: its sums have another order than those of prompts."""
     shape = work.shape
-    name = {"plain": DECODES, "int4": NIBBLES}.get(shape.kv_format)
+    name = {"plain": DECODES, "fp8": SHORT_FLOATS, "int4": NIBBLES}[shape.kv_format]
     return name if work.alone and shape.head_dim % 128 == 0 and attends_to_decodes() else None
 
 

@@ -11,8 +11,8 @@ for queries, keys and sums:
     turned[n, r, k, l] = x[n, k % 2 * dim / 2 + 64 r + 4 l + k // 2],    k < 8, l < 16
 
 What halves of a head are multiplied by, and the least number of each, go onto sums of the codes: in scores onto two of
-a query with a key, in sums of values onto a weight. The newest K and V are rotated and written here, too, those in 4
-bits byte for byte as `ops/kv_format.py` has them.
+a query with a key, in sums of values onto a weight, and so do the powers of two of rows in FP8. The newest K and V are
+rotated and written here, too, those in fewer bits byte for byte as `ops/kv_format.py` has them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,32 @@ from numba import types
 
 from cellar.ops.cpu.blocks import SIZE
 from cellar.ops.cpu.dots import (
+    bits,
     chosen,
     code_of,
+    e4m3_codes,
+    e4m3_numbers,
     fetch_byte,
+    larger,
+    largest_of,
     next_codes,
+    number_of,
     numbers,
     pair_of,
+    put_byte,
     quarter_store,
     shares,
     sixteen,
+    size_bits,
     whole_load,
+    whole_splat,
 )
 from cellar.ops.cpu.lanes import (
     WIDTH,
     brains,
     codes,
     doubles,
+    exponents,
     first_of,
     floats,
     get,
@@ -57,8 +67,8 @@ from cellar.ops.cpu.lanes import (
     stack,
     total,
 )
-from cellar.ops.cpu.launch import DECODES, NIBBLES
-from cellar.ops.cpu.pieces import LEAST, copy, piece, turn, weigh
+from cellar.ops.cpu.launch import DECODES, NIBBLES, SHORT_FLOATS
+from cellar.ops.cpu.pieces import FP8, INT4, LEAST, PLAIN, copy, piece, turn, weigh
 from cellar.ops.cpu.wide import has, wide_fma, wide_load, wide_plus, wide_splat, wide_store, wide_times, wide_total
 
 BYTES = 64
@@ -130,10 +140,22 @@ def _dots(queries, at, found, low, high):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _numbers(digits, base, kind, at, is_codes):  # type: ignore[no-untyped-def]
+def _numbers(digits, base, kind, at, form):  # type: ignore[no-untyped-def]
     """128 numbers as they are multiplied: of the codes at byte `at` behind an address, or the elements from `at` on."""
-    if is_codes:
+    if form == INT4:
         return _eight(digits, whole_load(codes(base), at))
+    if form == FP8:
+        raw = codes(base)
+        return (
+            e4m3_numbers(raw, at),
+            e4m3_numbers(raw, at + 16),
+            e4m3_numbers(raw, at + 32),
+            e4m3_numbers(raw, at + 48),
+            e4m3_numbers(raw, at + 64),
+            e4m3_numbers(raw, at + 80),
+            e4m3_numbers(raw, at + 96),
+            e4m3_numbers(raw, at + 112),
+        )
     rows = like(kind, base)
     return (
         sixteen(rows, at),
@@ -156,30 +178,34 @@ def _ask(ahead, n, row):  # type: ignore[no-untyped-def]
 
 @piece
 def _score_all(  # type: ignore[no-untyped-def]
-    queries, group, halves_of, base, kind, is_codes, sizes, ahead, begin, end, digits, scores, stride, tops_here
+    queries, group, halves_of, base, kind, form, sizes, ahead, begin, end, digits, scores, stride, tops_here
 ):
     """Write the scores of positions begin..end with each query of the group, and the largest of each."""
     dim, chunk, row, step = sizes
-    zero, pairs = wide_splat(types.float32(0.0)), brains(base + chunk * (dim // 2))
+    zero, pairs, factors = wide_splat(types.float32(0.0)), brains(base + chunk * row), exponents(base + chunk * row)
     scale = least = later_scale = later_least = types.float32(0.0)
     for g in range(group):
         put(tops_here, g, types.float32(LEAST))
     for n in range(begin, end):
         _ask(ahead, n, row)
-        if is_codes:
+        if form == FP8:
+            scale = get(factors, n)
+        elif form == INT4:
             scale, least = get(pairs, 4 * n), get(pairs, 4 * n + 1)
             later_scale, later_least = get(pairs, 4 * n + 2), get(pairs, 4 * n + 3)
-        found = _numbers(digits, base, kind, n * dim * step // 128, is_codes)
+        found = _numbers(digits, base, kind, n * dim * step // 128, form)
         for g in range(group):
             low, high = _dots(queries, g * dim, found, zero, zero)
             for r in range(1, dim // CODES):
-                more = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
+                more = _numbers(digits, base, kind, n * dim * step // 128 + r * step, form)
                 low, high = _dots(queries, g * dim + r * CODES, more, low, high)
-            if is_codes:
+            if form == INT4:
                 both = wide_fma(low, wide_splat(scale), wide_times(high, wide_splat(later_scale)))
                 s = wide_total(both) + (get(halves_of, 2 * g) * least + get(halves_of, 2 * g + 1) * later_least)
             else:
                 s = wide_total(wide_plus(low, high))
+                if form == FP8:
+                    s = s * scale
             put(scores, g * stride + n, s)
             if s > get(tops_here, g):
                 put(tops_here, g, s)
@@ -231,11 +257,16 @@ def _kept(sums, o, a, low, high):  # type: ignore[no-untyped-def]
 
 @piece
 def _add_two(  # type: ignore[no-untyped-def]
-    weights, g, stride, base, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
+    weights, g, stride, base, kind, form, sizes, ahead, begin, end, digits, sums, shrinks
 ):
     """Of two queries: sums * shrink + the weighted sum of the values begin..end, in the order of the numbers."""
     dim, chunk, row, step = sizes
-    at, then, pairs = g * stride, g * stride + stride, brains(base + chunk * (dim // 2))
+    at, then, pairs, factors = (
+        g * stride,
+        g * stride + stride,
+        brains(base + chunk * row),
+        exponents(base + chunk * row),
+    )
     for r in range(dim // CODES):
         o = g * dim + r * CODES
         a, b = _loaded(sums, o, wide_splat(get(shrinks, g))), _loaded(sums, o + dim, wide_splat(get(shrinks, g + 1)))
@@ -245,12 +276,14 @@ def _add_two(  # type: ignore[no-untyped-def]
             if r == 0:
                 _ask(ahead, n, row)
             w, v = get(weights, at + n), get(weights, then + n)
-            if is_codes:
+            if form == FP8:
+                x = y = get(factors, n)
+            elif form == INT4:
                 x, y = get(pairs, 4 * n), get(pairs, 4 * n + 2)
                 less, more = get(pairs, 4 * n + 1), get(pairs, 4 * n + 3)
                 low, high = low + w * less, high + w * more
                 later_low, later_high = later_low + v * less, later_high + v * more
-            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
+            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, form)
             a = _added(a, found, wide_splat(w * x), wide_splat(w * y))
             b = _added(b, found, wide_splat(v * x), wide_splat(v * y))
         _kept(sums, o, a, low, high)
@@ -259,11 +292,11 @@ def _add_two(  # type: ignore[no-untyped-def]
 
 @piece
 def _add_one(  # type: ignore[no-untyped-def]
-    weights, g, stride, base, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
+    weights, g, stride, base, kind, form, sizes, ahead, begin, end, digits, sums, shrinks
 ):
     """The same of one."""
     dim, chunk, row, step = sizes
-    at, pairs = g * stride, brains(base + chunk * (dim // 2))
+    at, pairs, factors = g * stride, brains(base + chunk * row), exponents(base + chunk * row)
     for r in range(dim // CODES):
         o = g * dim + r * CODES
         a = _loaded(sums, o, wide_splat(get(shrinks, g)))
@@ -273,17 +306,44 @@ def _add_one(  # type: ignore[no-untyped-def]
             if r == 0:
                 _ask(ahead, n, row)
             w = get(weights, at + n)
-            if is_codes:
+            if form == FP8:
+                x = y = get(factors, n)
+            elif form == INT4:
                 x, y = get(pairs, 4 * n), get(pairs, 4 * n + 2)
                 low, high = low + w * get(pairs, 4 * n + 1), high + w * get(pairs, 4 * n + 3)
-            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, is_codes)
+            found = _numbers(digits, base, kind, n * dim * step // 128 + r * step, form)
             a = _added(a, found, wide_splat(w * x), wide_splat(w * y))
         _kept(sums, o, a, low, high)
 
 
 @piece
-def _write(x, cache, at, n, chunk, dim):  # type: ignore[no-untyped-def]
+def _write(x, cache, at, n, chunk, dim, form):  # type: ignore[no-untyped-def]
     """float32 [dim] as the n-th row of a head in a chunk at byte `at`: `quantized` of `ops/kv_format.py`."""
+    if form == FP8:
+        _write_short_floats(x, cache + at, n, chunk, dim)
+    else:
+        _write_nibbles(x, cache, at, n, chunk, dim)
+
+
+@piece
+def _write_short_floats(x, base, n, chunk, dim):  # type: ignore[no-untyped-def]
+    """Codes of e4m3, and the power of two that makes the largest number one of them."""
+    most = whole_splat(0)
+    for d in range(0, dim, SIZE):
+        most = larger(most, size_bits(bits(wide_load(x, d))))
+    largest_bits = largest_of(most)
+    exponent = (largest_bits >> 23) - 8
+    if largest_bits & 0x7FFFFF > 0x600000:  # 448 is 1.75 x 2^8
+        exponent += 1
+    exponent = max(1, exponent) if largest_bits < 0x7F800000 else 255
+    put_byte(codes(base + chunk * dim), n, exponent)
+    inverse = wide_splat(number_of(max(0, 254 - exponent) << 23))
+    for d in range(0, dim, SIZE):
+        quarter_store(codes(base), n * dim + d, e4m3_codes(wide_times(wide_load(x, d), inverse)))
+
+
+@piece
+def _write_nibbles(x, cache, at, n, chunk, dim):  # type: ignore[no-untyped-def]
     half = dim // 2
     raw, pairs = codes(cache + at + n * half), brains(cache + at + chunk * half)
     for h in range(2):
@@ -306,14 +366,14 @@ def _write(x, cache, at, n, chunk, dim):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
+def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
     k, k_token, k_head = like(kind, get(a, 3)), get(a, 4), get(a, 5)
     v, v_token, v_head = like(kind, get(a, 6)), get(a, 7), get(a, 8)
     cos_sin, turning = floats(get(a, 9)), get(a, 10) // 2
     # Strides of codes are in bytes.
-    unit = 1 if is_codes else size
+    unit = size if form == PLAIN else 1
     k_cache, v_cache, k_slot, v_slot = get(a, 11), get(a, 12), get(a, 13) * unit, get(a, 14) * unit
     cache_head, table, table_stride = get(a, 15) * unit, ints(get(a, 16)), get(a, 17)
     out, out_token, out_head = like(kind, get(a, 18)), get(a, 19), get(a, 20)
@@ -323,8 +383,9 @@ def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
     scale = get(doubles(get(words, 1)), 34)
     one = types.float32(1.0)
     digits = numbers(shares(SIZE))
-    # Bytes of a row (of codes alone), and bytes of 128 codes, or elements.
-    sizes = (dim, chunk, dim // 2 if is_codes else dim * size, BYTES if is_codes else CODES)
+    # Bytes of a row (of codes alone), and of 128 codes, or that many elements.
+    width = dim // 2 if form == INT4 else dim if form == FP8 else dim * size
+    sizes = (dim, chunk, width, BYTES if form == INT4 else CODES)
     stride = chunk + WIDTH
     queries, sums, row = stack(group * dim), stack(group * dim), stack(dim)
     tops, weights_of, tops_here, shrinks, halves_of = (
@@ -341,17 +402,17 @@ def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
         slot, n = get(table, slots + start // chunk), start % chunk
         newest_key, newest_value = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
         at, then = token * k_token + head * k_head, token * v_token + head * v_head
-        if is_codes:
+        if form != PLAIN:
             turn(k, at, row, 0, kind, cos_sin, start, turning, dim, one)
-            _write(row, k_cache, newest_key, n, chunk, dim)
+            _write(row, k_cache, newest_key, n, chunk, dim, form)
             copy(v, then, row, 0, dim, one)
-            _write(row, v_cache, newest_value, n, chunk, dim)
+            _write(row, v_cache, newest_value, n, chunk, dim, form)
         else:
             turn(k, at, like(kind, k_cache + newest_key), n * dim, kind, cos_sin, start, turning, dim, one)
             copy(v, then, like(kind, v_cache + newest_value), n * dim, dim, one)
         for g in range(group):
             at = token * q_token + (head * group + g) * q_head
-            if is_codes:
+            if form == INT4:
                 turn(q, at, row, 0, kind, cos_sin, start, turning, dim, scale)
                 low, high = _turned(row, 0, queries, g * dim, dim)
                 put(halves_of, 2 * g, low)
@@ -370,7 +431,7 @@ def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
             begin, end = max(0, least - j * chunk), min(chunk, start + 1 - j * chunk)
             ahead = k_cache + next_slot * k_slot + head * cache_head
             _score_all(
-                queries, group, halves_of, keys, kind, is_codes, sizes, ahead, begin, end, digits, scores, stride,
+                queries, group, halves_of, keys, kind, form, sizes, ahead, begin, end, digits, scores, stride,
                 tops_here,
             )  # fmt: skip
             for g in range(group):
@@ -385,14 +446,12 @@ def _attend(words, kind, size, is_codes):  # type: ignore[no-untyped-def]
                 put(weights_of, g, get(weights_of, g) * get(shrinks, g) + weight)
             ahead = v_cache + next_slot * v_slot + head * cache_head
             for g in range(0, group - 1, 2):
-                _add_two(scores, g, stride, values, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks)
+                _add_two(scores, g, stride, values, kind, form, sizes, ahead, begin, end, digits, sums, shrinks)
             if group % 2:
-                _add_one(
-                    scores, group - 1, stride, values, kind, is_codes, sizes, ahead, begin, end, digits, sums, shrinks
-                )
+                _add_one(scores, group - 1, stride, values, kind, form, sizes, ahead, begin, end, digits, sums, shrinks)
         for g in range(group):
             at = token * out_token + (head * group + g) * out_head
-            if is_codes:
+            if form == INT4:
                 _back(sums, g * dim, out, at, dim, one / get(weights_of, g))
             else:
                 copy(sums, g * dim, out, at, dim, one / get(weights_of, g))
@@ -403,32 +462,47 @@ def entries(source: str) -> dict[tuple[str, Any], Any]:
 
     def plain_floats(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, floats(0), 4, False)
+        _attend(words, floats(0), 4, PLAIN)
 
     def plain_halves(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, halves(0), 2, False)
+        _attend(words, halves(0), 2, PLAIN)
 
     def plain_brains(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, brains(0), 2, False)
+        _attend(words, brains(0), 2, PLAIN)
+
+    def short_floats(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, floats(0), 4, FP8)
+
+    def short_halves(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, halves(0), 2, FP8)
+
+    def short_brains(words):  # type: ignore[no-untyped-def]
+        source  # noqa: B018
+        _attend(words, brains(0), 2, FP8)
 
     def nibbles_floats(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, floats(0), 4, True)
+        _attend(words, floats(0), 4, INT4)
 
     def nibbles_halves(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, halves(0), 2, True)
+        _attend(words, halves(0), 2, INT4)
 
     def nibbles_brains(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attend(words, brains(0), 2, True)
+        _attend(words, brains(0), 2, INT4)
 
     return {
         (DECODES, torch.float32): plain_floats,
         (DECODES, torch.float16): plain_halves,
         (DECODES, torch.bfloat16): plain_brains,
+        (SHORT_FLOATS, torch.float32): short_floats,
+        (SHORT_FLOATS, torch.float16): short_halves,
+        (SHORT_FLOATS, torch.bfloat16): short_brains,
         (NIBBLES, torch.float32): nibbles_floats,
         (NIBBLES, torch.float16): nibbles_halves,
         (NIBBLES, torch.bfloat16): nibbles_brains,

@@ -206,6 +206,57 @@ def code_of(typing: Any, a: Any) -> Any:
 
 
 @written
+def e4m3_numbers(typing: Any, pointer: Any, index: Any) -> Any:
+    """Sixteen bytes from the index-th on as numbers of FP8; that some of its codes are none is not looked at."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        kind = ir.VectorType(_BYTE, SIZE)
+        raw = builder.zext(builder.load(_bytes_at(builder, kind, *args), align=1), _INTS)
+        # The bits where float32 has its own, whose exponents are larger by 120.
+        size = builder.shl(builder.and_(raw, _all(127)), _all(20))
+        sign = builder.shl(builder.and_(raw, _all(128)), _all(24))
+        tiny = builder.bitcast(builder.or_(size, sign), _FLOATS)
+        return builder.fmul(tiny, builder.bitcast(_all(247 << 23), _FLOATS))
+
+    return signature(wide, pointer, types.int64), lower
+
+
+@written
+def e4m3_codes(typing: Any, a: Any) -> Any:
+    """The nearest codes of FP8 of numbers up to 448, of two the even one."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        all_bits = builder.bitcast(args[0], _INTS)
+        size = builder.and_(all_bits, _all(0x7FFFFFFF))
+        sign = builder.and_(builder.lshr(all_bits, _all(24)), _all(128))
+        even = builder.and_(builder.lshr(size, _all(20)), _all(1))
+        up = builder.add(builder.add(size, _all(0x7FFFF)), even)
+        normal = builder.sub(builder.lshr(up, _all(20)), _all(120 << 3))
+        # Below 2^-6 codes count in steps of 2^-9.
+        steps = builder.fmul(builder.bitcast(size, _FLOATS), builder.bitcast(_all(136 << 23), _FLOATS))
+        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
+        few = _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [steps, *rest])
+        found = builder.select(builder.icmp_unsigned("<", size, _all(121 << 23)), few, normal)
+        found = builder.select(builder.icmp_unsigned(">", size, _all(0x7F800000)), _all(127), found)
+        return builder.or_(found, sign)
+
+    return signature(whole, wide), lower
+
+
+@written
+def put_byte(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
+    """One byte."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        builder.store(builder.trunc(args[2], _BYTE), _bytes_at(builder, _BYTE, *args[:2]))
+        return context.get_dummy_value()
+
+    return signature(types.none, pointer, types.int64, types.int64), lower
+
+
+@written
 def pair_of(typing: Any, a: Any, b: Any) -> Any:
     """Two codes in a byte, the second one above."""
 

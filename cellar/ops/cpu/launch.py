@@ -19,7 +19,7 @@ LEAST_SHARED = 1 << 14
 
 NAMES = ("norm", "activation", "rotary_kv", "attention")
 SPARSE = "sparse_attention"
-DECODES, NIBBLES = "decode_attention", "nibble_attention"
+DECODES, SHORT_FLOATS, NIBBLES = "decode_attention", "short_float_attention", "nibble_attention"
 
 Kernel = Callable[[bytes, int], None]
 
