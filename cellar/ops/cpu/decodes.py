@@ -12,7 +12,8 @@ for queries, keys and sums:
 
 What halves of a head are multiplied by, and the least number of each, go onto sums of the codes: in scores onto two of
 a query with a key, in sums of values onto a weight, and so do the powers of two of rows in FP8. The newest K and V are
-rotated and written here, too, those in fewer bits byte for byte as `ops/kv_format.py` has them.
+rotated and written here, too, those in fewer bits byte for byte as `ops/kv_format.py` quantizes them. (A rotation has
+one rounding less than by its definition, so of rotated keys a code is now and then its neighbour.)
 """
 
 from __future__ import annotations
