@@ -318,12 +318,12 @@ def _add_one(  # type: ignore[no-untyped-def]
 
 
 @piece
-def _write(x, cache, at, n, chunk, dim, form):  # type: ignore[no-untyped-def]
-    """float32 [dim] as the n-th row of a head in a chunk at byte `at`: `quantized` of `ops/kv_format.py`."""
+def _write(x, base, n, chunk, dim, form):  # type: ignore[no-untyped-def]
+    """float32 [dim] as the n-th row of a head in a chunk at an address: `quantized` of `ops/kv_format.py`."""
     if form == FP8:
-        _write_short_floats(x, cache + at, n, chunk, dim)
+        _write_short_floats(x, base, n, chunk, dim)
     else:
-        _write_nibbles(x, cache, at, n, chunk, dim)
+        _write_nibbles(x, base, n, chunk, dim)
 
 
 @piece
@@ -344,9 +344,9 @@ def _write_short_floats(x, base, n, chunk, dim):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _write_nibbles(x, cache, at, n, chunk, dim):  # type: ignore[no-untyped-def]
+def _write_nibbles(x, base, n, chunk, dim):  # type: ignore[no-untyped-def]
     half = dim // 2
-    raw, pairs = codes(cache + at + n * half), brains(cache + at + chunk * half)
+    raw, pairs = codes(base + n * half), brains(base + chunk * half)
     for h in range(2):
         most, least, whole = splat(types.float32(-3.0e38)), splat(types.float32(-3.0e38)), splat(types.float32(0.0))
         for d in range(h * half, h * half + half, WIDTH):
@@ -405,9 +405,9 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
         at, then = token * k_token + head * k_head, token * v_token + head * v_head
         if form != PLAIN:
             turn(k, at, row, 0, kind, cos_sin, start, turning, dim, one)
-            _write(row, k_cache, newest_key, n, chunk, dim, form)
+            _write(row, k_cache + newest_key, n, chunk, dim, form)
             copy(v, then, row, 0, dim, one)
-            _write(row, v_cache, newest_value, n, chunk, dim, form)
+            _write(row, v_cache + newest_value, n, chunk, dim, form)
         else:
             turn(k, at, like(kind, k_cache + newest_key), n * dim, kind, cos_sin, start, turning, dim, one)
             copy(v, then, like(kind, v_cache + newest_value), n * dim, dim, one)

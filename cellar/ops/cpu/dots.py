@@ -62,6 +62,11 @@ def _called(builder: Any, name: str, kind: Any, args: Any) -> Any:
     return builder.call(function, args)
 
 
+def _nearest(builder: Any, x: Any) -> Any:
+    rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
+    return _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [x, *rest])
+
+
 def _bytes_at(builder: Any, kind: Any, pointer: Any, index: Any) -> Any:
     return builder.bitcast(builder.gep(builder.bitcast(pointer, _BYTE.as_pointer()), [index]), kind.as_pointer())
 
@@ -185,8 +190,7 @@ def nearest(typing: Any, a: Any) -> Any:
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         use_whole_registers(builder)
-        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
-        return _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [args[0], *rest])
+        return _nearest(builder, args[0])
 
     return signature(whole, wide), lower
 
@@ -197,8 +201,7 @@ def code_of(typing: Any, a: Any) -> Any:
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         use_whole_registers(builder)
-        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
-        found = _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [args[0], *rest])
+        found = _nearest(builder, args[0])
         found = builder.select(builder.icmp_signed(">", found, _all(0)), found, _all(0))
         return builder.select(builder.icmp_signed("<", found, _all(15)), found, _all(15))
 
@@ -236,8 +239,7 @@ def e4m3_codes(typing: Any, a: Any) -> Any:
         normal = builder.sub(builder.lshr(up, _all(20)), _all(120 << 3))
         # Below 2^-6 codes count in steps of 2^-9.
         steps = builder.fmul(builder.bitcast(size, _FLOATS), builder.bitcast(_all(136 << 23), _FLOATS))
-        rest = [_all(0), ir.Constant(_SHORT, -1), ir.Constant(_INT, _AS_SET)]
-        few = _called(builder, "llvm.x86.avx512.mask.cvtps2dq.512", _INTS, [steps, *rest])
+        few = _nearest(builder, steps)
         found = builder.select(builder.icmp_unsigned("<", size, _all(121 << 23)), few, normal)
         found = builder.select(builder.icmp_unsigned(">", size, _all(0x7F800000)), _all(127), found)
         return builder.or_(found, sign)
