@@ -3,6 +3,7 @@
     python -m benchmarks.offload MODEL --device-memory 0.5 --host-memory 0.5 --disk 4
     python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --batch 78 --once
     python -m benchmarks.offload llama-3-70b --load-format dummy --device cuda --device-memory 16 --quantization int4
+    python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --pipeline-parallel-size 2
 
 Prints a table of the last run, predicted by the plan and measured, by kind of step and by channel, then one JSON
 object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the seconds of a decode
@@ -29,6 +30,7 @@ from cellar.bench.forecast import Forecast
 from cellar.core.config import EngineConfig
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
+from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
 from cellar.runtime.offload.layers import CPU_TOKENS
@@ -71,6 +73,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default=None)
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--num-threads", type=int, default=None)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--generate", type=int, default=16)
@@ -106,6 +111,9 @@ def main() -> None:
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "device": options.device,
+        "num_threads": options.num_threads,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "tensor_parallel_size": options.tensor_parallel_size,
     }
     prompts = [[(7 * k + i) % 200 + 3 for i in range(options.prompt)] for k in range(options.batch)]
     places = {name: getattr(options, name) for name in ("device_memory", "host_memory", "disk", "disk_path")}
@@ -117,6 +125,8 @@ def main() -> None:
     opened = open_front(config, wrap=forecast.wrap)
     with LLM.over(opened) as llm:
         found["start_seconds"] = time.perf_counter() - begin
+        said_before = "" if llm.plan is None else predicted_line(llm.plan)
+        print(f"there after {found['start_seconds']:.1f} s; {said_before}", file=sys.stderr, flush=True)
         report = llm.offload
         _seconds(llm, prompts[:1], 2)  # kernels are compiled, buffers made
         if options.warm:
@@ -136,6 +146,9 @@ def main() -> None:
         }
         if llm.plan is not None:
             found["predicted"] = dict(llm.plan.figures)
+        found["ranks"] = [
+            {"weights": dict(one.weights), "kv": one.kv, "kv_place": one.kv_place} for one in opened.offloads
+        ]
         found["device_reserved"] = _reserved()
         found["allocator_retries"] = _retries() - retries
         if report is not None and report.moved["disk"] and not options.once:

@@ -114,8 +114,8 @@ def _answer(
     forecast = Forecast()
     opened = open_front(config, forecast.wrap)
     predict(forecast, opened)
-    if opened.offload is not None:
-        print_offload(opened.offload, opened.plan, err=True)
+    if opened.offloads:
+        print_offload(opened.offloads, opened.plan, err=True)
     host = SameProcess(AsyncLLM.over(opened))
     app = build_app(host, ServedModel.of(opened, model_names(config, server)), server, _LIMITS)
     rate = predicted_rate(opened.plan, pending)

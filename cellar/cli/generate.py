@@ -57,8 +57,8 @@ def generate(
     with LLM.over(opened) as llm:
         if opened.memory is not None and sys.stderr.isatty():
             typer.echo(opened.memory.line(), err=True)
-        if opened.offload is not None:
-            print_offload(opened.offload, opened.plan, err=True)
+        if opened.offloads:
+            print_offload(opened.offloads, opened.plan, err=True)
         if llm.plan is not None:
             forecast.follow(llm.plan, None if llm.offload is None else llm.offload.channels.seconds)
         params = sampling_params(sampling, llm.generation.sampling)

@@ -54,6 +54,9 @@ class BuffersError(CapacityError):
         super().__init__(message)
         self.missing = missing
 
+    def __reduce__(self) -> tuple[type[BuffersError], tuple[str, int]]:
+        return type(self), (str(self), self.missing)
+
 
 class DeviceError(CellarError):
     """A device is not there, or an operation on it failed."""

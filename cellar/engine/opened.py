@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from cellar.text.masker import Masker
 from cellar.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from cellar.runtime.ranks.opened import OpenedRanks
     from cellar.runtime.steps.local import OpenedModel
     from cellar.schedule.steps.homes import HomesScheduler
     from cellar.schedule.steps.scheduler import StepScheduler
@@ -55,6 +56,7 @@ SPARED = 2**26
 class Opened:
     """A front, and what it was opened with: everything in `config` is decided.
 
+    `offloads`: where the weights lie, of each rank, if they are streamed; `offload`, if that goes on in this process.
     Of an engine of this process, `outlook` is what routers are told; the engine's thread may ask. `basis` is what they
     must know of the model.
     """
@@ -69,6 +71,7 @@ class Opened:
     offload: OffloadReport | None = None
     outlook: Callable[[], Outlook] | None = None
     basis: Basis | None = None
+    offloads: Sequence[OffloadReport] = ()
 
 
 def open_front(
@@ -84,32 +87,22 @@ def open_front(
     again, whichever is faster. Raises CheckpointError, ConfigError,
     CapacityError or DeviceError.
     """
-    from cellar.runtime.ranks.opened import OpenedRanks, open_ranks
+    from cellar.runtime.ranks.opened import OpenedRanks
 
     config, plan = with_plan(config)
-    shared = None if plan is None or plan.placement.kind != "partition" else plan.placement
-    ranks = shared is not None or config.device.num_ranks > 1
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
-    own: list[SavedPlan] = []
-    asked: EngineConfig | None = None  # where the plan is made here
-    if plan is None and config.offload.device_memory is not None:
-        if ranks:
-            config, own = with_rank_plans(config, checkpoint)
-            plan = own[0]
-        else:
-            asked = config
-            config, plan = with_own_plan(asked, checkpoint)
+    asked = config if plan is None and config.offload.device_memory is not None else None
+    plans = [] if plan is None else [plan]
+    if asked is not None:
+        config, plans = _own_plans(asked, checkpoint)
     # The cheap part first: a damaged tokenizer is found before gigabytes are read.
     tokenizer, templates = open_text(config.model, checkpoint)
     generation = read_generation_config(config.model.generation_config, checkpoint)
     try:
-        opened: OpenedModel | OpenedRanks
-        if ranks:
-            opened = open_ranks(config, checkpoint, shared, offloaded=[one.placement for one in own])
-        else:
-            opened, config, plan = _open_planned(config, plan, asked, checkpoint)
+        opened, config, plans = _open_planned(config, plans, asked, checkpoint)
+        plan = _slowest(plans)
         config, spec, capacity = opened.config, opened.spec, opened.runtime.capacity
         costs, root = model_costs(spec), root_identity(spec, opened.fingerprint)
         scheduler = _scheduler(config, capacity, costs, root, recovery, _is_diagonal(plan))
@@ -150,30 +143,57 @@ def open_front(
         None if isinstance(opened, OpenedRanks) else opened.offload,
         scheduler.outlook,
         basis,
+        opened.offloads,
     )
 
 
-def _open_planned(
-    config: EngineConfig, plan: SavedPlan | None, asked: EngineConfig | None, checkpoint: Path | None
-) -> tuple[OpenedModel, EngineConfig, SavedPlan | None]:
-    """A local model by its plan. One that was made here, for what is `asked`, and leaves too little for the buffers of
-    a step is made once more, with as much left as they have taken.
-    """
-    from cellar.runtime.steps.local import open_local
+def _own_plans(asked: EngineConfig, checkpoint: Path | None, spared: int = 0) -> tuple[EngineConfig, list[SavedPlan]]:
+    """The options within `device_memory`, and a plan for what each rank streams, if they do not hold the model."""
+    if asked.device.num_ranks > 1:
+        return with_rank_plans(asked, checkpoint, spared)
+    config, plan = with_own_plan(asked, checkpoint, spared)
+    return config, [] if plan is None else [plan]
 
+
+def _slowest(plans: Sequence[SavedPlan]) -> SavedPlan | None:
+    """Of the plans of ranks, that of which the others wait: it says what is to be expected of all."""
+    if len(plans) < 2:
+        return plans[0] if plans else None
+    return min(plans, key=lambda plan: plan.figures["predicted"]["tokens_per_second"])
+
+
+def _open_planned(
+    config: EngineConfig, plans: list[SavedPlan], asked: EngineConfig | None, checkpoint: Path | None
+) -> tuple[OpenedModel | OpenedRanks, EngineConfig, list[SavedPlan]]:
+    """A model by its plans. Those that were made here, for what is `asked`, and leave too little for the buffers of a
+    step are made once more, with as much left as they have taken.
+    """
     missing = 0
     try:
-        return open_local(config, checkpoint, None if plan is None else plan.placement, root_identity), config, plan
+        return _opened_by(config, plans, checkpoint), config, plans
     except BuffersError as error:
-        if asked is None or plan is None:
+        if asked is None or not plans:
             raise
-        missing = error.missing
+        missing = error.missing  # and nothing else of it: the error holds what was opened
     _LOG.warning(
         "a step's buffers take %s more than was expected; the model is planned again with so much left for them.",
         human(missing),
     )
-    config, plan = with_own_plan(asked, checkpoint, missing + SPARED)
-    return open_local(config, checkpoint, None if plan is None else plan.placement, root_identity), config, plan
+    config, plans = _own_plans(asked, checkpoint, missing + SPARED)
+    return _opened_by(config, plans, checkpoint), config, plans
+
+
+def _opened_by(config: EngineConfig, plans: Sequence[SavedPlan], checkpoint: Path | None) -> OpenedModel | OpenedRanks:
+    """A model by its plan, or by those of the ranks that stream it."""
+    from cellar.runtime.ranks.opened import open_ranks
+    from cellar.runtime.steps.local import open_local
+
+    placements = [plan.placement for plan in plans]
+    if placements and placements[0].kind == "partition":
+        return open_ranks(config, checkpoint, placements[0])
+    if config.device.num_ranks > 1:
+        return open_ranks(config, checkpoint, offloaded=placements)
+    return open_local(config, checkpoint, placements[0] if placements else None, root_identity)
 
 
 def _scheduler(

@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 MEASURED_NBYTES = 2**26
 """What is read to measure a processor's rates: more than its caches hold."""
 
-MEASURED_NBYTES_OF_A_HOST = 2**29
+MEASURED_NBYTES_OF_A_HOST = 2**30
 """The same for a machine with an accelerator, whose processor has large caches."""
 
 MEASURED_SECONDS = 0.05
@@ -59,56 +59,68 @@ def with_own_plan(
         return _resident(config, spec, room, limits), None
     if not spared:
         _warn_of_loss(config, raw, spec, room, limits)
-    plan = _planned(asked, spec, room, limits, _rates(config, spec, room.kind), config.offload.latency)
+    rates = _rates(config, spec, room.kind)
+    plan = _planned(asked, spec, room, limits, rates=rates, latency=config.offload.latency)
     assert plan.limits is not None
     _LOG.info("%s", predicted_line(plan))
     return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
 
 
-def with_rank_plans(config: EngineConfig, checkpoint: Path | None) -> tuple[EngineConfig, list[SavedPlan]]:
-    """The same over `tensor_parallel_size` ranks: a plan for the share of each, whose device holds `device_memory`, and
-    which has an equal part of the host's memory, cores and disk.
+def with_rank_plans(
+    config: EngineConfig, checkpoint: Path | None, spared: int = 0
+) -> tuple[EngineConfig, list[SavedPlan]]:
+    """The same over several ranks, of tensor parallelism and of pipeline stages: a plan for the share of each, whose
+    device holds `device_memory`, and which has an equal part of the host's memory, cores and disk. No plans if each
+    share fits.
 
-    All take the same number of sequences. Raises ConfigError, too, for shares that fit, and for ranks on GPUs.
+    All take the same number of sequences. Raises ConfigError, too, for what does not run on several ranks.
     """
-    import torch
-
     from cellar.models.sharding import shard
+    from cellar.models.staging import stage
+    from cellar.runtime.ranks.opened import kind_of_ranks, threads_of_rank
 
-    if config.device.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"device_memory does not work on pipeline stages yet, but pipeline_parallel_size is "
-            f"{config.device.pipeline_parallel_size}; leave one of both out."
-        )
+    tensor, stages = config.device.tensor_parallel_size, config.device.pipeline_parallel_size
+    size = tensor * stages
+    kind_of_ranks(config, size, None, planned=False)  # so many GPUs, or none, before any is asked how fast it is
     asked = _asked(config, checkpoint)
-    size, room = asked.config.device.tensor_parallel_size, asked.room
-    if room.kind != "cpu":
-        raise ConfigError(
-            f"device_memory does not work on several GPUs yet, but tensor_parallel_size is {size}; leave one of both "
-            "out."
-        )
-    threads = max(1, (config.device.num_threads or torch.get_num_threads()) // size)
-    config = replace(asked.config, device=replace(asked.config.device, num_threads=threads))
+    spec, limits, room = asked.spec, asked.limits, replace(asked.room, device=asked.room.device - spared)
+    if stages > 1:
+        _check_stages(asked.config)
+        limits = replace(limits, max_num_batched_tokens=-(-limits.max_num_batched_tokens // stages))
     room = replace(room, host=None if room.host is None else room.host // size, disk=room.disk // size)
-    shares = [shard(asked.spec, rank, size) for rank in range(size)]
-    if all(fits(share, room, asked.limits) for share in shares):
-        raise ConfigError(
-            f"a share of the model fits device_memory, but on {size} ranks that is for shares which do not; leave "
-            "device_memory out."
-        )
-    if any(tensor.formats for tensor in asked.spec.tensors()):
+    shares = [shard(stage(spec, rank // tensor, stages), rank % tensor, tensor) for rank in range(size)]
+    largest = max(shares, key=lambda share: share.nbytes())
+    if not spared and all(fits(share, room, limits) for share in shares):
+        if config.offload.latency is not None:
+            raise ConfigError(
+                f"latency bounds plans that stream weights, but on {size} ranks each device holds its share; leave "
+                "latency out, or lower device_memory."
+            )
+        return _resident(asked.config, largest, room, limits), []
+    if tensor > 1 and any(matrix.formats for matrix in spec.tensors()):
         raise ConfigError(
             f"{asked.name} is quantized, and shares of quantized weights are not streamed yet; leave "
-            "tensor_parallel_size or quantization out, or raise device_memory."
+            "tensor_parallel_size or quantization out, take pipeline_parallel_size, or raise device_memory."
         )
-    rates = _rates(config, shares[0], room.kind).shared(size)
-    first = _planned(
-        asked, max(shares, key=lambda share: share.nbytes()), room, asked.limits, rates, config.offload.latency
-    )
+    device = replace(asked.config.device, num_threads=threads_of_rank(config.device, room.kind, size))
+    rates = _rates(replace(asked.config, device=device), largest, room.kind, size)
+    wishes: dict[str, Any] = {"rates": rates, "passes": stages}
+    first = _planned(asked, largest, room, limits, latency=config.offload.latency, **wishes)
     assert first.limits is not None
     _LOG.info("on each of %d ranks: %s", size, predicted_line(first))
-    plans = [_planned(asked, share, room, first.limits, rates, None) for share in shares]
+    room = replace(room, chunks=first.placement.num_chunks)
+    plans = [_planned(asked, share, room, first.limits, latency=None, **wishes) for share in shares]
     return replace(asked.config, schedule=replace(asked.config.schedule, max_num_seqs=first.limits.max_num_seqs)), plans
+
+
+def _check_stages(config: EngineConfig) -> None:
+    """Raise ConfigError for what plans of stages cannot say yet."""
+    wishes = {"latency": config.offload.latency, "schedule": config.offload.schedule}
+    for name, given in wishes.items():
+        if given not in (None, "zigzag"):
+            raise ConfigError(
+                f"{name} {given} does not work on pipeline stages with device_memory yet; leave one of both out."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +165,9 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
     return _Asked(config, name, raw, spec, str(device), room, limits)
 
 
-def _planned(
-    asked: _Asked, spec: ModelSpec, room: Room, limits: Limits, rates: Rates, latency: float | None
-) -> SavedPlan:
+def _planned(asked: _Asked, spec: ModelSpec, room: Room, limits: Limits, **wishes: Any) -> SavedPlan:
     order: Any = asked.config.offload.schedule
-    wishes: dict[str, Any] = {"rates": rates, "latency": latency, "order": order}
-    return capped_plan(spec, room, limits, model=asked.name, machine=asked.machine, **wishes)
+    return capped_plan(spec, room, limits, model=asked.name, machine=asked.machine, order=order, **wishes)
 
 
 def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits) -> EngineConfig:
@@ -181,9 +190,9 @@ def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits)
     return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv))
 
 
-def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
-    """The host's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why). A GPU's own
-    are an H200's: they are not what such a pass waits for.
+def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> Rates:
+    """Those of each of so many ranks. The host's are measured now, in a thread that takes its OpenMP team with it
+    (`open_local` says why). A GPU's own are an H200's: they are not what such a pass waits for.
     """
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.rates import MeasuredRates, measured_rates
@@ -195,7 +204,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
 
     def measured(reads: DiskReads | None) -> MeasuredRates:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
-            how = (nbytes, MEASURED_SECONDS, threads, sparse_v, reads)
+            how = (nbytes, MEASURED_SECONDS, threads, sparse_v, reads, ranks)
             return thread.submit(measured_rates, spec, device, *how).result()
 
     if not config.offload.disk:
@@ -205,12 +214,14 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str) -> Rates:
             found = measured(reads)
             disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS))[0]
     if kind == "cpu":
-        return Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
+        here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
+        return here.shared(ranks)
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
-    return Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
+    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
+    return rates.shared(ranks, kind)
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -22,6 +22,7 @@ from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
 from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
 from cellar.planner.passes import (
+    MOST_OVER_LINK,
     RESERVE,
     Away,
     Rates,
@@ -76,7 +77,7 @@ _UNIT = 64
 @dataclass(frozen=True, slots=True)
 class Room:
     """Bytes for the model in each place; `host` None: as much as it takes. `kv`: bytes of KV, None: `KV_SHARE`.
-    `kind` of device: cpu or gpu.
+    `kind` of device: cpu or gpu. `chunks`: of KV, as many as another rank has, wherever they lie; None: any number.
     """
 
     device: int
@@ -84,6 +85,7 @@ class Room:
     disk: int = 0
     kv: int | None = None
     kind: str = "cpu"
+    chunks: int | None = None
 
 
 def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
@@ -111,9 +113,11 @@ def capped_plan(
     job: Job | None = None,
     latency: float | None = None,
     order: Schedule = "zigzag",
+    passes: int = 1,
 ) -> SavedPlan:
     """The plan. `limits.max_num_seqs` sequences pass a layer as one batch, or so many that `job` (default: the longest
-    request) ends within `latency` seconds.
+    request) ends within `latency` seconds. With `passes` the model is a stage of a pipeline, which has so many passes
+    in turn: each takes a part of the sequences, whose KV is there at once, and `limits` has the tokens of one.
 
     On an accelerator KV lies there or, where more sequences a pass are worth it at these rates, in host memory, where
     the CPU attends to it. Raises CapacityError, which says how much is missing where; ConfigError if no plan keeps the
@@ -122,7 +126,7 @@ def capped_plan(
     rates, job = rates or Rates(), job or longest(limits)
     if room.kind != "cpu":
         rates = device_rates(rates, spec)
-    best = _best(spec, room, limits, rates, job, latency, order)
+    best = _best(spec, room, limits, rates, job, latency, order, passes)
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)
     chunks = kv // spec.kv.chunk_nbytes()
@@ -171,7 +175,7 @@ def capped_plan(
             "rates": asdict(rates),
             "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
             "moves": asdict(pass_moves(spec, rates, best.away, cpu_tokens(spec, limits))),
-            "predicted": asdict(foreseen(cost, job, best.count, limits, order)),
+            "predicted": asdict(foreseen(cost, job, best.count, limits, order, passes)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
     )
@@ -179,7 +183,7 @@ def capped_plan(
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One way to divide, with its price: `kv` bytes of KV, for `count` sequences at once, within `limits`; `over_link`:
+    """One way to divide, with its price: `kv` bytes of KV, for `count` sequences a pass, within `limits`; `over_link`:
     the share of KV in host memory that the device attends to.
     """
 
@@ -194,22 +198,32 @@ class _Choice:
 
 
 def _best(
-    spec: ModelSpec, room: Room, limits: Limits, rates: Rates, job: Job, latency: float | None, order: Schedule
+    spec: ModelSpec,
+    room: Room,
+    limits: Limits,
+    rates: Rates,
+    job: Job,
+    latency: float | None,
+    order: Schedule,
+    passes: int,
 ) -> _Choice:
     """The way that makes most tokens a second, within the bound. Raises CapacityError or ConfigError."""
     found: list[_Choice] = []
     missing: CapacityError | None = None
     fastest = math.inf
+    brings = rates.reads > 0 and any(group.dtype != spec.dtype for group in spec.kv.groups)
+    brought = math.ceil(MOST_OVER_LINK * limits.max_num_seqs / passes) if brings else 0
     for place, kv in _kv_choices(spec, room, limits, bounded=latency is not None):
         try:
-            division = _divide(spec, room, limits, kv, place)
+            division = _divide(spec, room, limits, kv, place, brought)
         except CapacityError as error:
             missing = missing or error
             continue
         if place == "host" and room.host is not None:
             kv = min(kv, room.host - division.in_host)
         away = Away(division.in_host, max(0, division.away - division.in_host), place, room.kind)
-        count = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
+        at_once = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
+        count = -(-at_once // passes)
         over = kv_over_link(spec, rates, away, count * limits.max_model_len)
         cost = pass_cost(spec, rates, away, cpu_tokens(spec, limits), over)
         held = limits
@@ -222,7 +236,7 @@ def _best(
         if order == "diagonal":
             speed = foreseen(cost, job, count, limits, order).tokens_per_second
         else:
-            waves = -(-held.max_num_seqs // count)  # the last one is no larger than the others
+            waves = -(-held.max_num_seqs // min(at_once, passes * count))  # the last one is no larger than the others
             speed = held.max_num_seqs / waves / decode_seconds(cost, count, limits.max_model_len)
         found.append(_Choice(division, away, kv, count, cost, held, speed, over))
     if not found:
@@ -242,8 +256,10 @@ class _Division:
     in_host: int
 
 
-def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) -> _Division:
-    """The division beside so many bytes of KV. Raises CapacityError."""
+def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str, brought: int = 0) -> _Division:
+    """The division beside so many bytes of KV; where that lies in host memory, what a layer attends to of so many
+    sequences is `brought` from there. Raises CapacityError.
+    """
     chunks = kv // spec.kv.chunk_nbytes()
     needed = -(-limits.max_model_len // spec.kv.chunk_size)
     if chunks < needed:
@@ -258,7 +274,8 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str) ->
         fixed += chunks * spec.kv.chunk_nbytes()
     else:  # prompts of a pass are attended to in a layer's cache on the device
         a_layer = spec.kv.chunk_nbytes() // len(spec.layers)
-        fixed += (-(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs) * a_layer
+        fresh = -(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs
+        fixed += max(fresh, brought * needed) * a_layer
     rest_of_model = ((n, t) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
     fixed += sum(_aligned(_nbytes(t, 0, t.shape[0], room.kind)) for _, t in rest_of_model)
     layers = _kinds(spec.layers)
@@ -313,6 +330,9 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     KV leaves room for more rows of weights.
     """
     needed = -(-limits.max_model_len // spec.kv.chunk_size)
+    if room.chunks is not None:
+        kv = room.chunks * spec.kv.chunk_nbytes()
+        return [("device", kv), *([("host", kv)] if room.kind != "cpu" else [])]
     few = [math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in (1, 2, 4, 8, 16, 32)]
     if room.kind == "cpu":
         kv = _kv_nbytes(spec, room)
@@ -425,7 +445,7 @@ def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
     if (batch := _sequences_at_a_time(limits, kind)) < limits.max_num_seqs:
         between = 4 * tokens * d.embed * 2 * elements
         tokens = min(tokens, batch * limits.max_model_len)
-    logits = logits_bytes(d, limits.max_num_seqs)
+    logits = logits_bytes(d, limits.max_num_seqs) if spec.head else 0
     if kind == "cpu":
         return math.ceil(working_bytes(d, tokens) * elements + logits)
     # Gate and up are products; what comes of both is made when no other product is there any more.

@@ -56,13 +56,13 @@ class Rates:
     reads: float = 0.0
     runs_ahead: bool = True
 
-    def shared(self, ranks: int) -> Rates:
-        """Those of each of so many ranks on one processor, which read its memory and its disk at once. Products of many
-        tokens are of the rank's own cores, with which they were measured.
+    def shared(self, ranks: int, kind: str = "cpu") -> Rates:
+        """Those of each of so many ranks on one processor, which read its memory and its disk at once. On a CPU
+        products of many tokens are of the rank's own cores, with which they were measured; a GPU (`kind`) has memory
+        and a link of its own, measured while the others' were at work.
         """
-        found: dict[str, Any] = {
-            name: getattr(self, name) / ranks for name in ("link", "multiply", "attention", "device", "disk")
-        }
+        names = ("multiply", "attention", "disk", *(("link", "device") if kind == "cpu" else ()))
+        found: dict[str, Any] = {name: getattr(self, name) / ranks for name in names}
         return replace(self, **found)
 
 
@@ -171,7 +171,7 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     """Seconds by channel of a pass, all of which work at once: disk, link, cpu and device. Their names are those of
     what is measured (`runtime/offload/channels.py`).
     """
-    alone = replace(cost, streamed=0.0, few_streamed=0.0, eager=0.0)
+    alone = replace(cost, streamed=0.0, few_streamed=0.0, eager=0.0, beside=False)
     device = replace(alone, attended=0.0, resident=0.0).seconds(work)
     attention = alone.seconds(work) - device
     few = work.tokens <= moves.few
@@ -188,11 +188,16 @@ LINK_READS = 0.8
 model's own type.
 """
 
-LINK_READS_OF_CODES = 0.0
-"""The same for K and V in fewer bits: they are the CPU's alone until it is measured (docs/log/offload.md)."""
+LINK_READS_OF_CODES = 0.7
+"""The same for K and V in fewer bits, which a kernel brings to the device first: it reaches 0.92 alone, and weights
+cross the link beside it (docs/log/offload.md).
+"""
 
 LEAST_OVER_LINK = 0.05
 """A smaller share of KV is not worth the launches."""
+
+MOST_OVER_LINK = 0.5
+"""Of KV in host memory. In fewer bits it is brought to the device a layer at a time, which has room for so much."""
 
 
 def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) -> float:
@@ -203,7 +208,7 @@ def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) ->
         return 0.0
     kv = positions * spec.kv.chunk_nbytes() / spec.kv.chunk_size
     spare = kv / rates.attention - max(_moves(rates, away))
-    share = spare / (kv / rates.attention + kv / rates.reads)
+    share = min(MOST_OVER_LINK, spare / (kv / rates.attention + kv / rates.reads))
     return share if share >= LEAST_OVER_LINK else 0.0
 
 
@@ -227,7 +232,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         resident=(1 - over_link)
         * each
         / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
-        sampled=2.0 * d.head_elements / rates.flops,
+        sampled=2.0 * d.head_elements / rates.flops if spec.head else 0.0,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
         launches=between,
         eager=0.0,
@@ -235,6 +240,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         streamed=max(moves.disk, moves.link, beside),
         few=few if moves.few_rows else 0,
         few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
+        beside=moves.attends,
     )
 
 
@@ -298,7 +304,8 @@ def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits, order:
 @dataclass(frozen=True, slots=True)
 class Foreseen:
     """What a plan predicts: `sequences` get a token each in a pass of `pass_seconds`. From the first of `prompt` tokens
-    to the last of `generate` it takes `request_seconds`, prompts of the others included.
+    to the last of `generate` it takes `request_seconds`, prompts of the others included. So many `passes` are on their
+    way at once, one in each stage of a pipeline, of sequences of their own.
     """
 
     sequences: int
@@ -307,16 +314,21 @@ class Foreseen:
     pass_seconds: float
     tokens_per_second: float
     request_seconds: float
+    passes: int = 1
 
 
-def foreseen(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag") -> Foreseen:
-    """The prediction for so many sequences of a job."""
+def foreseen(
+    cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag", passes: int = 1
+) -> Foreseen:
+    """The prediction for so many sequences a pass of a job. `cost` is that of one stage, which has each of the passes
+    in turn: in the time of one it gives the tokens of one, and a sequence waits for the others.
+    """
     whole = block_seconds(cost, job, sequences, limits, order)
     seconds = decode_seconds(cost, sequences, job.prompt + job.generate / 2)
     if order == "diagonal":
         seconds = diagonal_seconds(cost, job, sequences)
     rate = sequences * job.generate / whole
-    return Foreseen(sequences, job.prompt, job.generate, seconds, rate, whole)
+    return Foreseen(sequences, job.prompt, job.generate, seconds, rate, passes * whole, passes)
 
 
 def predicted_line(plan: SavedPlan) -> str:
@@ -324,11 +336,12 @@ def predicted_line(plan: SavedPlan) -> str:
     found = plan.figures.get("predicted")
     if not found:
         return ""
-    count = found["sequences"]
+    count, passes = found["sequences"], found["passes"]
+    at_once = f", {passes} passes at once" if passes > 1 else ""
     return (
         f"predicted: {found['tokens_per_second']:.3g} tok/s, {count:,} sequence{'s' * (count != 1)} a pass of "
-        f"{found['pass_seconds']:.3g} s; requests of {found['prompt']:,} + {found['generate']:,} tokens end within "
-        f"{found['request_seconds']:.3g} s."
+        f"{found['pass_seconds']:.3g} s{at_once}; requests of {found['prompt']:,} + {found['generate']:,} tokens end "
+        f"within {found['request_seconds']:.3g} s."
     )
 
 
@@ -337,7 +350,8 @@ def predicted_rate(plan: SavedPlan | None, sequences: int) -> float | None:
     said = None if plan is None else plan.figures.get("predicted")
     if plan is None or not said or plan.cost is None or plan.limits is None or plan.placement.block is None:
         return None
-    job, count = Job(said["prompt"], said["generate"]), max(1, min(sequences, said["sequences"]))
+    count = max(1, min(-(-sequences // said["passes"]), said["sequences"]))
+    job = Job(said["prompt"], said["generate"])
     return foreseen(plan.cost, job, count, plan.limits, plan.placement.block.order).tokens_per_second
 
 

@@ -66,6 +66,7 @@ class StepCost:
     collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager` as well. With `part_most` a
     step is cut into micro-batches of `part_least` to so many tokens (`core/micro_batches.py`): each reads the weights
     and is launched, and collectives take `part_adding` a token, and what products do not hide of `part_copying`.
+    `beside`: a processor attends to decodes while an accelerator computes the prompts beside them.
     """
 
     token_flops: float
@@ -95,6 +96,7 @@ class StepCost:
     part_most: int = 0
     part_copying: float = 0.0
     part_adding: float = 0.0
+    beside: bool = False
 
     def parts(self, tokens: int) -> int:
         """Into how many micro-batches a step is cut."""
@@ -135,6 +137,7 @@ class StepCost:
         if work.sampled:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
-        found = products + attention + head + self.launches + talk
+        both = max(products, attention) if self.beside and work.prompts else products + attention
+        found = both + head + self.launches + talk
         streamed = self.few_streamed if work.tokens <= self.few else self.streamed
         return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)

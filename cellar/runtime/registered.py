@@ -18,6 +18,9 @@ from cellar.runtime.memory import human
 
 logger = logging.getLogger(__name__)
 
+_PORTABLE = 1
+"""For all accelerators of the process, not only for the one that asks."""
+
 
 class Registered:
     """What is registered with the driver of `device` until `close`."""
@@ -39,7 +42,7 @@ class Registered:
         """
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device):
-            error = int(driver.cudaHostRegister(part.ctypes.data, part.nbytes, 0))
+            error = int(driver.cudaHostRegister(part.ctypes.data, part.nbytes, _PORTABLE))
         if error:
             self._forget_error()
             logger.warning(

@@ -10,12 +10,15 @@ import pytest
 
 from cellar import LLM, SamplingParams
 from cellar.core.config import EngineConfig
-from cellar.core.errors import ConfigError, DeviceError
+from cellar.core.errors import BuffersError, ConfigError, DeviceError
 from cellar.engine.own_plan import with_rank_plans
 from cellar.models.registry import open_model, read_config
 from cellar.models.sharding import shard
-from cellar.planner.passes import Rates
+from cellar.models.staging import stage
+from cellar.planner.passes import Rates, block_seconds, longest, predicted_line, predicted_rate
+from cellar.planner.saved import Limits, SavedPlan
 from cellar.runtime.offload.layout import placed_rows, planned_nbytes
+from cellar.runtime.ranks.opened import open_ranks
 from tests.e2e.test_ranks import ranks_of
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -48,6 +51,11 @@ def tokens(path: Path, size: int, **options: Any) -> list[list[int]]:
         return [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
+def planned(path: Path, held: dict[str, Any], tmp_path: Path, **options: Any) -> tuple[EngineConfig, list[SavedPlan]]:
+    given = SMALL | held | {"disk_path": str(tmp_path)} | options
+    return with_rank_plans(EngineConfig.of(model=str(path), **given), path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_stream_their_shares_give_the_tokens_of_one(size: int, tmp_path: Path) -> None:
@@ -57,11 +65,66 @@ def test_ranks_that_stream_their_shares_give_the_tokens_of_one(size: int, tmp_pa
     assert not list((tmp_path / "disk").iterdir())
 
 
+STAGED = HELD | {"device_memory": 280_000 / GIB}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stages", "tensor", "quantization", "nbytes"),
+    [
+        (2, 1, None, 280_000),
+        (3, 1, None, 280_000),
+        (2, 2, None, 240_000),
+        (2, 1, "int8", 220_000),
+        (3, 1, "int8", 210_000),
+    ],
+)
+def test_stages_that_stream_their_layers_give_the_tokens_of_one(
+    stages: int, tensor: int, quantization: str | None, nbytes: int, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path / "model", **SHAPE)
+    held = STAGED | {"device_memory": nbytes / GIB, "quantization": quantization}
+    options = {"pipeline_parallel_size": stages, "disk_path": tmp_path / "disk"}
+    found = tokens(path, tensor, **held, **options)
+    assert found == tokens(path, 1, kv_cache_memory_bytes=400_000, quantization=quantization)
+    assert not list((tmp_path / "disk").iterdir())
+
+
+def test_each_stage_places_its_layers(tmp_path: Path) -> None:
+    """All have as many chunks; a pass has an equal part of the sequences and of the tokens."""
+    path = write_checkpoint(tmp_path / "model", **SHAPE)
+    many: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_bytes": 450_000, "pipeline_parallel_size": 3}
+    config, plans = planned(path, HELD | {"device_memory": 640_000 / GIB}, tmp_path, **many)
+    whole = open_model(read_config(path), "float32", 16, 128).spec
+    for rank, plan in enumerate(plans):
+        own = stage(whole, rank, 3)
+        found = planned_nbytes(placed_rows(plan.placement, own))
+        assert sum(found.values()) == own.nbytes()
+        assert found["disk"] > 0 or rank == 1  # which has neither table nor head
+        assert plan.limits == Limits(config.schedule.max_num_seqs, -(-40 // 3), 128)
+        assert plan.placement.num_chunks == plans[0].placement.num_chunks
+    said = plans[0].figures["predicted"]
+    assert said["passes"] == 3
+    each, rate = said["sequences"], said["tokens_per_second"]
+    assert each == 2
+    assert predicted_rate(plans[0], 3 * each) == pytest.approx(rate)
+    assert "3 passes at once" in predicted_line(plans[0])
+    whole_pass = block_seconds(plans[0].cost, longest(plans[0].limits), each, plans[0].limits)
+    assert said["request_seconds"] == pytest.approx(3 * whole_pass)
+    assert rate == pytest.approx(each * said["generate"] / whole_pass)
+
+
+@pytest.mark.parametrize(("name", "value"), [("latency", 9.0), ("schedule", "diagonal")])
+def test_what_plans_of_stages_cannot_say_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "model", **SHAPE)
+    with pytest.raises(ConfigError, match=rf"{name} {value} does not work on pipeline stages with device_memory yet"):
+        planned(path, STAGED, tmp_path, pipeline_parallel_size=2, **{name: value})
+
+
 def test_each_rank_has_its_part_of_the_host(tmp_path: Path) -> None:
     """What all ranks have in host memory is what there is of it; they take the same sequences."""
     path = write_checkpoint(tmp_path / "model", **SHAPE)
-    given = EngineConfig.of(model=str(path), tensor_parallel_size=2, **SMALL | HELD | {"disk_path": str(tmp_path)})
-    config, plans = with_rank_plans(given, path)
+    config, plans = planned(path, HELD, tmp_path, tensor_parallel_size=2)
     whole = open_model(read_config(path), "float32", 16, 128).spec
     found = []
     for rank, plan in enumerate(plans):
@@ -76,12 +139,44 @@ def test_each_rank_has_its_part_of_the_host(tmp_path: Path) -> None:
 def test_ranks_share_the_rates_of_memory_and_disk() -> None:
     whole = Rates(link=8.0, multiply=6.0, attention=4.0, device=2.0, disk=1.0, flops=5.0)
     assert whole.shared(2) == Rates(link=4.0, multiply=3.0, attention=2.0, device=1.0, disk=0.5, flops=5.0)
+    assert whole.shared(2, "gpu") == Rates(link=8.0, multiply=3.0, attention=2.0, device=2.0, disk=0.5, flops=5.0)
 
 
-def test_a_share_that_fits_is_told(tmp_path: Path) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_shares_that_fit_stay_where_they_are(option: str, tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "model", **SHAPE)
-    with pytest.raises(ConfigError, match="a share of the model fits device_memory, but on 2 ranks that is for shares"):
-        LLM(str(path), tensor_parallel_size=2, **SMALL, device_memory=1.0)
+    config, plans = planned(path, {"device_memory": 0.01}, tmp_path, **{option: 2, "kv_cache_memory_bytes": None})
+    assert not plans
+    assert config.cache.kv_cache_memory_bytes == int(0.01 * GIB / 4)
+    given = {option: 2, "device_memory": 0.01, "kv_cache_memory_bytes": None}
+    with LLM(str(path), **SMALL | given) as llm:
+        found = [list(one.outputs[0].token_ids) for one in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+    assert found == tokens(path, 1, kv_cache_memory_bytes=400_000)
+    with pytest.raises(ConfigError, match="latency bounds plans that stream weights, but on 2 ranks each device holds"):
+        planned(path, {"device_memory": 1.0}, tmp_path, tensor_parallel_size=2, latency=5.0)
+
+
+def test_ranks_whose_buffers_take_more_are_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that says how much is missing is heard through its process's last words."""
+    path = write_checkpoint(tmp_path / "model", **SHAPE)
+    spared: list[int] = []
+
+    def plans(config: EngineConfig, checkpoint: Path | None, more: int = 0) -> tuple[EngineConfig, list[SavedPlan]]:
+        spared.append(more)
+        return with_rank_plans(config, checkpoint, more)
+
+    def opens(first: Any, *rest: Any, **named: Any) -> Any:
+        if len(spared) == 1:
+            raise BuffersError("buffers take more.", 10_000)
+        return open_ranks(first, *rest, **named)
+
+    monkeypatch.setattr("cellar.engine.opened.SPARED", 1000)
+    monkeypatch.setattr("cellar.engine.opened.with_rank_plans", plans)
+    monkeypatch.setattr("cellar.runtime.ranks.opened.open_ranks", opens)
+    found = tokens(path, 2, **HELD, disk_path=tmp_path)
+    assert spared == [0, 11_000]
+    assert len(found) == len(PROMPTS)
 
 
 @pytest.mark.long

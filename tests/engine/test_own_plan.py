@@ -9,7 +9,7 @@ import pytest
 from cellar.core.config import EngineConfig
 from cellar.engine import own_plan
 from cellar.models import registry
-from cellar.planner.passes import LINK_READS
+from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES
 from cellar.runtime.offload.rates import MeasuredRates
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -17,9 +17,9 @@ FOUND = MeasuredRates(alone=60e9, link=50e9, disk=0.0, multiply=70e9, attention=
 
 
 @pytest.mark.parametrize(
-    ("kept", "sparse_v", "share"), [("auto", None, LINK_READS), ("fp8", None, 0.0), ("auto", 0.1, 0.0)]
+    ("kept", "sparse_v", "share"), [("auto", None, LINK_READS), ("fp8", None, LINK_READS_OF_CODES), ("auto", 0.1, 0.0)]
 )
-def test_kernels_read_over_the_link_what_is_in_the_models_own_type(
+def test_the_device_reads_over_the_link_unless_values_are_left_out(
     kept: str, sparse_v: float | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", lambda *_: FOUND)

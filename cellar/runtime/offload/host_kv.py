@@ -1,7 +1,8 @@
 """A KV cache in host memory: the CPU attends to it for decodes, the device writes prompts to it.
 
     decode:  q, k, v of the step --copy--> CPU: rotate, write, attend over [layer][K/V][slot] --copy--> device
-             (a share of the sequences is attended to by the device at the same time, over the link)
+             (a share of the sequences is attended to by the device at the same time, over the link: in fewer bits,
+             whose rows are read in small pieces, what they hold is brought to a staged cache first)
     prompt:  attention over a staged cache on the device, of this pass alone; its chunks --> host memory
              (a prompt that goes on, or shares chunks of others, is attended to in host memory, over the link)
 
@@ -11,8 +12,9 @@ A decode reads its sequence's whole cache once, and the processor's memory is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from cellar.core.specs import KVSpec
 from cellar.models.model import Comm, LayerContext
 from cellar.ops.attention import AttentionWork, decode_attention
-from cellar.ops.kv_format import as_bytes, format_of
+from cellar.ops.kv_format import as_bytes
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HOST, HeldMemory
@@ -34,6 +36,8 @@ SPUN_TOKENS = 64
 """Decodes of up to so many sequences are waited for by spinning: what is on its way is small, and a thread that sleeps
 is woken late in each layer.
 """
+
+_CHUNKS_AT_ONCE = 64
 
 LongArray = NDArray[np.int64]
 IntArray = NDArray[np.int32]
@@ -80,8 +84,8 @@ class Divided:
     """The spans of a GPU batch, divided: decodes alone in their rows for the CPU, by `cpu_works`, whose rows are those
     of `table`; the rest for the device, by `works`. `tokens` and `rest` are their tokens among the batch's.
 
-    `staged`: the rest begins at position 0, one span a row, so that it needs no chunk of before: the slots of its
-    chunks, and each token's place among these. None: the rest attends to host memory.
+    `staged`: the rest begins at position 0, one span a row, so that it needs no chunk of before, or what it needs is
+    brought: the slots of its chunks, and each token's place among these. None: the rest attends to host memory.
     """
 
     table: IntArray
@@ -94,11 +98,14 @@ class Divided:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """`slots` int64 [chunks]; `table` int32 [rows, columns] and `mapping` int64 [tokens] number these chunks."""
+    """`slots` int64 [chunks]; `table` int32 [rows, columns] and `mapping` int64 [tokens] number these chunks. All of
+    them are written, or those that are `grown`, int64 [n], while all were brought before.
+    """
 
     slots: LongArray
     table: IntArray
     mapping: LongArray
+    grown: LongArray | None = None
 
 
 def divided(
@@ -111,24 +118,28 @@ def divided(
     device: torch.device,
     by_cpu: bool,
     over_link: float = 0.0,
+    brings: bool = False,
 ) -> Divided:
     """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`, and is kept. `by_cpu`: the CPU
     attends, but to the share `over_link` of the positions of decodes, if no fresh prompts are beside them: these are
-    staged.
+    staged. `brings`: so are decodes of the device that have nothing else beside them, and what they attend to is
+    brought.
     """
     _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
     alone, length = counts[inverse] == 1, stop - start
-    here = alone & (length == 1) & (start > 0) & by_cpu
+    decodes = alone & (length == 1) & (start > 0)
+    here = decodes & by_cpu
     if over_link and not (~here & (start == 0)).any():
         positions = np.where(here, stop, 0)
         seen = positions.cumsum()
         here &= seen - positions / 2 <= (1 - over_link) * seen[-1]
     there = ~here
     fresh = bool((alone & (start == 0))[there].all()) and there.any()
+    brought = brings and by_cpu and there.any() and bool(decodes[there].all())
     works: list[AttentionWork] = []
     staged = None
-    if fresh:
-        staged = _staged(row[there], stop[there], table, size)
+    if fresh or brought:
+        staged = (_brought if brought else _staged)(row[there], stop[there], table, size)
         works = plan(np.arange(int(there.sum()), dtype=np.int32), start[there], stop[there], device)
     elif there.any():
         works = plan(row[there], start[there], stop[there], device)
@@ -154,6 +165,14 @@ def _staged(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged
     return Staged(np.concatenate(slots), numbers, np.concatenate(mapping))
 
 
+def _brought(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged:
+    """The last token of each row is new, and so its last chunk is written."""
+    found = _staged(row, stop, table, size)
+    ends = np.cumsum(stop, dtype=np.int64) - 1
+    mapping = found.mapping[ends]
+    return Staged(found.slots, found.table, mapping, mapping // size)
+
+
 class CpuAttention:
     """Attention of decodes by the CPU, by `jobs` beside an accelerator; on a CPU, which has none, by who calls."""
 
@@ -168,10 +187,20 @@ class CpuAttention:
         self._rooms = Rooms(device)
 
     def begin(
-        self, j: int, q: Tensor, k: Tensor, v: Tensor, table: Tensor, work: AttentionWork, *, rotate: bool
+        self,
+        j: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        work: AttentionWork,
+        number: int = 0,
+        *,
+        rotate: bool,
     ) -> Callable[[], Tensor]:
         """Begin to bring q, k and v [tokens, heads, head_dim] here, to rotate, to write and to attend. `table`: int32
-        [rows, columns] in host memory, which nobody changes.
+        [rows, columns] in host memory, which nobody changes. `number`: of the GPU batch, of which another one may be
+        begun before this one is fetched.
 
         -> a function that gives [tokens, heads, head_dim] on the device, on its way.
         """
@@ -181,18 +210,18 @@ class CpuAttention:
         sizes, soon = [x.shape[1] for x in (q, k, v)], len(q) <= SPUN_TOKENS
         together = torch.cat((q, k, v), 1)
         # What the job of the layer before reads and writes, the stream comes to only behind that job.
-        here = self._rooms.room("in", together.shape, together.dtype).here
-        out = self._rooms.room("out", q.shape, q.dtype)
+        here = self._rooms.room(f"in {number}", together.shape, together.dtype).here
+        out = self._rooms.room(f"out {number}", q.shape, q.dtype)
         here.copy_(together, non_blocking=True)
 
         def attend() -> None:
             own_q, own_k, own_v = here.split_with_sizes(sizes, 1)
             out.here.copy_(self._attend(j, own_q, own_k, own_v, table, work, rotate))
 
-        number = jobs.submit(jobs.arrived(soon=soon), attend)
+        job = jobs.submit(jobs.arrived(soon=soon), attend)
 
         def fetch() -> Tensor:
-            jobs.hold(number)
+            jobs.hold(job)
             return fetched(out.there)
 
         return fetch
@@ -208,8 +237,8 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """What the CPU attends to of a GPU batch: `tokens` of it (on the device; None: all), by `works`, one a layer, whose
-    rows are those of `table`.
+    """What the CPU attends to of a GPU batch, which is the pass's `number`: `tokens` of it (on the device; None: all),
+    by `works`, one a layer, whose rows are those of `table`.
     """
 
     attention: CpuAttention
@@ -217,6 +246,7 @@ class CpuShare:
     table: Tensor
     tokens: Tensor | None
     rest: Tensor | None
+    number: int = 0
 
 
 class DividedContext:
@@ -236,48 +266,74 @@ class DividedContext:
 
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Each part where its cache lies."""
+        return self.begin(j, q, k, v, rotate=rotate)()
+
+    def begin(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Callable[[], Tensor]:
+        """The same, and what is called for the result waits for the CPU."""
         share = self._share
+        begun = partial(share.attention.begin, j, table=share.table, work=share.works[j], number=share.number)
         if self._inner is None or share.tokens is None or share.rest is None:
-            return share.attention.begin(j, q, k, v, share.table, share.works[j], rotate=rotate)()
-        own_q, own_k, own_v = (x.index_select(0, share.tokens) for x in (q, k, v))
-        attended = share.attention.begin(j, own_q, own_k, own_v, share.table, share.works[j], rotate=rotate)
+            return begun(q=q, k=k, v=v, rotate=rotate)
+        tokens, rest = share.tokens, share.rest
+        own_q, own_k, own_v = (x.index_select(0, tokens) for x in (q, k, v))
+        attended = begun(q=own_q, k=own_k, v=own_v, rotate=rotate)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        mine = (x.index_select(0, share.rest) for x in (q, k, v))
-        out.index_copy_(0, share.rest, self._inner.attend(j, *mine, rotate=rotate))
-        return out.index_copy_(0, share.tokens, attended())
+        mine = (x.index_select(0, rest) for x in (q, k, v))
+        out.index_copy_(0, rest, self._inner.attend(j, *mine, rotate=rotate))
+        return lambda: out.index_copy_(0, tokens, attended())
 
 
 class StagedChunks:
-    """A cache on the device for the prompts of one pass, a layer at a time. Its chunk n goes to slot `slots[n]`.
+    """A cache on the device of one pass, a layer at a time. Its chunk n is that of slot `slots[n]`: of prompts all are
+    written there; of decodes all are brought from there, and those that are `grown` are written.
 
     Implements what `StepContext` asks of an arena: `k[j]` and `v[j]` are the same memory for all j.
     """
 
-    def __init__(self, there: Arena, slots: Tensor) -> None:
+    def __init__(self, there: Arena, slots: Tensor, grown: Tensor | None = None) -> None:
         self._there = there
         self._slots = slots
+        self._grown = grown
+        self._written = slots if grown is None else slots.index_select(0, grown)
         self.chunk_size = there.chunk_size
         self._held: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self.k = [self._cache(j)[0] for j in range(len(there.k))]
         self.v = [self._cache(j)[1] for j in range(len(there.k))]
 
+    def bring(self, j: int) -> None:
+        """Bring layer j's chunks from host memory, if any are needed: by a kernel whose threads read side by side."""
+        if self._grown is not None:
+            for there, here in self._both(j):
+                torch.index_select(there, 0, self._slots, out=here)
+
     def keep(self, j: int) -> None:
         """Bring layer j's chunks to host memory."""
+        for there, here in self._both(j):
+            there.index_copy_(0, self._written, here if self._grown is None else here.index_select(0, self._grown))
+
+    def _both(self, j: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Layer j's keys, then its values, in host memory and here: as words, [chunks, words]."""
         for there, here in ((self._there.k[j], self.k[j]), (self._there.v[j], self.v[j])):
-            if format_of(here) != "plain":  # of short floats the library copies no rows
-                there, here = as_bytes(there), as_bytes(here)
-            there.index_copy_(0, self._slots, here)
+            yield _words(there), _words(here)
 
     def _cache(self, j: int) -> tuple[Tensor, Tensor]:
-        shape, like = (len(self._slots), *self._there.k[j].shape[1:]), self._there.k[j]
+        count, like = len(self._slots), self._there.k[j]
+        # Of decodes there are a few more in every pass: memory in large pieces is found again.
+        room = count if self._grown is None else -(-count // _CHUNKS_AT_ONCE) * _CHUNKS_AT_ONCE
+        shape = (room, *like.shape[1:])
         if shape not in self._held:
             made = torch.zeros((2, *shape), dtype=like.dtype, device=like.device)
-            self._held[shape] = (made[0], made[1])
+            self._held[shape] = (made[0, :count], made[1, :count])
         return self._held[shape]
 
 
+def _words(cache: Tensor) -> Tensor:
+    """The bytes of each chunk in words of eight: of short floats the library copies no rows, and bytes slowly."""
+    return as_bytes(cache).flatten(1).view(torch.int64)
+
+
 class StagedContext:
-    """A `LayerContext` over staged chunks, which are kept once a layer has attended to them."""
+    """A `LayerContext` over staged chunks, brought before a layer attends to them, and kept afterwards."""
 
     def __init__(self, inner: LayerContext, chunks: StagedChunks) -> None:
         self._inner = inner
@@ -288,6 +344,7 @@ class StagedContext:
 
     def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
         """Attention on the device, then the chunks to host memory."""
+        self._chunks.bring(j)
         out = self._inner.attend(j, q, k, v, rotate=rotate)
         self._chunks.keep(j)
         return out

@@ -117,6 +117,8 @@ class StreamedLayers:
             return
         slot = self._ring.take(j)
         try:
+            if self._left[slot] and not self._by_cpu:
+                self._bring_left(slot, j)
             with self.computing():
                 yield self._weights[j, slot, self._left[slot]]
         finally:
@@ -173,6 +175,16 @@ class StreamedLayers:
             if copy.place == place and not (left and copy.by_cpu):
                 source = record[copy.source : copy.source + copy.nbytes]
                 self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
+
+    def _bring_left(self, slot: int, layer: int) -> None:
+        """A slot that was filled for a pass of few tokens is taken by one of many: bring the rest, too."""
+        layout, record = self._homes.layouts[layer], self._homes.source("host", layer)
+        for copy in layout.copies:
+            if copy.place == "host" and copy.by_cpu:
+                source = record[copy.source : copy.source + copy.nbytes]
+                self._mover.move(source, self._slots[slot][copy.target : copy.target + copy.nbytes])
+        self._mover.moved()()
+        self._left[slot] = False
 
     def _measured(self, layouts: Sequence[LayerLayout]) -> float | None:
         """Bytes/s from host memory to the slots, of a second of copies at most."""

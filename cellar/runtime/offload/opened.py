@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -61,6 +62,11 @@ class OffloadReport:
     by_cpu: int = 0
     channels: Channels = field(default_factory=Channels, compare=False)
     failure: Callable[[], str | None] = field(default=lambda: None, compare=False)
+
+    def __reduce__(self) -> tuple[type[OffloadReport], tuple[Any, ...]]:
+        """For another process: what was found at the start, and not what goes on here."""
+        found = (self.weights, self.kv, self.ring, self.device, self.moved, self.rates, self.direct)
+        return OffloadReport, (*found, self.kv_place, self.by_cpu)
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Protocol
@@ -71,10 +71,13 @@ def measured_rates(
     num_threads: int | None = None,
     sparse_v: float | None = None,
     reads: DiskReads | None = None,
+    ranks: int = 1,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
     less than a matrix) each, with so many threads of the CPU (None: torch's number; beside an accelerator those that
     its jobs get).
+    With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
+    are those of all ranks' threads together.
     With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
     them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing).
 
@@ -82,12 +85,13 @@ def measured_rates(
     """
     threads = threads_beside(num_threads)
     if device.type != "cpu":
-        use_threads(threads)
+        use_threads(threads * ranks)
     elif num_threads is not None:
         use_threads(num_threads)
     largest = _largest(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
+    others: list[torch.device] = []
     if device.type != "cpu":
         memory.register(device)
     try:
@@ -97,7 +101,8 @@ def measured_rates(
         beside: _Beside = reads or _Nothing()
         alone = 0.0
         if device.type != "cpu":
-            beside = _Link(moved, device)
+            others = [torch.device(device.type, k) for k in range(ranks)] if ranks > 1 else [device]
+            beside = _Link(moved, others)
             alone = beside.rate_while(lambda: time.sleep(seconds))[0]
         over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
         exchange, runs_ahead = 0.0, False
@@ -112,8 +117,8 @@ def measured_rates(
         flops = many * 2 * MANY * largest.size / largest.nbytes
         return MeasuredRates(alone, link, disk, products, attention, flops, exchange, runs_ahead)
     finally:
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
+        for other in others:
+            torch.cuda.synchronize(other)
         memory.close()
 
 
@@ -133,22 +138,26 @@ class _Nothing:
 
 
 class _Link:
-    """Copies one piece of memory to the device again and again."""
+    """Copies a piece of memory to each of the devices again and again: an equal part of the memory, all at once."""
 
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self._memory = memory
-        self._there = torch.empty_like(self._memory, device=device).fill_(0)
-        self._mover = mover_for(device)
+    def __init__(self, memory: Tensor, devices: Sequence[torch.device]) -> None:
+        self._parts = memory[: memory.nbytes // len(devices) * len(devices)].chunk(len(devices))
+        self._there = [
+            torch.empty_like(part, device=device).fill_(0) for part, device in zip(self._parts, devices, strict=True)
+        ]
+        self._movers = [mover_for(device) for device in devices]
 
     def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
-        """Bytes/s of copies while `work` goes on, and those that it says it had."""
+        """Bytes/s of copies to each device while `work` goes on, and those that it says it had."""
         ended, taken = threading.Event(), list[float]()
 
         def copies() -> None:
             while not ended.is_set():
                 begin = time.perf_counter()
-                self._mover.move(self._memory, self._there)
-                self._mover.over()()
+                for mover, part, there in zip(self._movers, self._parts, self._there, strict=True):
+                    mover.move(part, there)
+                for mover in self._movers:
+                    mover.over()()
                 taken.append(time.perf_counter() - begin)
 
         thread = threading.Thread(target=copies, name="cellar-rates", daemon=True)
@@ -160,7 +169,7 @@ class _Link:
             thread.join()
         # The last one went on alone for a while.
         kept = sorted(taken[:-1] or taken)
-        return self._memory.nbytes / kept[len(kept) // 2], found or 0.0
+        return self._parts[0].nbytes / kept[len(kept) // 2], found or 0.0
 
 
 def fill_with_ones(memory: Tensor, dtype: torch.dtype) -> None:

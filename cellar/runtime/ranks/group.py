@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from cellar.core.errors import ConfigError, DeviceError, IntegrityError
+from cellar.core.errors import BuffersError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyResult, Flag, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks.pace import Pace
@@ -65,7 +65,8 @@ class RankGroup:
     that has died, or has not answered `patience` seconds (each stage has as many) after another did, or whose process
     has not said for `silence` seconds that it lives (it is stopped; a long step is none), DeviceError, and then all are
     ended. Every later call raises the same. A step that failed on any rank has failed. Capacity is the least of all
-    ranks. `memory` is what each takes, where they say it. There is no tier to be looked up (`lookup`).
+    ranks. `memory` is what each takes, where they say it, and `offload` where the weights lie of those that
+    stream them. There is no tier to be looked up (`lookup`).
 
     Raises what a user can mend of what kept a rank from opening, else DeviceError.
     """
@@ -96,6 +97,7 @@ class RankGroup:
             opened = self._opened()
             self.capacity = least([one.capacity for one in opened])
             self.memory = [one.memory for one in opened]
+            self.offload = [one.offload for one in opened if one.offload is not None]
         except BaseException as error:
             self._failed = error if isinstance(error, Exception) else None
             self.close()
@@ -187,9 +189,12 @@ class RankGroup:
                 deaths = self._deaths(news)
                 first = deaths[0]
                 kind = DeviceError if first.error is None else type(first.error)
+                said = f"rank {first.rank} could not be opened: {str(first.error or first.reason).rstrip('.')}."
                 if first.error is not None and len({str(death.error) for death in deaths}) == 1 < len(deaths):
-                    raise kind(str(first.error))
-                raise kind(f"rank {first.rank} could not be opened: {str(first.error or first.reason).rstrip('.')}.")
+                    said = str(first.error)
+                if missing := [death.error.missing for death in deaths if isinstance(death.error, BuffersError)]:
+                    raise BuffersError(said, max(missing))
+                raise kind(said)
         return [found[rank] for rank in range(len(self._ranks))]
 
     def _deaths(self, first: Died) -> list[Died]:

@@ -24,6 +24,7 @@ from cellar.models.sharding import shard
 from cellar.models.staging import stage, stage_layers
 from cellar.models.stored import padded_heads, stored
 from cellar.runtime.device import resolve_device
+from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.protocol import Runtime
 from cellar.runtime.ranks.group import MakeRank, RankGroup
 from cellar.runtime.ranks.place import LaidPlace, Place, StagedPlace, TensorPlace
@@ -45,6 +46,11 @@ class OpenedRanks:
     fingerprint: bytes
     memory: MemoryUse | None
 
+    @property
+    def offloads(self) -> Sequence[OffloadReport]:
+        """Where the weights of each rank lie, if they are streamed."""
+        return self.runtime.offload
+
 
 def open_ranks(
     config: EngineConfig,
@@ -55,7 +61,7 @@ def open_ranks(
 ) -> OpenedRanks:
     """Load a model's shares into `config.device.num_ranks` ranks, or into those of a placement of kind partition, whose
     layouts they run, or its stages; `directory` as in `open_local`. Layouts of 1D by heads run as tensor parallelism.
-    `offloaded`: of each rank's share, if none fits its device.
+    `offloaded`: of each rank's share, if they do not all fit their devices.
 
     Options of memory and threads are divided: each rank takes its part of the host's. Raises ConfigError for what does
     not run on several ranks, DeviceError, CheckpointError or CapacityError.
@@ -64,7 +70,7 @@ def open_ranks(
     layouts = None if split is None or split.stages > 1 else Layouts.of(split)
     tensor, stages = config.device.tensor_parallel_size, config.device.pipeline_parallel_size
     size = tensor * stages if layouts is None else layouts.mesh.size
-    kind = _kind(config, size, layouts, planned=split is not None, streams=bool(offloaded))
+    kind = kind_of_ranks(config, size, layouts, planned=split is not None)
     config = config.on(kind)
     raw = registry.read_config(directory) if directory is not None else _shipped(config)
     if raw is None:
@@ -108,7 +114,7 @@ def open_ranks(
             parts = [_of_share(placement, spec, layouts.mesh, rank) for rank in range(size)]
         runtime = RankGroup(
             [
-                partial(open_rank, _of_rank(config, p, kind), directory, own, p)
+                partial(open_rank, _of_rank(config, p, kind, stages, streams=bool(offloaded)), directory, own, p)
                 for p, own in zip(places, parts, strict=True)
             ],
             make,
@@ -132,7 +138,7 @@ def open_rank(
     return open_local(config, directory, placement, place=place).runtime
 
 
-def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, planned: bool, streams: bool) -> str:
+def kind_of_ranks(config: EngineConfig, size: int, layouts: Layouts | None, *, planned: bool) -> str:
     """cpu or cuda. Raises ConfigError for what several ranks do not do, or more of them than there are GPUs."""
     device = resolve_device(config.device.device)
     asked = _asked(config.device) if layouts is None else f"the plan is for {size} devices"
@@ -148,7 +154,7 @@ def _kind(config: EngineConfig, size: int, layouts: Layouts | None, *, planned: 
         raise ConfigError(f"{asked}, but this machine has {count} GPU{'s' * (count > 1)}; {change}, or device to cpu.")
     for name, given in (
         ("plan", None if planned else config.model.plan),
-        ("device_memory", None if streams else config.offload.device_memory),
+        ("device_memory", config.offload.device_memory if planned else None),
         ("sparse_v", config.offload.sparse_v),
         ("kv_disk_path", config.cache.kv_disk_path),
         ("kv_remote", config.cache.kv_remote),
@@ -245,19 +251,26 @@ def _shares(spec: ModelSpec, size: int) -> bool:
     return True
 
 
-def _of_rank(config: EngineConfig, place: Place, kind: str) -> EngineConfig:
-    """The options of one rank: its device, and its part of what the host has."""
+def _of_rank(config: EngineConfig, place: Place, kind: str, stages: int, *, streams: bool) -> EngineConfig:
+    """The options of one rank: its device, its part of what the host has, and the tokens of a plan for its stage."""
     host_kv = config.cache.kv_offloading_size
     cache = replace(config.cache, kv_offloading_size=None if host_kv is None else host_kv / place.size)
     device = replace(config.device, tensor_parallel_size=1, pipeline_parallel_size=1)
     parts = {name: getattr(config.offload, name) for name in ("host_memory", "disk")}
     offload = replace(config.offload, **{name: given and given / place.size for name, given in parts.items()})
-    if kind == "cpu":
-        threads = config.device.num_threads or torch.get_num_threads()
-        device = replace(device, device="cpu", num_threads=max(1, threads // place.size))
-    else:
-        device = replace(device, device=f"cuda:{place.rank}")
-    return replace(config, cache=cache, device=device, offload=offload)
+    if kind == "cpu" or streams:
+        device = replace(device, num_threads=threads_of_rank(config.device, kind, place.size))
+    device = replace(device, device="cpu" if kind == "cpu" else f"cuda:{place.rank}")
+    tokens = config.schedule.max_num_batched_tokens
+    assert tokens is not None, "decided by EngineConfig.on"
+    schedule = replace(config.schedule, max_num_batched_tokens=-(-tokens // stages))
+    return replace(config, cache=cache, device=device, offload=offload, schedule=schedule)
+
+
+def threads_of_rank(device: DeviceConfig, kind: str, size: int) -> int:
+    """Of the processor, for each of so many ranks; beside a GPU one thread more of each launches (`threads_beside`)."""
+    each = (device.num_threads or torch.get_num_threads()) // size
+    return max(1, each - (kind != "cpu" and device.num_threads is None))
 
 
 def _shipped(config: EngineConfig) -> dict[str, object] | None:

@@ -77,11 +77,12 @@ Order = StepPlan | TierOrder | Masks
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A rank's runtime is there. `memory`: what it takes, if it says so."""
+    """A rank's runtime is there. `memory`: what it takes, `offload`: where its weights lie, if it says so."""
 
     rank: int
     capacity: Capacity
     memory: Any = None
+    offload: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +360,7 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
         opened.append(runtime)
         gc.collect()  # as in an engine's process: no collection walks over all of the model in the middle of a step
         gc.freeze()
-        say(Opened(number, runtime.capacity, getattr(runtime, "memory", None)))
+        say(Opened(number, runtime.capacity, *(getattr(runtime, name, None) for name in ("memory", "offload"))))
         obey(runtime, order, lambda result: say(Answer(number, result)), lambda error: say(_death(number, error)))
     sys.stdout.flush()
     sys.stderr.flush()

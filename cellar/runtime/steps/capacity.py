@@ -65,7 +65,7 @@ def plan_slots(
         if device.type != "cpu":
             gc.collect()
             torch.cuda.empty_cache()
-            rehearse(model, weights, schedule, device, capture=False, offloaded=offloaded)
+            rehearse(model, weights, schedule, device, capture=False, seat=seat, offloaded=offloaded)
             taken = int(torch.cuda.memory_reserved(device))
             if held is not None and taken > held:
                 raise BuffersError(

@@ -253,6 +253,7 @@ class Forward:
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
         self._cpu: CpuAttention | None = None
         self._over_link = 0.0
+        self._brings = any(shape.kv_format != "plain" for shape in self.shapes)
         self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
         self._softmax: Softmax = "auto"
@@ -299,26 +300,38 @@ class Forward:
             ]
         # The CPU may be at this step still when the next one has changed the table.
         table = None if self._table_host is None else self._table_host.copy()
-        if self._batch is None:
-            return [self._planned(inputs, slice(None), 0, inputs.num_tokens, table)]
+        if not inputs.num_tokens or (self._batch is None and self._cpu is None):
+            return [self._planned(inputs, slice(None), 0, inputs.num_tokens, table, self._over_link)]
         ends = np.cumsum(inputs.stop - inputs.start)
         # The spans with which a sequence begins; every so many of them a batch does.
-        first = np.flatnonzero(np.diff(inputs.row, prepend=-1))[:: self._batch].tolist()
+        begins = np.flatnonzero(np.diff(inputs.row, prepend=-1))
+        # All ranks that share a layer have the same batches, whoever attends to what on each.
+        apart = 0 if self._cpu is None or self._comm is not None else leading_decodes(inputs)
+        each = self._batch or max(1, len(begins))
+        first = [*begins[begins < apart][::each].tolist(), *begins[begins >= apart][::each].tolist()]
         found, start = [], 0
         for begin, end in zip(first, [*first[1:], len(ends)], strict=True):
             stop = int(ends[end - 1])
-            found.append(self._planned(inputs, slice(begin, end), start, stop, table))
+            over_link = self._over_link if apart in (0, len(ends)) else 0.0
+            found.append(self._planned(inputs, slice(begin, end), start, stop, table, over_link))
             start = stop
         return found
 
     def _planned(
-        self, inputs: StepInputs, spans: slice, start: int, stop: int, table: NDArray[np.int32] | None
+        self,
+        inputs: StepInputs,
+        spans: slice,
+        start: int,
+        stop: int,
+        table: NDArray[np.int32] | None,
+        over_link: float,
     ) -> Batch:
         own = inputs.row[spans], inputs.start[spans], inputs.stop[spans]
         if table is None:
             return Batch(start, stop, self._works(*own, self._device))
-        size, by_cpu = self.arena.chunk_size, self._cpu is not None
-        return Batch(start, stop, (), divided(*own, table, size, self._works, self._device, by_cpu, self._over_link))
+        size, by_cpu, brings = self.arena.chunk_size, self._cpu is not None, self._brings
+        share = divided(*own, table, size, self._works, self._device, by_cpu, over_link, brings)
+        return Batch(start, stop, (), share)
 
     def _works(
         self, row: NDArray[np.int32], start: NDArray[np.int32], stop: NDArray[np.int32], device: torch.device
@@ -355,7 +368,7 @@ class Forward:
 
         Each layer is a lap of `pace`; `gate` is called with its number before it.
         """
-        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace, gate)[0]
+        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace, gate)
 
     def context(
         self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
@@ -384,25 +397,24 @@ class Forward:
                     batch.works, self.arena, positions[part], slot_mapping[part], table, comm
                 )
             else:
-                context = self._divided(batch.divided, positions[part], slot_mapping[part], table)
+                context = self._divided(batch.divided, k, positions[part], slot_mapping[part], table)
             parts.append((tokens[part], context))
-        found = self.passed(parts, pace, gate) if lanes is None else self._passed_in_lanes(lanes, parts, gate)
-        if len(found) == 1:
-            return found[0]
-        deltas = [h.delta for h in found if h.delta is not None]
-        return Hidden(torch.cat([h.residual for h in found]), torch.cat(deltas) if deltas else None)
+        return self.passed(parts, pace, gate) if lanes is None else _joined(self._passed_in_lanes(lanes, parts, gate))
 
-    def _divided(self, parts: Divided, positions: Tensor, slot_mapping: Tensor, table: Tensor) -> LayerContext:
-        """Attention where the cache lies."""
+    def _divided(
+        self, parts: Divided, number: int, positions: Tensor, slot_mapping: Tensor, table: Tensor
+    ) -> LayerContext:
+        """Attention where the cache lies, of the pass's GPU batch `number`."""
         arrays: list[NDArray[Any]] = [parts.tokens, parts.rest]
         if parts.staged is not None:
             arrays += [parts.staged.slots, parts.staged.mapping, parts.staged.table]
+            arrays += [] if parts.staged.grown is None else [parts.staged.grown]
         tokens, rest, *staged = self._upload(arrays)
         inner: LayerContext | None = None
         if parts.works:
             own = positions.index_select(0, rest)
             if staged:
-                chunks = StagedChunks(self.arena, staged[0])
+                chunks = StagedChunks(self.arena, staged[0], *staged[3:])
                 context = self._context(parts.works, chunks, own, staged[1], staged[2], self._comm)
                 inner = StagedContext(context, chunks)
             else:
@@ -413,7 +425,7 @@ class Forward:
             return inner
         assert self._cpu is not None
         works = [parts.cpu_works[shape] for shape in self._shape_of_layer]
-        share = CpuShare(self._cpu, works, torch.from_numpy(parts.table), tokens, rest)
+        share = CpuShare(self._cpu, works, torch.from_numpy(parts.table), tokens, rest, number)
         return DividedContext(share, inner, positions, self._cos_sin, self._comm)
 
     def _context(
@@ -434,26 +446,26 @@ class Forward:
 
     def passed(
         self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None, gate: Gate | None = None
-    ) -> list[Hidden]:
+    ) -> Hidden:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
-        model = self.model
-        hidden = [self._entered(tokens, context) for tokens, context in batches]
+        hidden = self._entered(batches)
         self._layers.begin(sum(len(tokens) for tokens, _ in batches))
+        contexts = [context for _, context in batches]
+        # All ranks that share a layer take its batches in one order.
+        beside = self._comm is None and len(batches) > 1
+        late = {k: context for k, context in enumerate(contexts) if beside and isinstance(context, DividedContext)}
+        begin_part = (lambda: None) if self._jobs is None else self._jobs.part
         for j in range(len(self._layers)):
             if gate is not None:
                 gate(j)
             with self._layers.at(j) as layer_weights:
-                for k, (_, context) in enumerate(batches):
-                    if self._jobs is not None:
-                        self._jobs.part()
-                    hidden[k] = run_layer(model, j, layer_weights, hidden[k], context)
+                pass_layer(self.model, j, layer_weights, hidden, contexts, late, begin_part)
             if pace is not None:
                 pace.lap()
-        hidden = [whole(h, self._comm) for h in hidden]
+        found = _joined([whole(h, self._comm) for h in hidden])
         if self._stages is not None and not self._stages.is_last:
-            for h in hidden:
-                self._stages.send(h)
-        return hidden
+            self._stages.send(found)
+        return found
 
     def _passed_in_lanes(
         self, lanes: Lanes, batches: Sequence[tuple[Tensor, LayerContext]], gate: Gate | None
@@ -464,7 +476,7 @@ class Forward:
         with lanes.step():
             for k, context in enumerate(contexts):
                 with lanes.at(k):
-                    hidden.append(self._entered(batches[k][0], context))
+                    hidden.append(self.model.embed(self.weights.embedding, batches[k][0], context))
             for j, weights in enumerate(self.weights.layers):
                 for k, context in enumerate(contexts):
                     with lanes.at(k):
@@ -476,11 +488,15 @@ class Forward:
                     hidden[k] = lanes.whole(k, hidden[k])
         return hidden
 
-    def _entered(self, tokens: Tensor, context: LayerContext) -> Hidden:
-        """What the first layer here takes."""
+    def _entered(self, batches: Sequence[tuple[Tensor, LayerContext]]) -> list[Hidden]:
+        """What the first layer here takes, of each batch. Stages may cut their steps differently."""
         if self._stages is None or self._stages.is_first:
-            return self.model.embed(self.weights.embedding, tokens, context)
-        return self._stages.receive(len(tokens), self._device)
+            return [self.model.embed(self.weights.embedding, tokens, context) for tokens, context in batches]
+        sizes = [len(tokens) for tokens, _ in batches]
+        residual, delta = self._stages.receive(sum(sizes), self._device)[:2]
+        assert delta is not None, "stages send both"
+        parts = zip(residual.split_with_sizes(sizes), delta.split_with_sizes(sizes), strict=True)
+        return [Hidden(*part) for part in parts]
 
     def logits(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, vocab] of the step's tokens `places`, which `index` has on the device; None: of all."""
@@ -492,12 +508,54 @@ class Forward:
         return self.model.final_hidden(self.weights.head, h if index is None else select(h, index))
 
 
+def leading_decodes(inputs: StepInputs) -> int:
+    """How many spans in front are decodes, of rows that have no other span."""
+    decodes = (inputs.stop - inputs.start == 1) & (inputs.start > 0)
+    count = len(decodes) if decodes.all() else int(np.argmin(decodes))
+    while 0 < count < len(decodes) and inputs.row[count - 1] == inputs.row[count]:
+        count -= 1
+    return count
+
+
+def pass_layer(
+    model: Model,
+    j: int,
+    weights: Mapping[str, Weight],
+    hidden: list[Hidden],
+    contexts: Sequence[LayerContext],
+    late: Mapping[int, DividedContext],
+    begin_part: Callable[[], None],
+) -> None:
+    """Layer j of all batches. Those that are `late` wait for the CPU's attention: it is begun first, and the others are
+    computed beside it. `begin_part` is called before each.
+    """
+    rotate, begun = model.spec.rope is not None, []
+    for k, late_context in late.items():
+        begin_part()
+        q, keys, values, carried = model.before_attention(j, weights, hidden[k], late_context)
+        begun.append((k, carried, late_context.begin(j, q, keys, values, rotate=rotate)))
+    for k, context in enumerate(contexts):
+        if k not in late:
+            begin_part()
+            hidden[k] = run_layer(model, j, weights, hidden[k], context)
+    for k, carried, attended in begun:
+        hidden[k] = model.after_attention(j, weights, carried, attended(), contexts[k])
+
+
 def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> int:
     """Up to how many tokens the product behind a layer's attention, which takes what the heads made, asks for its
     weights ahead.
     """
     behind = next((weights.get(tensor.name) for tensor in layer.tensors if tensor.axes[-1] == "heads"), None)
     return behind.asks_ahead if isinstance(behind, LinearWeight) else 0
+
+
+def _joined(found: Sequence[Hidden]) -> Hidden:
+    """One under another."""
+    if len(found) == 1:
+        return found[0]
+    deltas = [h.delta for h in found if h.delta is not None]
+    return Hidden(torch.cat([h.residual for h in found]), torch.cat(deltas) if deltas else None)
 
 
 def select(h: Hidden, index: Tensor) -> Hidden:

@@ -173,7 +173,7 @@ class LaidForward:
         attention = forward.context(step.works, positions[step.own], slot_mapping[step.own], table)
         comm = side.laid.of(step.counts.tolist())
         context = _Context(positions[step.group], attention.cos_sin, comm, attention)
-        return LaidHidden(forward.passed([(tokens, context)], pace, gate)[0], step)
+        return LaidHidden(forward.passed([(tokens, context)], pace, gate), step)
 
     def logits(self, h: LaidHidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, vocab] of the step's tokens `places`, in their order; None: of all."""

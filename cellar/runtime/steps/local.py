@@ -158,6 +158,11 @@ class LocalRuntime:
         return (self._worker,)
 
     @property
+    def offload(self) -> OffloadReport | None:
+        """Where its weights lie, if they are streamed."""
+        return None if self._offloaded is None else self._offloaded.report
+
+    @property
     def waited(self) -> float | None:
         """Seconds that this rank has waited for others on its processor; None: it has none, or an accelerator waits."""
         found: float | None = getattr(self._link, "waited", None)
@@ -256,6 +261,11 @@ class OpenedModel:
     placed: PlacedBytes | None = None
     offload: OffloadReport | None = None
     start_seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def offloads(self) -> Sequence[OffloadReport]:
+        """As of several ranks: one, if weights are streamed."""
+        return () if self.offload is None else (self.offload,)
 
 
 Identify = Callable[[ModelSpec, bytes], bytes]

@@ -6,14 +6,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cellar.core.specs import KVGroup, KVSpec
 from cellar.ops.attention import AttentionWork
-from cellar.runtime.offload.host_kv import Divided, divided
+from cellar.ops.kv_format import as_bytes
+from cellar.runtime.offload.host_kv import Divided, StagedChunks, divided
+from cellar.runtime.steps.arena import Arena
 
 SIZE = 16
 IntArray = NDArray[np.int32]
 
 
-def parts(spans: list[tuple[int, int]], over_link: float, *, by_cpu: bool = True) -> Divided:
+def parts(spans: list[tuple[int, int]], over_link: float, *, by_cpu: bool = True, brings: bool = False) -> Divided:
     """Of spans [start, stop), each in a row of its own."""
 
     def plan(row: IntArray, start: IntArray, stop: IntArray, device: torch.device) -> list[AttentionWork]:
@@ -22,7 +25,7 @@ def parts(spans: list[tuple[int, int]], over_link: float, *, by_cpu: bool = True
     row = np.arange(len(spans), dtype=np.int32)
     start, stop = np.array(spans, np.int32).T
     table = np.arange(len(spans) * 8, dtype=np.int32).reshape(len(spans), 8)
-    return divided(row, start, stop, table, SIZE, plan, torch.device("cpu"), by_cpu, over_link)
+    return divided(row, start, stop, table, SIZE, plan, torch.device("cpu"), by_cpu, over_link, brings)
 
 
 def test_the_device_attends_to_a_share_of_the_positions() -> None:
@@ -45,3 +48,36 @@ def test_beside_fresh_prompts_the_cpu_attends_to_all_decodes() -> None:
     assert found.tokens.tolist() == [0]
     assert found.rest.tolist() == list(range(1, 17))
     assert found.staged is None
+
+
+def test_what_decodes_of_the_device_attend_to_is_brought() -> None:
+    """All chunks of their rows, numbered anew; the last one of each is written. Not beside anything else."""
+    found = parts([(29, 30), (9, 10), (39, 40), (16, 17)], 0.75, brings=True)
+    assert found.tokens.tolist() == [0]
+    assert found.staged is not None
+    assert found.staged.slots.tolist() == [8, 16, 17, 18, 24, 25]
+    assert found.staged.table.tolist() == [[0, -1, -1], [1, 2, 3], [4, 5, -1]]
+    assert found.staged.grown is not None
+    assert found.staged.grown.tolist() == [0, 3, 5]
+    assert found.staged.mapping.tolist() == [9, 16 + 39, 4 * 16 + 16]
+    assert parts([(29, 30), (9, 10)], 0.5, by_cpu=False, brings=True).staged is None
+    assert parts([(29, 30), (9, 10), (5, 20)], 0.5, brings=True).staged is None
+
+
+def test_staged_chunks_are_brought_and_those_that_grew_go_back() -> None:
+    spec = KVSpec((KVGroup("all", "full", (0, 1), 2, 16, "int4"),), SIZE)
+    arena = Arena(spec, 6, torch.device("cpu"))
+    for n, buffer in enumerate(arena.buffers):
+        as_bytes(buffer).copy_(torch.randint(0, 255, as_bytes(buffer).shape, dtype=torch.uint8).add_(n))
+    before = [as_bytes(x).clone() for x in (*arena.k, *arena.v)]
+    chunks = StagedChunks(arena, torch.tensor([4, 1, 5]), torch.tensor([0, 2]))
+    chunks.bring(1)
+    assert torch.equal(as_bytes(chunks.k[1]), before[1][[4, 1, 5]])
+    assert torch.equal(as_bytes(chunks.v[1]), before[3][[4, 1, 5]])
+    for cache in (chunks.k[1], chunks.v[1]):
+        as_bytes(cache).fill_(7)
+    chunks.keep(1)
+    for found, kept in zip((*arena.k, *arena.v), before, strict=True):
+        written = found is arena.k[1] or found is arena.v[1]
+        assert torch.equal(as_bytes(found)[[0, 1, 2, 3]], kept[[0, 1, 2, 3]])
+        assert bool((as_bytes(found)[[4, 5]] == 7).all()) == written

@@ -31,6 +31,7 @@ from cellar.cli.main import build
 from cellar.core.errors import BuffersError, CapacityError, ConfigError, DeviceError
 from cellar.core.messages import Placement, RequestOutput
 from cellar.core.specs import ModelSpec
+from cellar.models.decoder import Decoder
 from cellar.models.registry import MODELS, open_model, read_config
 from cellar.planner.capped import Room, capped_plan, fits
 from cellar.planner.saved import Limits, load_plan
@@ -38,6 +39,7 @@ from cellar.runtime.offload import host_kv, opened
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
+from cellar.runtime.offload.host_kv import DividedContext
 from cellar.runtime.offload.layers import StreamedLayers
 from cellar.runtime.offload.mover import Fence, HostMover
 from cellar.runtime.offload.ring import WeightRing
@@ -244,6 +246,41 @@ def test_kv_attended_to_by_jobs_of_the_cpu(
     found = answers_of(models(kind), random_placement(spec_of(models(kind)), 5, batch=2, kv=("host", by)), tmp_path)
     assert tokens_of(found) == wanted
     assert changed[0] or by == "both"
+
+
+@pytest.mark.parametrize("batch", [2, 9])
+def test_prompts_are_computed_while_the_cpu_attends_to_decodes(
+    batch: int,
+    models: Callable[[str], Path],
+    expected: Callable[[str], list[RequestOutput]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a layer: the decodes' attention is begun, the prompts go through all of it, the decodes' rest follows."""
+    jobs_beside(monkeypatch)
+    wanted, order = tokens_of(expected("llama")), list[tuple[str, int]]()
+    first, second, begin = Decoder.before_attention, Decoder.after_attention, DividedContext.begin
+
+    def before(self: Any, j: int, weights: Any, h: Any, ctx: Any) -> Any:
+        order.append(("before", len(ctx.positions)))
+        return first(self, j, weights, h, ctx)
+
+    def after(self: Any, j: int, weights: Any, carried: Any, attended: Tensor, ctx: Any) -> Any:
+        order.append(("after", len(attended)))
+        return second(self, j, weights, carried, attended, ctx)
+
+    def begun(self: DividedContext, j: int, *rest: Any, **named: Any) -> Any:
+        order.append(("begin", len(self.positions)))
+        return begin(self, j, *rest, **named)
+
+    monkeypatch.setattr(Decoder, "before_attention", before)
+    monkeypatch.setattr(Decoder, "after_attention", after)
+    monkeypatch.setattr(DividedContext, "begin", begun)
+    spec = spec_of(models("llama"))
+    found = answers_of(models("llama"), random_placement(spec, 5, batch=batch, kv=("host", "host")), tmp_path)
+    assert tokens_of(found) == wanted
+    told = " ".join(f"{name} {count}" for name, count in order)
+    assert re.search(r"before (\d) begin \1 before (\d\d) after \2 after \1 ", told), "decodes around a prompt"
 
 
 def test_a_job_of_the_cpu_that_fails_ends_its_step_and_the_engine_goes_on(

@@ -19,7 +19,7 @@ from cellar.core.messages import RequestOutput
 from cellar.models.registry import open_model, read_config
 from cellar.ops.linear.dense import DenseWeight
 from cellar.planner.saved import Limits
-from cellar.runtime.offload import host_kv
+from cellar.runtime.offload import host_kv, layers
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_rows import Exchange, HostRows
@@ -199,6 +199,28 @@ def test_a_job_of_the_cpu_that_fails_ends_its_step_and_the_engine_goes_on(
             assert "the CPU gives up" in str(one.outputs[0].stop_reason)
         bad[0] = False
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == before
+
+
+def test_a_long_prompt_after_a_short_step_leaves_nothing_to_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layers of a pass are on their way while the pass before is computed, which may have few tokens."""
+    model, multiply, seen = write_checkpoint(tmp_path / "model", **SHAPE), DenseWeight.multiply, list[int]()
+
+    def multiplied(self: DenseWeight, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.is_cpu:
+            seen.append(len(x))
+        return multiply(self, x, bias)
+
+    monkeypatch.setattr(DenseWeight, "multiply", multiplied)
+    short = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with offloaded(model, tmp_path, "float32", 0, places=("device", "host")) as llm:
+        for tokens in (5, 38, 5, 38):
+            prompt = [[3 + (k + tokens) % 50 for k in range(tokens)]]
+            first = tokens_of(llm.generate(prompt, short, use_tqdm=False))
+            assert tokens_of(llm.generate([[*prompt[0], *first[0][:1]]], short, use_tqdm=False))[0][:1] == first[0][1:2]
+    assert seen
+    assert max(seen) <= layers.CPU_TOKENS
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
