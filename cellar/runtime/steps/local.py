@@ -34,6 +34,8 @@ from cellar.quant.device import ChoiceOf, on_device
 from cellar.quant.weight import on_cpu
 from cellar.runtime.device import resolve_device
 from cellar.runtime.memory import device_free, human
+from cellar.runtime.offload.forms import streamed_forms
+from cellar.runtime.offload.layout import PlacedRows
 from cellar.runtime.offload.opened import Offloaded, OffloadReport, check_offloaded, open_offloaded
 from cellar.runtime.pages import Shelf
 from cellar.runtime.probes.linear import chooser_of
@@ -333,9 +335,10 @@ def _open(
     laid = None if seat is None else seat.laid
     spec = model.spec if seat is None else seat.stored
     offloads = placement is not None and placement.kind == "offload"
+    rows: Mapping[str, Sequence[PlacedRows]] = {}
     if placement is not None:
         if offloads:
-            check_offloaded(placement, spec, device)
+            rows = check_offloaded(placement, spec, device)
         else:
             check_resident(placement, spec)
     if device.type != "cpu" and model_config.quantization == "w8a8":
@@ -363,7 +366,8 @@ def _open(
             wide = wide if seat is None else seat.own(wide)
         if not config.device.enforce_eager and laid is None and (seat is None or seat.stages is None):
             ranks = 1 if place is None else place.size
-            warmup = Listing(partial(_warmup, model, prepared, device, config, tuple(wide), ranks))
+            forms = streamed_forms(rows) if offloads else prepared
+            warmup = Listing(partial(_warmup, model, forms, device, config, tuple(wide), ranks))
     if model_config.load_format == "dummy":
         make = loader.dummy_reader(device, model_config.seed)
         content = fingerprint.of_dummy(spec, model_config.seed, device.type)

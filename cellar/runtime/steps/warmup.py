@@ -34,12 +34,14 @@ from cellar.ops.cuda.hopper import DTYPES, hopper_available
 from cellar.ops.linear.choice import WIDE_FROM
 from cellar.ops.linear.device import DeviceWeight
 from cellar.ops.linear.hopper import wide_source
+from cellar.ops.linear.weight import Weight
 from cellar.ops.sampling import choose, forbid, penalize
 from cellar.ops.sampling.triton import score_targets
 from cellar.ops.triton_support import Launch, noted_launches
 from cellar.quant.bytes import ByteWeight
 from cellar.quant.device import PackedWeight
 from cellar.quant.nibbles import NibbleWeight
+from cellar.quant.weight import StackedWeight
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.graphs import batch_sizes, prompt_sizes
@@ -302,7 +304,13 @@ def _hopper_has(launch: Launch, forward: Forward, dtype: torch.dtype) -> bool:
 
 def _matrices(forward: Forward) -> list[DeviceWeight]:
     of = (*forward.weights.layers, forward.weights.head)
-    return [weight for weights in of for weight in weights.values() if isinstance(weight, DeviceWeight)]
+    every = (part for weights in of for weight in weights.values() for part in _parts(weight))
+    return [weight for weight in every if isinstance(weight, DeviceWeight)]
+
+
+def _parts(weight: Weight) -> Sequence[Weight]:
+    """What is multiplied one after another."""
+    return weight.parts if isinstance(weight, StackedWeight) else (weight,)
 
 
 def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterator[CudaJob]:
@@ -317,7 +325,7 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterato
         if plain.suits_hopper:
             yield _cuda_job(*prompt_source(plain, HOPPER_TILE, dtype))
     for weights in (*forward.weights.layers, forward.weights.head):
-        for name, weight in weights.items():
+        for name, weight in ((name, part) for name, whole in weights.items() for part in _parts(whole)):
             if isinstance(weight, DeviceWeight):
                 bias = f"{name.removesuffix('_proj')}_bias" in weights
                 for _, sizes in weight.choice.wide:

@@ -19,6 +19,11 @@ from cellar.ops.attention.hopper import sizes_for
 from cellar.ops.compile_jobs import jobs_of, key_of
 from cellar.ops.linear.choice import Shape
 from cellar.ops.triton_support import Kernel, Launch
+from cellar.planner.capped import Room, capped_plan
+from cellar.planner.passes import Rates
+from cellar.planner.saved import Limits
+from cellar.runtime.offload.forms import streamed_forms
+from cellar.runtime.offload.layout import placed_rows
 from cellar.runtime.probes.linear import chooser_of
 from cellar.runtime.probes.registry import shipped
 from cellar.runtime.steps.local import _preparing
@@ -124,6 +129,35 @@ def test_a_list_has_every_kernel_of_the_model_and_no_other() -> None:
         "_activation_kernel",
         *REHEARSED,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "kernel", "other"),
+    [
+        ("opt-30b", "int4", "_tiles_kernel", "_flat_kernel"),
+        ("opt-30b", None, "_flat_kernel", "_tiles_kernel"),
+        ("llama-3-8b", "int8", "_tiles_kernel", "_flat_kernel"),
+    ],
+)
+def test_what_is_streamed_is_multiplied_in_pieces_by_kernels_of_its_own(
+    name: str, quantization: str | None, kernel: str, other: str
+) -> None:
+    """Codes keep the order of words, in which they lie in host memory; each piece has its share of rows."""
+    config = shipped_config(name)
+    assert config is not None
+    model = open_model(config, "bfloat16", max_model_len=544, quantization=quantization)
+    room = Room(device=6 * 2**30, host=90 * 2**30, kind="gpu")
+    plan = capped_plan(model.spec, room, Limits(32, 1024, 544), model=name, machine="any", rates=Rates())
+    rows = placed_rows(plan.placement, model.spec, "gpu")
+    found = kernels_of(model, streamed_forms(rows), H200, 64, 256).first
+    assert kernel in names(found)
+    assert other not in names(found)
+    asked = [launch for launch in found if launch.kernel.__name__ == kernel]
+    assert {launch.args[0].shape[0] for launch in asked} >= {8, 16, 32, 64}, "tokens"
+    cut = [part.stop - part.start for placed in rows.values() if len(placed) > 1 for part in placed]
+    if quantization is None:
+        seen = {launch.args[1].shape[0] for launch in asked}
+        assert len({count for count in cut if count in seen}) >= 2, "the rows of pieces"
 
 
 def test_what_some_requests_ask_comes_later() -> None:
@@ -309,6 +343,28 @@ def test_on_a_device_the_capture_compiles_nothing_that_was_not_listed() -> None:
     # The copies of a step's words are not the model's.
     late = {name: n - before.get(name, 0) for name, n in after.items() if n > before.get(name, 0)}
     assert set(late) <= {"_copy_kernel", "_push_kernel"}, late
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantization", [None, "int4"])
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
+def test_on_a_device_decodes_of_a_streamed_model_compile_no_products(quantization: str | None) -> None:
+    """Of as many sequences as one likes: what multiplies them was compiled while weights were placed."""
+    from cellar import LLM, SamplingParams
+
+    options: dict[str, Any] = {"dtype": "bfloat16", "load_format": "dummy", "device": "cuda", "max_model_len": 256}
+    options |= {"max_num_seqs": 40, "max_num_batched_tokens": 256, "device_memory": 2.0, "quantization": quantization}
+    with LLM("llama-3.2-1b", **options, skip_tokenizer_init=True) as llm:
+        assert llm.offload is not None
+        before = _compiled()
+        params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        for count in (1, 7, 19, 40):
+            llm.generate([[5 + k, 9, count] for k in range(count)], params, use_tqdm=False)
+        after = _compiled()
+    late = {
+        name for name in ("_flat_kernel", "_gemv_kernel", "_tiles_kernel") if after.get(name, 0) > before.get(name, 0)
+    }
+    assert not late
 
 
 def _compiled() -> dict[str, int]:
