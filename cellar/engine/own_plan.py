@@ -39,6 +39,9 @@ MEASURED_NBYTES_OF_A_HOST = 2**30
 MEASURED_SECONDS = 0.05
 """For each of them."""
 
+MEASURED_SECONDS_OF_A_DISK = 0.2
+"""For each where the disk is read beside it: a record takes tens of milliseconds."""
+
 HOST_SHARE = 0.9
 """Of the host's memory that is free, what an accelerator's weights and KV may take if nobody says how much."""
 
@@ -204,7 +207,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
 
     def measured(reads: DiskReads | None) -> MeasuredRates:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
-            how = (nbytes, MEASURED_SECONDS, threads, sparse_v, reads, ranks)
+            seconds = MEASURED_SECONDS if reads is None else MEASURED_SECONDS_OF_A_DISK
+            how = (nbytes, seconds, threads, sparse_v, reads, ranks)
             return thread.submit(measured_rates, spec, device, *how).result()
 
     if not config.offload.disk:
@@ -212,15 +216,17 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     else:
         with DiskReads(None if path is None else Path(path), MEASURED_NBYTES) as reads:
             found = measured(reads)
-            disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS))[0]
+            disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS_OF_A_DISK))[0]
+    beside = found.link or found.disk
+    idle = max(1.0, found.alone / beside) if beside else 1.0
     if kind == "cpu":
-        here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops)
+        here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops, idle=idle)
         return here.shared(ranks)
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
-    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, **shared)
+    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, idle=idle, **shared)
     return rates.shared(ranks, kind)
 
 

@@ -16,7 +16,7 @@ from cellar.planner.cost import dimensions
 from cellar.planner.machines import Machine
 from cellar.planner.offload import Job, Schedule
 from cellar.planner.saved import Limits, SavedPlan
-from cellar.planner.work import StepCost, StepWork
+from cellar.planner.work import StepCost, StepWork, coming
 
 RESERVE = 0.1
 """Of the chunks of KV, what the scheduler keeps free when it admits requests."""
@@ -40,7 +40,8 @@ class Rates:
     device's memory, of the disk; and the FLOP/s of the device's products. `exchange`: seconds in which an x comes to
     the CPU and its product goes back, beside the product. `reads`: over the link by kernels that attend to KV in host
     memory; 0: they attend to none of it. `runs_ahead`: launches go on while the CPU computes for the device; if not,
-    the CPU waits for them.
+    the CPU waits for them. `idle`: how many times as fast the link is, or a processor's disk, while the CPU has nothing
+    to do.
 
     Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
     disk. `multiply` 0: no rows are left to the CPU.
@@ -55,6 +56,7 @@ class Rates:
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
+    idle: float = 1.0
 
     def shared(self, ranks: int, kind: str = "cpu") -> Rates:
         """Those of each of so many ranks on one processor, which read its memory and its disk at once. On a CPU
@@ -118,7 +120,7 @@ class Away:
 class Moves:
     """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
     of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows` and waits for an x for
-    `few_waits`. `attends`: it attends to KV, too.
+    `few_waits`. `attends`: it attends to KV, too. `idle`: see `Rates`.
     """
 
     disk: float
@@ -128,6 +130,7 @@ class Moves:
     attends: bool
     few: int = CPU_TOKENS
     few_waits: float = 0.0
+    idle: float = 1.0
 
     @property
     def few_streamed(self) -> float:
@@ -140,7 +143,7 @@ def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: int = CPU_TOKENS)
     disk, link = _moves(rates, away)
     rows = away.host * cpu_share(spec, rates, away) if few else 0.0
     few_rows, waits = (rows / rates.multiply, _waits(spec, rates, away)) if rows else (0.0, 0.0)
-    return Moves(disk, link, link - rows / rates.link, few_rows, _attends(away), few, waits)
+    return Moves(disk, link, link - rows / rates.link, few_rows, _attends(away), few, waits, rates.idle)
 
 
 def _attends(away: Away) -> bool:
@@ -175,9 +178,13 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     device = replace(alone, attended=0.0, resident=0.0).seconds(work)
     attention = alone.seconds(work) - device
     few = work.tokens <= moves.few
+    if not moves.link:  # a processor, which computes itself
+        disk, link = coming(moves.disk, device + attention, moves.idle), 0.0
+    else:
+        disk, link = moves.disk, coming(moves.link, attention if moves.attends else 0.0, moves.idle)
     return {
-        "disk": moves.disk,
-        "link": moves.few_link if few else moves.link,
+        "disk": disk,
+        "link": moves.few_link if few else link,
         "cpu": (moves.few_rows if few else 0.0) + (attention if moves.attends else 0.0),
         "device": device + (0.0 if moves.attends else attention),
     }
@@ -238,6 +245,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         eager=0.0,
         windows=d.windows if any(d.windows) else (),
         streamed=max(moves.disk, moves.link, beside),
+        idle=moves.idle if (moves.link or moves.disk) > max(moves.disk if moves.link else 0.0, beside) else 1.0,
         few=few if moves.few_rows else 0,
         few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
         beside=moves.attends,

@@ -51,6 +51,11 @@ def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[in
 _ALL = 1 << 40  # a window that no context reaches
 
 
+def coming(streamed: float, computing: float, idle: float) -> float:
+    """Seconds in which comes what takes `streamed` beside a computation: behind it, it comes `idle` times as fast."""
+    return streamed if streamed <= computing else computing + (streamed - computing) / idle
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
     """Seconds of any step of one model on one machine, as figures that a plan can carry.
@@ -60,12 +65,13 @@ class StepCost:
     takes the longer of `attended` and `resident` a position. `launches` pass in every step, `talk` and `token_talk` in
     collectives, or others in larger steps (`talk_spans`: of more than how many tokens, and both); a step with prompts
     lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie elsewhere come in `streamed` seconds,
-    while all else goes on: no step is shorter, but one of up to `few` tokens, whose weights a CPU multiplies in part,
-    lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut into chunks of its tokens / `loop_cut`
-    (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each more takes `loop_chunk` in
-    collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager` as well. With `part_most` a
-    step is cut into micro-batches of `part_least` to so many tokens (`core/micro_batches.py`): each reads the weights
-    and is launched, and collectives take `part_adding` a token, and what products do not hide of `part_copying`.
+    while all else goes on, and `idle` times as fast behind it: no step is shorter, but one of up to `few` tokens, whose
+    weights a CPU multiplies in part, lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut into
+    chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each
+    more takes `loop_chunk` in collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager`
+    as well. With `part_most` a step is cut into micro-batches of `part_least` to so many tokens
+    (`core/micro_batches.py`): each reads the weights and is launched, and collectives take `part_adding` a token, and
+    what products do not hide of `part_copying`.
     `beside`: a processor attends to decodes while an accelerator computes the prompts beside them.
     """
 
@@ -85,6 +91,7 @@ class StepCost:
     talk_spans: tuple[tuple[float, float, float], ...] = ()
     windows: tuple[int | None, ...] = ()
     streamed: float = 0.0
+    idle: float = 1.0
     few: int = 0
     few_streamed: float = 0.0
     loop_cut: int = 0
@@ -139,5 +146,5 @@ class StepCost:
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
         both = max(products, attention) if self.beside and work.prompts else products + attention
         found = both + head + self.launches + talk
-        streamed = self.few_streamed if work.tokens <= self.few else self.streamed
+        streamed = self.few_streamed if work.tokens <= self.few else coming(self.streamed, found, self.idle)
         return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)

@@ -17,13 +17,16 @@ from cellar.planner.passes import (
     Away,
     Rates,
     block_seconds,
+    channel_seconds,
     decode_seconds,
     longest,
     most_within,
     pass_cost,
+    pass_moves,
     predicted_rate,
 )
 from cellar.planner.saved import Limits
+from cellar.planner.work import StepWork, coming
 from tests.tiny_checkpoint import CONFIG
 
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
@@ -130,3 +133,29 @@ def test_a_rate_for_as_many_as_there_are() -> None:
     assert one is not None
     assert one < few <= said["tokens_per_second"]
     assert predicted_rate(None, 1) is None
+
+
+def test_what_comes_behind_a_computation_comes_faster() -> None:
+    """A disk, or a link, is measured beside a processor at work, and waited for when that has ended."""
+    assert coming(3.0, 4.0, 2.0) == 3.0, "it is there before"
+    assert coming(5.0, 4.0, 2.0) == 4.5
+    assert coming(5.0, 0.0, 2.0) == 2.5
+    away, quick = Away(0, 10**9, "device", "cpu"), replace(RATES, disk=1e9, idle=1.25)
+    cost = pass_cost(SPEC, quick, away)
+    alone = decode_seconds(replace(cost, streamed=0.0), 4, 100)
+    assert 0 < alone < 1
+    assert decode_seconds(cost, 4, 100) == pytest.approx(alone + (1 - alone) / 1.25)
+    moves = pass_moves(SPEC, quick, away)
+    said = channel_seconds(cost, moves, StepWork(4, 4, 400, 400))
+    assert said["disk"] == pytest.approx(decode_seconds(cost, 4, 100), rel=1e-3)
+    # An accelerator's link: while its processor attends, and all the time where that does nothing.
+    for place, busy in (("device", 0.0), ("host", 0.3)):
+        linked = Away(25 * 10**9, 0, place, "gpu")
+        rates = replace(quick, link=50e9)
+        cost, moves = pass_cost(SPEC, rates, linked), pass_moves(SPEC, rates, linked)
+        context = busy * rates.attention / (SPEC.kv.chunk_nbytes() / SPEC.kv.chunk_size) or 1.0
+        said = channel_seconds(cost, moves, StepWork(20, 20, context, context))
+        assert said["link"] == pytest.approx(busy + (0.5 - busy) / 1.25, rel=1e-3)
+    # What the launches, or a disk beside a link, decide has no faster end.
+    assert pass_cost(SPEC, replace(quick, disk=5e8), Away(1, 10**11, "device", "gpu")).idle == 1.0
+    assert pass_cost(SPEC, quick, Away(1, 0, "device", "gpu")).idle == 1.0

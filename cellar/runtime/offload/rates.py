@@ -47,8 +47,8 @@ ONE, ONE_EXPONENT = 0x38, 127
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRates:
-    """Bytes/s: over the link alone; over the link, or of the disk, while the CPU multiplies; of the CPU's products,
-    and of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
+    """Bytes/s: `alone` over the link, or of a processor's disk; the same while the CPU multiplies; of its products, and
+    of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and a product of few rows goes back. What there is not has 0. `runs_ahead`: launches go
     on while the CPU computes for the accelerator (`signal.py`).
     """
@@ -99,11 +99,10 @@ def measured_rates(
         for part in (moved, read):
             fill_with_ones(part, getattr(torch, spec.dtype))  # pages that nobody has written are one and the same
         beside: _Beside = reads or _Nothing()
-        alone = 0.0
         if device.type != "cpu":
             others = [torch.device(device.type, k) for k in range(ranks)] if ranks > 1 else [device]
             beside = _Link(moved, others)
-            alone = beside.rate_while(lambda: time.sleep(seconds))[0]
+        alone = beside.rate_while(lambda: time.sleep(seconds))[0]
         over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
         exchange, runs_ahead = 0.0, False
         if device.type != "cpu":
