@@ -344,7 +344,7 @@ def predicted_line(plan: SavedPlan) -> str:
     found = plan.figures.get("predicted")
     if not found:
         return ""
-    count, passes = found["sequences"], found["passes"]
+    count, passes = found["sequences"], found.get("passes", 1)
     at_once = f", {passes} passes at once" if passes > 1 else ""
     return (
         f"predicted: {found['tokens_per_second']:.3g} tok/s, {count:,} sequence{'s' * (count != 1)} a pass of "
@@ -358,7 +358,7 @@ def predicted_rate(plan: SavedPlan | None, sequences: int) -> float | None:
     said = None if plan is None else plan.figures.get("predicted")
     if plan is None or not said or plan.cost is None or plan.limits is None or plan.placement.block is None:
         return None
-    count = max(1, min(-(-sequences // said["passes"]), said["sequences"]))
+    count = max(1, min(-(-sequences // said.get("passes", 1)), said["sequences"]))
     job = Job(said["prompt"], said["generate"])
     return foreseen(plan.cost, job, count, plan.limits, plan.placement.block.order).tokens_per_second
 

@@ -23,6 +23,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "shared, rotated": ((700, 31, 32, 64), 128, {"heads": (8, 2, 128), "chunk": 32}),
     "partly rotated, chunks of 16": ((5, 130), 64, {"heads": (6, 2, 128), "chunk": 16}),
     "wide heads": ((77, 20), 256, {"heads": (2, 1, 256), "chunk": 32}),
+    "chunks of 8": ((77, 20, 8), 128, {"heads": (4, 2, 128), "chunk": 8}),
     "window": ((300, 90, 7), 128, {"heads": (4, 2, 128), "chunk": 32, "window": 70}),
 }
 
@@ -76,16 +77,32 @@ def test_rows_alone_have_the_bits_that_they_have_in_company(kv_format: Any) -> N
 
 
 @here
+@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("what", [torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_format", FORMATS)
-def test_what_is_no_number_is_none_afterwards(kv_format: str, what: float) -> None:
-    given = example("heads of their own", torch.float32, kv_format)
-    given["v"] = given["v"].clone()
-    given["v"][2, 1, 5] = what
+def test_what_is_no_number_is_none_afterwards(kv_format: str, dtype: torch.dtype, what: float, name: str) -> None:
+    if (kv_format, name, what) == ("plain", "k", torch.inf):
+        pytest.skip("the least of all scores, if it is not the largest")
+    given = example("heads of their own", dtype, kv_format)
+    given[name] = given[name].clone()
+    given[name][2, 1, 5] = what
     found = decode_attention(**given)
     assert not found[2, 1].isfinite().all()
     assert found[[0, 1, 3]].isfinite().all()
     assert found[2, [0, 2, 3]].isfinite().all()
+
+
+@here
+@pytest.mark.parametrize("outlier", [1.0, 60.0])
+def test_whole_numbers_are_as_good_as_the_codes(outlier: float) -> None:
+    """A query is rounded to a 32,512th of its largest number, and so are weights: little beside 4 bits of K and V."""
+    given = example("shared, rotated", torch.float16)
+    given["q"] = given["q"].clone()
+    given["q"][..., 3] *= outlier
+    wanted = decode_attention_definition(**copied(given)).double()
+    error = (decode_attention(**given).double() - wanted).norm() / wanted.norm()
+    assert float(error) < 2e-3
 
 
 @here

@@ -30,7 +30,7 @@ from cellar.ops.cpu.dots import (
     code_of,
     e4m3_codes,
     e4m3_numbers,
-    fetch_byte,
+    has_dots,
     larger,
     largest_of,
     next_codes,
@@ -44,6 +44,16 @@ from cellar.ops.cpu.dots import (
     size_bits,
     whole_load,
     whole_splat,
+)
+from cellar.ops.cpu.fours import (
+    BYTES,
+    CODES,
+    add_fours,
+    ask,
+    back_from_fours,
+    mix_fours,
+    score_fours,
+    split_query,
 )
 from cellar.ops.cpu.lanes import (
     WIDTH,
@@ -72,10 +82,8 @@ from cellar.ops.cpu.launch import DECODES, NIBBLES, SHORT_FLOATS
 from cellar.ops.cpu.pieces import FP8, INT4, LEAST, PLAIN, copy, piece, turn, weigh
 from cellar.ops.cpu.wide import has, wide_fma, wide_load, wide_plus, wide_splat, wide_store, wide_times, wide_total
 
-BYTES = 64
-"""Of a register."""
-CODES = 128
-"""In them."""
+FOURS = has_dots()
+"""Whether codes of 4 bits are multiplied in whole numbers where those who ask have 16 bits."""
 
 
 def runs_here() -> bool:
@@ -171,13 +179,6 @@ def _numbers(digits, base, kind, at, form):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _ask(ahead, n, row):  # type: ignore[no-untyped-def]
-    """Have the n-th row of so many bytes come into the cache."""
-    for byte in range(0, row, BYTES):
-        fetch_byte(codes(ahead), n * row + byte)
-
-
-@piece
 def _score_all(  # type: ignore[no-untyped-def]
     queries, group, halves_of, base, kind, form, sizes, ahead, begin, end, digits, scores, stride, tops_here
 ):
@@ -188,7 +189,7 @@ def _score_all(  # type: ignore[no-untyped-def]
     for g in range(group):
         put(tops_here, g, types.float32(LEAST))
     for n in range(begin, end):
-        _ask(ahead, n, row)
+        ask(ahead, n, row)
         if form == FP8:
             scale = get(factors, n)
         elif form == INT4:
@@ -206,7 +207,7 @@ def _score_all(  # type: ignore[no-untyped-def]
             else:
                 s = wide_total(wide_plus(low, high))
                 if form == FP8:
-                    s = s * scale
+                    s = s * scale + (scale - scale)  # of a row with numbers that are none, whatever their sign
             put(scores, g * stride + n, s)
             if s > get(tops_here, g):
                 put(tops_here, g, s)
@@ -275,7 +276,7 @@ def _add_two(  # type: ignore[no-untyped-def]
         x = y = types.float32(1.0)
         for n in range(begin, end):
             if r == 0:
-                _ask(ahead, n, row)
+                ask(ahead, n, row)
             w, v = get(weights, at + n), get(weights, then + n)
             if form == FP8:
                 x = y = get(factors, n)
@@ -305,7 +306,7 @@ def _add_one(  # type: ignore[no-untyped-def]
         x = y = types.float32(1.0)
         for n in range(begin, end):
             if r == 0:
-                _ask(ahead, n, row)
+                ask(ahead, n, row)
             w = get(weights, at + n)
             if form == FP8:
                 x = y = get(factors, n)
@@ -393,6 +394,13 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
         stack(group), stack(group), stack(group), stack(group), stack(2 * group),
     )  # fmt: skip
     scores = stack(group * stride)
+    fours = False
+    if FOURS:
+        fours = form == INT4 and size == 2 and chunk % SIZE == 0
+    room = 1 if fours else 0
+    planes, parts = stack(room * group * dim // 2), stack(room * chunk // 2)
+    factors, scaled, mixed = stack(room * 4 * chunk), stack(room * chunk), stack(room * chunk * dim // 4)
+    units = stack(room * group)
     while True:
         item = next_of(words)
         if item >= items * kv_heads:
@@ -415,7 +423,11 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
             at = token * q_token + (head * group + g) * q_head
             if form == INT4:
                 turn(q, at, row, 0, kind, cos_sin, start, turning, dim, scale)
-                low, high = _turned(row, 0, queries, g * dim, dim)
+                if FOURS and fours:
+                    unit_of, low, high = split_query(row, dim, planes, g)
+                    put(units, g, unit_of)
+                else:
+                    low, high = _turned(row, 0, queries, g * dim, dim)
                 put(halves_of, 2 * g, low)
                 put(halves_of, 2 * g + 1, high)
             else:
@@ -431,10 +443,28 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
             keys, values = k_cache + slot * k_slot + head * cache_head, v_cache + slot * v_slot + head * cache_head
             begin, end = max(0, least - j * chunk), min(chunk, start + 1 - j * chunk)
             ahead = k_cache + next_slot * k_slot + head * cache_head
-            _score_all(
-                queries, group, halves_of, keys, kind, form, sizes, ahead, begin, end, digits, scores, stride,
-                tops_here,
-            )  # fmt: skip
+            if FOURS and fours:
+                score_fours(
+                    planes,
+                    units,
+                    halves_of,
+                    group,
+                    keys,
+                    sizes,
+                    ahead,
+                    begin,
+                    end,
+                    factors,
+                    mixed,
+                    scores,
+                    stride,
+                    tops_here,
+                )
+            else:
+                _score_all(
+                    queries, group, halves_of, keys, kind, form, sizes, ahead, begin, end, digits, scores, stride,
+                    tops_here,
+                )  # fmt: skip
             for g in range(group):
                 old, top = get(tops, g), get(tops_here, g)
                 put(shrinks, g, one)
@@ -446,13 +476,23 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
                 weight = weigh(scores, g * stride + begin, g * stride + end, top)
                 put(weights_of, g, get(weights_of, g) * get(shrinks, g) + weight)
             ahead = v_cache + next_slot * v_slot + head * cache_head
+            if FOURS and fours:
+                mix_fours(values, sizes, ahead, begin, end, factors, mixed)
+                for g in range(group):
+                    add_fours(
+                        scores, g * stride, mixed, sizes, begin, end, factors, parts, scaled, sums, g * dim,
+                        get(shrinks, g),
+                    )  # fmt: skip
+                continue
             for g in range(0, group - 1, 2):
                 _add_two(scores, g, stride, values, kind, form, sizes, ahead, begin, end, digits, sums, shrinks)
             if group % 2:
                 _add_one(scores, group - 1, stride, values, kind, form, sizes, ahead, begin, end, digits, sums, shrinks)
         for g in range(group):
             at = token * out_token + (head * group + g) * out_head
-            if form == INT4:
+            if FOURS and fours:
+                back_from_fours(sums, g * dim, out, at, dim, one / get(weights_of, g))
+            elif form == INT4:
                 _back(sums, g * dim, out, at, dim, one / get(weights_of, g))
             else:
                 copy(sums, g * dim, out, at, dim, one / get(weights_of, g))

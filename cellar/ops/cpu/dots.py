@@ -445,3 +445,111 @@ def whole_chosen(typing: Any, table: Any, which: Any) -> Any:
         return _chosen(builder, "llvm.x86.avx512.permvar.si.512", _INTS, args)
 
     return signature(whole, whole, whole), lower
+
+
+_BYTES, _SHORTS = ir.VectorType(_BYTE, 4 * SIZE), ir.VectorType(_SHORT, 2 * SIZE)
+
+
+def _in_turn(builder: Any, kind: Any, a: Any, b: Any, upper: bool) -> Any:
+    """The lower, or upper, halves of each sixteen bytes of two registers, element by element in turn."""
+    count, each = kind.count, kind.count // 4
+    first = each // 2 if upper else 0
+    mask = [lane * each + first + i + other for lane in range(4) for i in range(each // 2) for other in (0, count)]
+    parts = [builder.bitcast(x, kind) for x in (a, b)]
+    return builder.shuffle_vector(*parts, ir.Constant(ir.VectorType(_INT, count), mask))
+
+
+@written
+def in_fours(typing: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """The bytes of four registers side by side: word 4 j + i of the m-th result has byte 16 j + 4 m + i of each."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        found = []
+        for upper in (False, True):
+            x, y = (_in_turn(builder, _BYTES, args[k], args[k + 1], upper) for k in (0, 2))
+            found += [_in_turn(builder, _SHORTS, x, y, above) for above in (False, True)]
+        return context.make_tuple(builder, sig.return_type, [builder.bitcast(v, _INTS) for v in found])
+
+    return signature(types.UniTuple(whole, 4), whole, whole, whole, whole), lower
+
+
+@written
+def word_splat(typing: Any, pointer: Any, index: Any) -> Any:
+    """All sixteen the four bytes from the index-th on."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        word = builder.load(_bytes_at(builder, _INT, *args), align=1)
+        one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), word, ir.Constant(_INT, 0))
+        return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), _all(0))
+
+    return signature(whole, pointer, types.int64), lower
+
+
+@written
+def even_and_odd(typing: Any, a: Any, b: Any) -> Any:
+    """Of thirty-two numbers those in even places, and the others."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        parts = [builder.shuffle_vector(*args, ir.Constant(_INTS, list(range(first, 2 * SIZE, 2)))) for first in (0, 1)]
+        return context.make_tuple(builder, sig.return_type, parts)
+
+    return signature(types.UniTuple(wide, 2), wide, wide), lower
+
+
+def _turned(builder: Any, rows: list[Any]) -> list[Any]:
+    """Sixteen rows of sixteen words: word w of all rows is row w."""
+
+    def two(x: Any, y: Any, *order: int) -> Any:
+        return builder.shuffle_vector(x, y, ir.Constant(_INTS, list(order)))
+
+    def lanes(*places: int) -> list[int]:
+        """Of two registers, of each four words those places, the second one's from 4 on."""
+        return [4 * j + (place if place < 4 else SIZE + place - 4) for j in range(4) for place in places]
+
+    for step, low, high in ((1, (0, 4, 1, 5), (2, 6, 3, 7)), (2, (0, 1, 4, 5), (2, 3, 6, 7))):
+        found = list(rows)
+        for k in range(SIZE):
+            if not k & step:
+                found[k], found[k + step] = (two(rows[k], rows[k + step], *lanes(*places)) for places in (low, high))
+        rows = found
+    # Words 4 j + (0, 2, 1, 3)[k] of rows 4 m to 4 m + 3 are in the j-th quarter of the (4 m + k)-th.
+    quarters = [
+        [j for place in which for j in range(4 * place, 4 * place + 4)] for which in ((0, 2, 4, 6), (1, 3, 5, 7))
+    ]
+    even_odd = [
+        [two(rows[4 * m + k], rows[4 * m + 4 + k], *which) for which in quarters] for m in (0, 2) for k in range(4)
+    ]
+    found = [rows[0]] * SIZE
+    for k, word in enumerate((0, 2, 1, 3)):
+        for odd in range(2):
+            # Quarters: rows 0 to 3 of words j and j + 2 (in fours), rows 4 to 7 of these.
+            x, y = even_odd[k][odd], even_odd[4 + k][odd]
+            found[4 * odd + word] = two(x, y, *range(4), *range(8, 12), *range(16, 20), *range(24, 28))
+            found[4 * (odd + 2) + word] = two(x, y, *range(4, 8), *range(12, 16), *range(20, 24), *range(28, 32))
+    return found
+
+
+@written
+def turn_words(typing: Any, source: Any, at: Any, stride: Any, target: Any, to: Any) -> Any:
+    """Sixteen rows of 64 bytes, `stride` of them apart: of the w-th four bytes of all rows the lower nibbles come side
+    by side from the target's byte `to` + 128 w on, and the upper ones behind these.
+    """
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        source, at, stride, target, to = args
+        rows = []
+        for n in range(SIZE):
+            here = builder.add(at, builder.mul(stride, ir.Constant(_LONG, n)))
+            rows.append(builder.load(_bytes_at(builder, _INTS, source, here), align=1))
+        for w, words in enumerate(_turned(builder, rows)):
+            parts = words, builder.lshr(words, _all(4))
+            for k, part in enumerate(parts):
+                there = builder.add(to, ir.Constant(_LONG, 128 * w + 64 * k))
+                builder.store(builder.and_(part, _all(0x0F0F0F0F)), _bytes_at(builder, _INTS, target, there), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.none, source, types.int64, types.int64, target, types.int64), lower

@@ -19,6 +19,7 @@ from numba import cfunc, types
 from cellar.ops.cpu import blocks as blocks_cpu
 from cellar.ops.cpu import decodes as decodes_cpu
 from cellar.ops.cpu import dots as dots_cpu
+from cellar.ops.cpu import fours as fours_cpu
 from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
 from cellar.ops.cpu import pieces as pieces_cpu
@@ -444,6 +445,7 @@ _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types
 _PARTS = (
     lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, sparse_cpu, tiles_cpu,
     decodes_cpu,
+    fours_cpu,
 )  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()

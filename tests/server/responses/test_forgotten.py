@@ -134,9 +134,13 @@ def test_what_a_sweep_deletes_leaves_no_kv(served: Served, client: openai.OpenAI
     chain = ask(client, "Eight. " + STORY)
     assert memory(served, id) > 0 < memory(served, chain.id)
     store = served.app.state.conversations.store.store
-    store.write(_aged, [id, chain.id])
-    store.sweep()  # unless the server's own came first
-    until(lambda: memory(served, id) == 0 == memory(served, chain.id))
+
+    def gone() -> bool:
+        store.write(_aged, [id, chain.id])  # again, if the answer's own last write came behind it
+        store.sweep()  # unless the server's own came first
+        return memory(served, id) == 0 == memory(served, chain.id)
+
+    until(gone)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
     assert cached(ask(client, "Seven. " + STORY, store=False)) <= 16
