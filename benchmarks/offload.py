@@ -28,6 +28,7 @@ from typing import Any
 from cellar import LLM, SamplingParams
 from cellar.bench.forecast import Forecast
 from cellar.core.config import EngineConfig
+from cellar.core.messages import StepPlan, StepResult
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.planner.passes import predicted_line
@@ -40,6 +41,7 @@ from cellar.server.engine_process import SWITCH_SECONDS
 
 ROUNDS = 5
 LOOK_SECONDS = 0.5
+TELL_SECONDS = 20.0
 
 
 class SlowDisk:
@@ -59,6 +61,24 @@ class SlowDisk:
             wait = self._free - time.perf_counter()
         time.sleep(max(0.0, wait))
         return count
+
+
+class Told(Forecast):
+    """A forecast that says every so often how far the steps have come: a run may take minutes, or be ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = time.perf_counter()
+        self._steps = self._tokens = 0
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """One more."""
+        super().observe(plan, result)
+        self._steps, self._tokens = self._steps + 1, self._tokens + len(result.tokens)
+        seconds = time.perf_counter() - self._said
+        if seconds > TELL_SECONDS:
+            print(f"{self._steps} steps, {self._tokens} tokens in {seconds:.0f} s", file=sys.stderr, flush=True)
+            self._said, self._steps, self._tokens = time.perf_counter(), 0, 0
 
 
 def main() -> None:
@@ -120,7 +140,7 @@ def main() -> None:
     found: dict[str, Any] = {"batch": options.batch, "prompt": options.prompt, "generate": options.generate}
     begin = time.perf_counter()
     kv = options.kv_cache_memory_bytes
-    forecast = Forecast()
+    forecast = Told()
     config = EngineConfig.of(model=options.model, **rest, **places, kv_cache_memory_bytes=kv)
     opened = open_front(config, wrap=forecast.wrap)
     with LLM.over(opened) as llm:
