@@ -265,12 +265,13 @@ class LLM:
         with self._inboxes.open(ids) as inbox:
             self._front.start(prepared)
             predicted = predicted_rate(self._opened.plan, len(ids))
-            with Progress(len(ids), use_tqdm, predicted) as progress, DeferredInterrupt() as interrupt:
+            progress = Progress(len(ids), use_tqdm, predicted, self.stats)
+            with progress, DeferredInterrupt() as interrupt:
                 while len(done) < len(ids):
                     interrupt.check()
-                    for output in self._inboxes.read(inbox):
-                        done[output.request_id] = output
-                        progress.finished(output)
+                    finished = self._inboxes.read(inbox)
+                    done |= {output.request_id: output for output in finished}
+                    progress.turned(len(finished))
         return [done[id] for id in ids]
 
     def _stream(self, prompt: Prompt, sampling_params: SamplingParams | None) -> Iterator[RequestOutput]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 from cellar import LLM, SamplingParams
 from cellar.core.errors import CapacityError, CellarError, ConfigError, RequestError
 from cellar.core.messages import StepPlan
+from cellar.engine.progress import Progress
 from cellar.text.tokenizer import Tokenizer
 from tests.fake_front import TOKENIZER, continuation, open_fake
 from tests.limits import SECONDS, join_all, run_python
@@ -361,6 +364,24 @@ def test_the_progress_bar_shows_rates(capsys: pytest.CaptureFixture[str]) -> Non
     shown = capsys.readouterr().err
     assert "2/2" in shown
     assert "tok/s" in shown
+
+
+def test_rates_are_shown_before_a_request_ends(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All sequences of a streamed model may end in the last step."""
+    monkeypatch.setattr("cellar.engine.progress.SHOWN_SECONDS", 0.0)
+    counts = iter((0, 40, 80))
+
+    def stats() -> Any:
+        tokens = next(counts)
+        return SimpleNamespace(prompt_tokens=2 * tokens, generation_tokens=tokens)
+
+    with Progress(2, True, 5.0, stats) as progress:
+        progress.turned(0)
+        assert re.search(r"0/2 .*in \d+ tok/s, out \S+ tok/s \(5 predicted\)", capsys.readouterr().err)
+        progress.turned(2)
+    assert "2/2" in capsys.readouterr().err
 
 
 def test_importing_cellar_is_light() -> None:
