@@ -23,7 +23,6 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
     "shared, rotated": ((700, 31, 32, 64), 128, {"heads": (8, 2, 128), "chunk": 32}),
     "partly rotated, chunks of 16": ((5, 130), 64, {"heads": (6, 2, 128), "chunk": 16}),
     "wide heads": ((77, 20), 256, {"heads": (2, 1, 256), "chunk": 32}),
-    "chunks of 8": ((77, 20, 8), 128, {"heads": (4, 2, 128), "chunk": 8}),
     "window": ((300, 90, 7), 128, {"heads": (4, 2, 128), "chunk": 32, "window": 70}),
 }
 
@@ -119,11 +118,18 @@ def test_equal_numbers_of_a_half_stay_what_they_are(kv_format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "kv_format", "dim"),
-    [(False, "int4", 128), (False, "plain", 128), (True, "fp8", 64), (True, "int4", 64), (True, "plain", 64)],
+    ("alone", "kv_format", "dim", "chunk"),
+    [
+        (False, "int4", 128, 32),
+        (False, "plain", 128, 32),
+        (True, "fp8", 64, 32),
+        (True, "int4", 64, 32),
+        (True, "plain", 64, 32),
+        (True, "int4", 128, 8),
+    ],
 )
-def test_everything_else_goes_as_before(alone: bool, kv_format: str, dim: int) -> None:
-    options: Any = {"heads": (4, 2, dim), "chunk": 32, "kv_format": kv_format}
+def test_everything_else_goes_as_before(alone: bool, kv_format: str, dim: int, chunk: int) -> None:
+    options: Any = {"heads": (4, 2, dim), "chunk": chunk, "kv_format": kv_format}
     given = decode_case("some", (40, 3), 0, **options).make(CPU, torch.float32)
     given["work"].alone = alone
     assert attention_cpu._alone(given["work"]) is None

@@ -117,7 +117,8 @@ def _alone(work: AttentionWork) -> str | None:
     """The kernel for decodes alone, if it serves these: its sums have another order than those of prompts."""
     shape = work.shape
     name = {"plain": DECODES, "fp8": SHORT_FLOATS, "int4": NIBBLES}[shape.kv_format]
-    return name if work.alone and shape.head_dim % 128 == 0 and attends_to_decodes() else None
+    suits = shape.head_dim % 128 == 0 and shape.chunk_size % 16 == 0
+    return name if work.alone and suits and attends_to_decodes() else None
 
 
 class _Scores:

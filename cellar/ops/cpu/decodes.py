@@ -2,7 +2,8 @@
 
 The form of a kernel is that of `kernels.py`, whose sums have the order of its tiles for prompts. These have another,
 with twice as wide registers and each number of a key taken from memory once for all queries that share it; so they
-serve who attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions.
+serve who attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions, chunks of 16
+positions.
 
 K and V in 4 bits: 64 bytes are a register of sixteen words, each with eight codes; a shift brings the next ones to the
 lowest bits, and those choose their number among sixteen. So dimensions come in another order than they lie in, the same
@@ -396,7 +397,7 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
     scores = stack(group * stride)
     fours = False
     if FOURS:
-        fours = form == INT4 and size == 2 and chunk % SIZE == 0
+        fours = form == INT4 and size == 2
     room = 1 if fours else 0
     planes, parts = stack(room * group * dim // 2), stack(room * chunk // 2)
     factors, scaled, mixed = stack(room * 4 * chunk), stack(room * chunk), stack(room * chunk * dim // 4)
