@@ -152,11 +152,13 @@ def test_who_asked_before_a_drain_is_answered(name: str) -> None:
             idle.sendall(ASK)  # the loop is here, and reads nothing meanwhile
             new = connected(port)
             new.sendall(ASK)
-            threading.Timer(0.1, late.sendall, [ASK]).start()
             clients = (idle, new, late)
             answers = asyncio.gather(*(asyncio.to_thread(answer, client) for client in clients))
             began = time.monotonic()
-            await server.shutdown([listener])
+            closing = asyncio.ensure_future(server.shutdown([listener]))
+            await asyncio.sleep(0)  # it has begun, and nothing has been read yet
+            threading.Timer(0.1, late.sendall, [ASK]).start()
+            await closing
             assert time.monotonic() - began < SECONDS / 2
             got = list(await answers)
             for client in clients:
