@@ -158,7 +158,7 @@ def test_shares_that_fit_stay_where_they_are(option: str, tmp_path: Path) -> Non
 
 
 def test_ranks_whose_buffers_take_more_are_planned_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that says how much is missing is heard through its process's last words."""
+    """As on one device, with as much spared on each."""
     path = write_checkpoint(tmp_path / "model", **SHAPE)
     spared: list[int] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
@@ -22,7 +22,7 @@ from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
 from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
-from cellar.runtime.offload.layout import PAGE, LayerLayout, PlacedRows, aligned
+from cellar.runtime.offload.layout import PAGE, Copy, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
 
@@ -33,6 +33,10 @@ CPU_TOKENS = 16
 CPU_TOKENS_IN_CODES = 4
 """The same of quantized rows, which take longer to decode than to read where there are more tokens."""
 MEASURED_NBYTES = 2**31
+
+
+def _every(copy: Copy) -> bool:
+    return True
 
 
 class StreamedLayers:
@@ -147,7 +151,8 @@ class StreamedLayers:
         if on_disk and not self._mover.is_asynchronous:
             arrived = self._homes.begin(layer, there[: aligned(on_disk, PAGE)], self._channels.disk)
         if layout.record_nbytes["host"]:
-            self._move("host", layout, self._homes.source("host", layer), there, left=left)
+            wanted = (lambda copy: not copy.by_cpu) if left else _every
+            self._move("host", layout, self._homes.source("host", layer), there, wanted)
         for move in layout.moves:
             if move.place == "device":
                 source = self._homes.resident[f"layers.{layer}.{move.tensor}", move.start]
@@ -157,7 +162,7 @@ class StreamedLayers:
             self._turn = (self._turn + 1) % len(self._staged)
             self._staged[self._turn]()
             record = self._homes.source("disk", layer, self._turn, self._channels.disk)
-            self._move("disk", layout, record, there)
+            self._move("disk", layout, record, there, _every)
             self._staged[self._turn] = self._mover.over()
         self._mover.count(self._channels.link, begun)
         return self._mover.moved() if arrived is opened else partial(self._arrive, arrived, layout, there)
@@ -170,19 +175,18 @@ class StreamedLayers:
                 source = slot[copy.source : copy.source + copy.nbytes]
                 self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
 
-    def _move(self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor, *, left: bool = False) -> None:
+    def _move(
+        self, place: str, layout: LayerLayout, record: Tensor, slot: Tensor, wanted: Callable[[Copy], bool]
+    ) -> None:
         for copy in layout.copies:
-            if copy.place == place and not (left and copy.by_cpu):
+            if copy.place == place and wanted(copy):
                 source = record[copy.source : copy.source + copy.nbytes]
                 self._mover.move(source, slot[copy.target : copy.target + copy.nbytes])
 
     def _bring_left(self, slot: int, layer: int) -> None:
         """A slot that was filled for a pass of few tokens is taken by one of many: bring the rest, too."""
-        layout, record = self._homes.layouts[layer], self._homes.source("host", layer)
-        for copy in layout.copies:
-            if copy.place == "host" and copy.by_cpu:
-                source = record[copy.source : copy.source + copy.nbytes]
-                self._mover.move(source, self._slots[slot][copy.target : copy.target + copy.nbytes])
+        record = self._homes.source("host", layer)
+        self._move("host", self._homes.layouts[layer], record, self._slots[slot], lambda copy: copy.by_cpu)
         self._mover.moved()()
         self._left[slot] = False
 
@@ -191,7 +195,7 @@ class StreamedLayers:
         nbytes, begin = 0, time.perf_counter()
         for layout in layouts:
             if nbytes < MEASURED_NBYTES and layout.record_nbytes["host"]:
-                self._move("host", layout, self._homes.source("host", layout.index), self._slots[0])
+                self._move("host", layout, self._homes.source("host", layout.index), self._slots[0], _every)
                 nbytes += layout.record_nbytes["host"]
         self._mover.over()()
         return nbytes / (time.perf_counter() - begin) if nbytes else None

@@ -22,13 +22,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cellar.core.config import ScheduleConfig
-from cellar.core.errors import CapacityError, ConfigError, DeviceError, IntegrityError
+from cellar.core.errors import BuffersError, CapacityError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyBatch, CopyResult, FinishReason, Request, StepPlan, StepResult, Tier
 from cellar.core.sampling import SamplingParams, StructuredOutputsParams
 from cellar.engine.steps import StepEngine, step_engine
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.group import RankGroup, _Watch
-from cellar.runtime.ranks.rank import MOST_AT_ONCE, SWITCH_SECONDS, Opened, Packed, ProcessRank
+from cellar.runtime.ranks.rank import MOST_AT_ONCE, SWITCH_SECONDS, Opened, Packed, ProcessRank, ThreadRank
 from cellar.runtime.ranks.star import Star, stars
 from cellar.runtime.steps.fake import FakeRuntime, next_token
 from cellar.schedule.steps.scheduler import StepScheduler
@@ -455,6 +455,21 @@ def test_who_was_stopped_itself_takes_nobody_for_silent(monkeypatch: pytest.Monk
         watch.look(ranks, 3.0)  # type: ignore[arg-type]
     with pytest.raises(DeviceError, match="rank 0 has given no sign of life for 3 s"):
         watch.look(ranks, 3.0)  # type: ignore[arg-type]
+
+
+def too_large(missing: int) -> Runtime[StepPlan]:
+    raise BuffersError("buffers take more than the plan has left.", missing)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [ThreadRank, ProcessRank])
+def test_the_most_that_a_rank_misses_is_what_all_are_planned_again_with(make: Any) -> None:
+    """It is heard through a process's last words, too."""
+    with pytest.raises(BuffersError, match="buffers take more") as caught:
+        RankGroup([partial(too_large, 3), partial(too_large, 9)], make)
+    assert caught.value.missing in (3, 9)
+    if make is ThreadRank:
+        assert caught.value.missing == 9
 
 
 @pytest.mark.long
