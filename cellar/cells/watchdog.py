@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 _LINGER_SECONDS = 5.0
 
+_PATIENCE = 5
+
 
 class TookTooLongError(BaseException):
     """Raised in the watched thread; no Exception, so that `except Exception` in user code does not swallow it."""
@@ -19,6 +21,9 @@ class TookTooLongError(BaseException):
 
 class Watchdog:
     """Runs functions with a time limit, from any number of threads.
+
+    `seconds` are of the processor, which a busy machine may give to others: who waits is ended after `_PATIENCE` times
+    as many on the clock.
 
     Python code is interrupted between two bytecodes; one long call into C (a sleep) only after it returns. A
     watching thread exists only while there is something to watch.
@@ -47,7 +52,7 @@ class Watchdog:
 
     def _enter(self, thread: int) -> None:
         with self._lock:
-            self._deadlines[thread] = time.monotonic() + self.seconds
+            self._deadlines[thread] = time.monotonic() + _PATIENCE * self.seconds
             if not self._watching:
                 self._watching = True
                 threading.Thread(target=self._watch, name="cellar-watchdog", daemon=True).start()
@@ -66,6 +71,7 @@ class Watchdog:
                 pass
 
     def _watch(self) -> None:
+        watched: dict[int, tuple[float, float]] = {}  # thread -> its deadline, and when its own clock will be there
         while True:
             if not self._work.wait(_LINGER_SECONDS):
                 with self._lock:
@@ -75,10 +81,14 @@ class Watchdog:
             with self._lock:
                 now = time.monotonic()
                 for thread, deadline in self._deadlines.items():
-                    if now >= deadline:
+                    own = time.clock_gettime(time.pthread_getcpuclockid(thread))
+                    if watched.get(thread, (0.0,))[0] != deadline:
+                        watched[thread] = deadline, own + self.seconds
+                    if now >= deadline or own >= watched[thread][1]:
                         self._fired.add(thread)
                         error = ctypes.py_object(TookTooLongError)
                         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
                 if not self._deadlines:
+                    watched.clear()
                     self._work.clear()
             time.sleep(min(0.25, self.seconds / 4))

@@ -130,7 +130,9 @@ class ScheduleConfig:
         "in a server.",
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
-    decode_reserve: float = _option(0.1, "Share of chunks kept free for running decodes when requests are admitted.")
+    decode_reserve: float = _option(
+        0.1, "Share of chunks kept free for running decodes, at most one for each, when requests are admitted."
+    )
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
     mask_timeout: float = _option(
         5.0, "Seconds that late masks of a sequence's structured output may take in all, by themselves."

@@ -75,7 +75,8 @@ def _slots(plan: Plan, layout: Layout) -> int:
         / mesh.count(layout.kv_axes(d.kv_heads))
     )
     room = int((plan.machine.usable("device") - held - buffers) // each)
-    at_once = math.ceil(batch * d.chunks(job.prompt) / (1 - ScheduleConfig().decode_reserve))
+    prompts = batch * d.chunks(job.prompt)
+    at_once = min(math.ceil(prompts / (1 - ScheduleConfig().decode_reserve)), prompts + batch)
     return max(batch * d.chunks(job.prompt + job.generate), min(at_once, room))
 
 

@@ -178,8 +178,8 @@ def test_what_cannot_be_opened_is_said_in_a_sentence(tmp_path: Path) -> None:
         said = f"kv_disk_path does not work on several ranks yet, but {how}_parallel_size is 2"
         with pytest.raises(ConfigError, match=said):
             opened(tmp_path, 2, how, kv_disk_path=str(tmp_path), kv_disk_size=1.0)
-    with pytest.raises(ConfigError, match="device_memory does not work on pipeline stages yet"):
-        opened(tmp_path, 2, "pipeline", device_memory=0.001)
+        with pytest.raises(CapacityError, match=r"take .* GiB, but device_memory is 0\.001 GiB; raise it, or lower"):
+            opened(tmp_path, 2, how, device_memory=0.001)
     with pytest.raises(CapacityError, match=r"one request of max_model_len 256 needs .*raise kv_cache_memory_bytes\."):
         opened(tmp_path, 2, kv_cache_memory_bytes=1000)
 

@@ -34,9 +34,9 @@ Fail = Callable[[RequestState, Exception, StepBatch], None]
 
 
 class Prompts:
-    """`pace` says what long prompts may take beside decodes. `keep_free` chunks stay free for running decodes while
-    anything runs, `row_depth` is how many plans in flight may name one row. A request that fails by itself is handed to
-    `fail`, and others may come. With a `stagger` requests begin when it says so.
+    """`pace` says what long prompts may take beside decodes. A chunk for each request that runs stays free, and at most
+    `keep_free` chunks; `row_depth` is how many plans in flight may name one row. A request that fails by itself is
+    handed to `fail`, and others may come. With a `stagger` requests begin when it says so.
     """
 
     def __init__(
@@ -206,18 +206,18 @@ class Prompts:
         return True
 
     def _reserve(self, state: RequestState, step_tokens: int) -> Reservation | None:
-        """Memory for all known tokens, `step_tokens` of which the next step may compute. 10 % stay free for running
-        decodes, unless nothing runs (§3.4.3.5). While something does, the device need not stand still for copies.
+        """Memory for all known tokens, `step_tokens` of which the next step may compute. Decodes that run have a chunk
+        each to grow into, up to a share of all (§3.4.3.5). While something runs, the device need not stand still for
+        copies.
         """
         holders, request, found = self._holders, state.request, None
         if self._caching and not state.needs_all:
             found = holders.store.find(state.chain, state.known)
-        busy = holders.running or holders.loading
         name = None if request.conversation is None else (request.salt, request.conversation)
         return holders.store.reserve(
             found,
             len(state.known),
-            self._keep_free if busy else 0,
+            min(self._keep_free, holders.running + len(holders.loading)),
             name=name,
             tenant=request.tenant,
             now=holders.now,

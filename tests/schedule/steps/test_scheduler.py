@@ -615,13 +615,22 @@ def test_large_request_at_the_head_is_not_overtaken() -> None:
 
 def test_reserve_gates_admission_but_not_an_empty_batch() -> None:
     bench = Bench(slots=10, decode_reserve=0.3, run_ahead=1)
-    bench.add(request("a", range(30), 10), request("b", range(4), 2))
+    bench.add(request("a", range(38), 3), request("b", range(4), 2))
     plan, _ = bench.step()
-    assert len(plan.opens) == 1, "a leaves 2 of 10 chunks, and starts, since nothing runs"
-    plan, _ = bench.step()
-    assert len(plan.opens) == 0, "b would leave 1, and waits"
+    assert len(plan.opens) == 1, "a takes 10 of 10 chunks, and starts, since nothing runs"
     bench.run()
     assert list(bench.reasons) == ["a", "b"]
+
+
+@pytest.mark.parametrize(("share", "opened"), [(0.5, 5), (0.2, 8), (0.0, 10)])
+def test_reserve_is_a_chunk_for_each_that_runs_and_at_most_a_share(share: float, opened: int) -> None:
+    """Of ten chunks; each request takes one, and grows into a second with its second token."""
+    bench = Bench(slots=10, rows=10, decode_reserve=share, run_ahead=1)
+    bench.add(*(request(f"{k}", [k] * 4, 3) for k in range(10)))
+    plan, _ = bench.step()
+    assert len(plan.opens) == opened
+    bench.run()
+    assert len(bench.reasons) == 10
 
 
 def test_latest_arrival_is_suspended_and_returns_to_its_place() -> None:
