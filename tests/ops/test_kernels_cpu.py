@@ -12,7 +12,7 @@ from numba import cfunc, types
 
 from cellar.ops.activation import gated
 from cellar.ops.activation.definition import gated_definition
-from cellar.ops.attention import attention
+from cellar.ops.attention import attention, plan_attention
 from cellar.ops.cpu import kernels as kernels_cpu
 from cellar.ops.cpu import launch as launch_cpu
 from cellar.ops.cpu.lanes import (
@@ -172,6 +172,21 @@ def test_heads_that_are_no_whole_lanes(dim: int) -> None:
     e = example([(0, 70, 71), (1, 3, 40)], heads=6, kv_heads=2, dim=dim, chunk_size=16, window=30)
     got = attention(e.q, e.k_cache, e.v_cache, e.table, e.work(), e.scale)
     torch.testing.assert_close(got.double(), torch.from_numpy(e.oracle()), atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 45])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_query_has_the_same_bits_whoever_shares_its_keys(dtype: torch.dtype, window: int | None) -> None:
+    """Keys and values of 16 bits are made float32 once for several queries, and for one as they are loaded."""
+    made = example([(0, 99, 100), (1, 7, 8), (2, 40, 59)], heads=6, kv_heads=2, dim=80, dtype=dtype, window=window)
+    row, start, stop = (list(column) for column in zip(*made.spans, strict=True))
+    kept, shared = made.k_cache.shape[2], [made.k_cache, made.v_cache]
+    together = attention(made.q, *shared, made.table, made.work(), made.scale)
+    for head in range(6):
+        one = [cache[:, head // 3 : head // 3 + 1].contiguous() for cache in shared]
+        work = plan_attention(row, start, stop, 1, 1, 80, kept, window)
+        alone = attention(made.q[:, head : head + 1].contiguous(), *one, made.table, work, made.scale)
+        assert torch.equal(alone[:, 0], together[:, head])
 
 
 def test_without_a_team_the_calling_thread_computes(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:

@@ -2,9 +2,10 @@
 
 Decoding is bound by memory: 64 sequences of 330 tokens read 22 MB of float32 a layer. An item of work is a KV head and
 a few queries of one span, all heads of the group: each chunk of K and V is read once from memory, and then, from the
-first cache, once per query and head; quantized rows are decoded in between. A chunk that all queries of an item see
-whole is used for four of them at a time (`ops/cpu/tiles.py`). Scores are worked out eight positions at a time; largest
-score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
+first cache, once per query and head; quantized rows, and those of 16 bits that several queries share, are made float32
+in between. A decode asks for its next chunk, which lies anywhere, while it computes with one. A chunk that all queries
+of an item see whole is used for four of them at a time (`ops/cpu/tiles.py`). Scores are worked out eight positions at a
+time; largest score, sum of weights and sum of values go along from chunk to chunk (online softmax, Milakov and
 Gimelshein, arXiv 1805.02867).
 
 Decodes whose prompts are attended to elsewhere have kernels of their own, also over K and V in fewer bits

@@ -50,7 +50,6 @@ from cellar.ops.cpu.fours import (
     BYTES,
     CODES,
     add_fours,
-    ask,
     back_from_fours,
     mix_fours,
     score_fours,
@@ -80,7 +79,7 @@ from cellar.ops.cpu.lanes import (
     total,
 )
 from cellar.ops.cpu.launch import DECODES, NIBBLES, SHORT_FLOATS
-from cellar.ops.cpu.pieces import FP8, INT4, LEAST, PLAIN, copy, piece, turn, weigh
+from cellar.ops.cpu.pieces import FP8, INT4, LEAST, PLAIN, ask, copy, piece, turn, weigh
 from cellar.ops.cpu.wide import has, wide_fma, wide_load, wide_plus, wide_splat, wide_store, wide_times, wide_total
 
 FOURS = has_dots()
@@ -190,7 +189,7 @@ def _score_all(  # type: ignore[no-untyped-def]
     for g in range(group):
         put(tops_here, g, types.float32(LEAST))
     for n in range(begin, end):
-        ask(ahead, n, row)
+        ask(ahead, n, 1)
         if form == FP8:
             scale = get(factors, n)
         elif form == INT4:
@@ -277,7 +276,7 @@ def _add_two(  # type: ignore[no-untyped-def]
         x = y = types.float32(1.0)
         for n in range(begin, end):
             if r == 0:
-                ask(ahead, n, row)
+                ask(ahead, n, 1)
             w, v = get(weights, at + n), get(weights, then + n)
             if form == FP8:
                 x = y = get(factors, n)
@@ -307,7 +306,7 @@ def _add_one(  # type: ignore[no-untyped-def]
         x = y = types.float32(1.0)
         for n in range(begin, end):
             if r == 0:
-                ask(ahead, n, row)
+                ask(ahead, n, 1)
             w = get(weights, at + n)
             if form == FP8:
                 x = y = get(factors, n)
@@ -443,7 +442,8 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
             slot, next_slot = get(table, slots + j), get(table, slots + min(j + 1, last))
             keys, values = k_cache + slot * k_slot + head * cache_head, v_cache + slot * v_slot + head * cache_head
             begin, end = max(0, least - j * chunk), min(chunk, start + 1 - j * chunk)
-            ahead = k_cache + next_slot * k_slot + head * cache_head
+            needed = max(0, min(chunk, start + 1 - j * chunk - chunk))
+            ahead = (k_cache + next_slot * k_slot + head * cache_head, width, needed)
             if FOURS and fours:
                 score_fours(
                     planes,
@@ -476,7 +476,7 @@ def _attend(words, kind, size, form):  # type: ignore[no-untyped-def]
                     top = old
                 weight = weigh(scores, g * stride + begin, g * stride + end, top)
                 put(weights_of, g, get(weights_of, g) * get(shrinks, g) + weight)
-            ahead = v_cache + next_slot * v_slot + head * cache_head
+            ahead = (v_cache + next_slot * v_slot + head * cache_head, width, needed)
             if FOURS and fours:
                 mix_fours(values, sizes, ahead, begin, end, factors, mixed)
                 for g in range(group):

@@ -21,7 +21,6 @@ from cellar.ops.cpu.dots import (
     bits,
     dot,
     even_and_odd,
-    fetch_byte,
     high_nibbles,
     in_fours,
     larger,
@@ -44,19 +43,12 @@ from cellar.ops.cpu.dots import (
     word_splat,
 )
 from cellar.ops.cpu.lanes import brains, codes, get, put
-from cellar.ops.cpu.pieces import LEAST, piece
+from cellar.ops.cpu.pieces import LEAST, ask, piece
 from cellar.ops.cpu.wide import wide_fma, wide_load, wide_splat, wide_store, wide_times, wide_total
 
 MOST = 127 * 256
 """What two bytes with a sign hold."""
 BYTES, CODES = 64, 128
-
-
-@piece
-def ask(ahead, n, row):  # type: ignore[no-untyped-def]
-    """Have the n-th row of so many bytes come into the cache."""
-    for byte in range(0, row, BYTES):
-        fetch_byte(codes(ahead), n * row + byte)
 
 
 @piece
@@ -143,7 +135,7 @@ def score_fours(  # type: ignore[no-untyped-def]
     take_factors(base, row, chunk, begin, end, factors)
     for n in range(begin // SIZE * SIZE, end, SIZE):
         for k in range(SIZE):
-            ask(ahead, n + k, row)
+            ask(ahead, n + k, 1)
         for r in range(dim // CODES):
             turn_words(codes(base), n * row + r * BYTES, row, turned, r * 2 * SIZE * BYTES)
         low_scales, high_scales = wide_load(factors, n), wide_load(factors, 2 * chunk + n)
@@ -169,7 +161,7 @@ def mix_fours(base, sizes, ahead, begin, end, factors, mixed):  # type: ignore[n
     take_factors(base, row, chunk, begin, end, factors)
     for n in range(begin // 4 * 4, end, 4):
         for k in range(4):
-            ask(ahead, n + k, row)
+            ask(ahead, n + k, 1)
         for r in range(dim // CODES):
             a, b = whole_load(codes(base), n * row + r * BYTES), whole_load(codes(base), (n + 1) * row + r * BYTES)
             c, d = (

@@ -55,10 +55,13 @@ from cellar.ops.cpu.lanes import (
     store,
     total,
 )
-from cellar.ops.cpu.pieces import LEAST, add_values, copy, decode, piece, score, turn, weigh
+from cellar.ops.cpu.pieces import INT4, LEAST, add_values, copy, decode, piece, score, turn, weigh, widen
 from cellar.ops.cpu.tiles import QUERIES, largest_of, score_tile, sum_tile, turn_keys
 
 LOG2E = 1.4426950408889634
+
+LONG_ROW = 512
+"""Bytes of a row of a cache from which on a processor finds the next ones by itself."""
 
 
 # -- norm ----------------------------------------------------------------------------------------
@@ -232,12 +235,15 @@ def _attend_all(  # type: ignore[no-untyped-def]
 
 @piece
 def _attend(  # type: ignore[no-untyped-def]
-    queries, first, group, keys, k_at, values, v_at, begin, end, dim, scores, tops, weights_of, sums
+    queries, first, group, keys, k_at, values, v_at, begin, end, dim, scores, tops, weights_of, sums, k_ahead, v_ahead
 ):
     """Add positions begin..end of a chunk to what the queries `first` and the group's next ones have seen so far."""
     for n in range(first, first + group):
         old = get(tops, n)
-        top = score(queries, n * dim, keys, k_at, begin, end, dim, scores)
+        if k_ahead is not None and n == first:  # the others would ask for the same
+            top = score(queries, n * dim, keys, k_at, begin, end, dim, scores, k_ahead)
+        else:
+            top = score(queries, n * dim, keys, k_at, begin, end, dim, scores, None)
         shrink = types.float32(1.0)
         if top > old:
             shrink = first_of(power(splat(old - top)))
@@ -246,7 +252,10 @@ def _attend(  # type: ignore[no-untyped-def]
             top = old
         weight = weigh(scores, begin, end, top)
         put(weights_of, n, fma(get(weights_of, n), shrink, weight))
-        add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink)
+        if v_ahead is not None and n == first:
+            add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink, v_ahead)
+        else:
+            add_values(scores, begin, end, values, v_at, dim, sums, n * dim, shrink, None)
 
 
 # q, its token and head strides; k, its (0: all K and V are written); v, its; cos_sin (0: nothing turns), rotary_dim;
@@ -257,7 +266,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @piece
-def _attention(words, kind):  # type: ignore[no-untyped-def]
+def _attention(words, kind, size):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     q, q_token, q_head = like(kind, get(a, 0)), get(a, 1), get(a, 2)
     k, k_token, k_head = like(kind, get(a, 3)), get(a, 4), get(a, 5)
@@ -278,9 +287,12 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
     queries, sums = stack(most * dim), stack(most * dim)
     tops, weights_of, shrinks, spare = stack(most), stack(most), stack(most), stack(most)
     tiled = listed and dim % SIZE == 0
+    # Bytes of an element (of codes: of a byte), and of a row.
+    unit, width = (1, dim // 2 if format == INT4 else dim) if format else (size, dim * size)
     scores, turned = stack(most * chunk if tiled else chunk + WIDTH), stack(chunk * dim if tiled else 0)
     decoded = chunk * dim + WIDTH
-    decoded_keys, decoded_values = stack(decoded if format else 0), stack(decoded if format or tiled else 0)
+    held = decoded if format or tiled or size < 4 else 0
+    decoded_keys, decoded_values = stack(held), stack(held)
     if tiled:  # the last places are no query's, but computed with, and what may lie there would be slow
         for n in range(most):
             put(tops, n, types.float32(LEAST))
@@ -320,22 +332,33 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
         for d in range(count * group * dim - count * group * dim % WIDTH, count * group * dim):
             put(sums, d, types.float32(0.0))
         least = max(0, start - window + 1) if window else 0
-        for j in range(least // chunk, (start + count - 1) // chunk + 1):
-            slot = get(table, slots + j)
+        last = (start + count - 1) // chunk
+        # Elements of 16 bits that several queries multiply are made float32 once.
+        widens = size < 4 and not format and count * group > 1
+        for j in range(least // chunk, last + 1):
+            slot, next_slot = get(table, slots + j), get(table, slots + min(j + 1, last))
             keys, values = slot * k_slot + head * cache_head, slot * v_slot + head * cache_head
-            if format:
-                # Of the first query's window up to the last query's position.
-                begin = max(0, start + 1 - window - j * chunk) if window else 0
-                end = min(chunk, start + count - j * chunk)
-                decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys)
-                decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values)
+            # Of a prompt most chunks are in a cache already.
+            needed = max(0, min(chunk, start + 1 - j * chunk - chunk)) if count == 1 and width < LONG_ROW else 0
+            k_ahead = (get(a, 11) + (next_slot * k_slot + head * cache_head) * unit, width, needed)
+            v_ahead = (get(a, 12) + (next_slot * v_slot + head * cache_head) * unit, width, needed)
             is_whole = start >= j * chunk + chunk - 1 and (not window or start + count - window <= j * chunk)
-            if tiled and is_whole and count * group >= QUERIES:
+            is_tile = tiled and is_whole and count * group >= QUERIES
+            # Of the first query's window up to the last query's position.
+            begin = max(0, start + 1 - window - j * chunk) if window else 0
+            end = min(chunk, start + count - j * chunk)
+            if format:
+                decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded_keys, k_ahead)
+                decode(get(a, 12), values, begin, end, chunk, dim, format, decoded_values, v_ahead)
+            elif widens or is_tile:
+                if not is_tile:
+                    widen(k_cache, keys, begin, end, dim, decoded_keys, k_ahead)
+                widen(v_cache, values, begin, end, dim, decoded_values, v_ahead)
+            if is_tile:
                 if format:
-                    turn_keys(decoded_keys, 0, chunk, dim, turned)
+                    turn_keys(decoded_keys, 0, chunk, dim, turned, None)
                 else:
-                    turn_keys(k_cache, keys, chunk, dim, turned)
-                    copy(v_cache, values, decoded_values, 0, chunk * dim, one)
+                    turn_keys(k_cache, keys, chunk, dim, turned, k_ahead)
                 _attend_all(
                     queries, count * group, turned, decoded_values, chunk, dim,
                     scores, spare, tops, weights_of, shrinks, sums,
@@ -345,15 +368,20 @@ def _attention(words, kind):  # type: ignore[no-untyped-def]
                 position = start + i - j * chunk
                 end = min(chunk, position + 1)
                 begin = max(0, position + 1 - window) if window else 0
-                if begin < end and format:
+                if begin < end and (format or widens):
                     _attend(
                         queries, i * group, group, decoded_keys, 0, decoded_values, 0,
-                        begin, end, dim, scores, tops, weights_of, sums,
+                        begin, end, dim, scores, tops, weights_of, sums, None, None,
+                    )  # fmt: skip
+                elif begin < end and needed:
+                    _attend(
+                        queries, i * group, group, k_cache, keys, v_cache, values,
+                        begin, end, dim, scores, tops, weights_of, sums, k_ahead, v_ahead,
                     )  # fmt: skip
                 elif begin < end:
                     _attend(
                         queries, i * group, group, k_cache, keys, v_cache, values,
-                        begin, end, dim, scores, tops, weights_of, sums,
+                        begin, end, dim, scores, tops, weights_of, sums, None, None,
                     )  # fmt: skip
         for i in range(count):
             for g in range(group):
@@ -406,15 +434,15 @@ def _entries(source: str) -> dict[tuple[str, Any], Any]:
 
     def attention_floats(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attention(words, floats(0))
+        _attention(words, floats(0), 4)
 
     def attention_halves(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attention(words, halves(0))
+        _attention(words, halves(0), 2)
 
     def attention_brains(words):  # type: ignore[no-untyped-def]
         source  # noqa: B018
-        _attention(words, brains(0))
+        _attention(words, brains(0), 2)
 
     return {
         ("norm", torch.float32): norm_floats,

@@ -6,6 +6,7 @@ from typing import Any
 
 from numba import njit, types
 
+from cellar.ops.cpu.dots import fetch_byte
 from cellar.ops.cpu.lanes import (
     WIDTH,
     brains,
@@ -30,6 +31,9 @@ from cellar.ops.cpu.lanes import (
 )
 
 LEAST = -1.0e30
+
+LINE = 64
+"""Bytes that come into the processor's cache together."""
 
 
 def piece(function: Any) -> Any:
@@ -67,6 +71,26 @@ def copy(source, at, target, to, count, scale):  # type: ignore[no-untyped-def]
 
 
 @piece
+def ask(ahead, n, count):  # type: ignore[no-untyped-def]
+    """Have `count` rows from the n-th on come into the processor's cache, of what is `ahead`: an address, the bytes of a
+    row, and how many rows will be read there.
+    """
+    address, row, needed = ahead
+    if n < needed:
+        for byte in range(n * row, min(n + count, needed) * row, LINE):
+            fetch_byte(codes(address), byte)
+
+
+@piece
+def widen(cache, at, begin, end, dim, rows, ahead):  # type: ignore[no-untyped-def]
+    """Rows begin..end of one head in a chunk, the 0th at an element, as float32 [chunk, dim]."""
+    one = types.float32(1.0)
+    for n in range(begin, end):
+        ask(ahead, n, 1)
+        copy(cache, at + n * dim, rows, n * dim, dim, one)
+
+
+@piece
 def eight_scores(query, at, keys, k_at, dim, last):  # type: ignore[no-untyped-def]
     """Lane n is the query times the n-th key from k_at on; beyond `last` the last one's stands in their place."""
     r1, r2, r3 = k_at + min(1, last) * dim, k_at + min(2, last) * dim, k_at + min(3, last) * dim
@@ -96,10 +120,12 @@ def tail_score(query, at, keys, k_at, dim):  # type: ignore[no-untyped-def]
 
 
 @piece
-def score(query, at, keys, k_at, begin, end, dim, scores):  # type: ignore[no-untyped-def]
+def score(query, at, keys, k_at, begin, end, dim, scores, ahead):  # type: ignore[no-untyped-def]
     """Write the scores of positions begin..end of a chunk, the last one again up to whole lanes; -> the largest."""
     largest_so_far = splat(LEAST)
     for o in range(begin, end, WIDTH):
+        if ahead is not None:
+            ask(ahead, o, WIDTH)
         s = eight_scores(query, at, keys, k_at + o * dim, dim, end - 1 - o)
         if dim % WIDTH:
             store(scores, o, s)
@@ -126,7 +152,7 @@ def weigh(scores, begin, end, top):  # type: ignore[no-untyped-def]
 
 
 @piece
-def add_values(weights, begin, end, values, v_at, dim, sums, at, shrink):  # type: ignore[no-untyped-def]
+def add_values(weights, begin, end, values, v_at, dim, sums, at, shrink, ahead):  # type: ignore[no-untyped-def]
     """sums * shrink + the weighted sum of the values begin..end, those of v_at being the 0th, dim elements each."""
     shrinks = splat(shrink)
     d = 0
@@ -137,6 +163,8 @@ def add_values(weights, begin, end, values, v_at, dim, sums, at, shrink):  # typ
         a4, a5 = load(sums, o + 32) * shrinks, load(sums, o + 40) * shrinks
         a6, a7 = load(sums, o + 48) * shrinks, load(sums, o + 56) * shrinks
         for n in range(begin, end):
+            if ahead is not None and d == 0:
+                ask(ahead, n, 1)
             w = splat(get(weights, n))
             r = v_at + n * dim + d
             a0 = fma(w, load(values, r), a0)
@@ -175,7 +203,7 @@ PLAIN, FP8, INT4 = 0, 1, 2
 
 
 @piece
-def decode(cache, at, begin, end, chunk, dim, format, rows):  # type: ignore[no-untyped-def]
+def decode(cache, at, begin, end, chunk, dim, format, rows, ahead):  # type: ignore[no-untyped-def]
     """Rows begin..end of one head in a chunk that lies at byte `at`, as float32 [chunk, dim].
 
     Whole lanes are read and written: what is too much of a row stands behind it, where the next one is written.
@@ -184,6 +212,8 @@ def decode(cache, at, begin, end, chunk, dim, format, rows):  # type: ignore[no-
     if format == FP8:
         factors = exponents(cache + at + chunk * dim)
         for n in range(begin, end):
+            if ahead is not None:
+                ask(ahead, n, 1)
             factor = splat(get(factors, n))
             for d in range(0, dim, WIDTH):
                 store(rows, n * dim + d, e4m3(raw, n * dim + d) * factor)
@@ -191,6 +221,8 @@ def decode(cache, at, begin, end, chunk, dim, format, rows):  # type: ignore[no-
     half = dim // 2
     pairs = brains(cache + at + chunk * half)
     for n in range(begin, end):
+        if ahead is not None:
+            ask(ahead, n, 1)
         scale, least = splat(get(pairs, 4 * n)), splat(get(pairs, 4 * n + 1))
         for d in range(0, half, WIDTH):
             store(rows, n * dim + d, fma(low(raw, n * half + d), scale, least))

@@ -190,7 +190,7 @@ def _sparse_attention(words, kind):  # type: ignore[no-untyped-def]
             if format:
                 begin = max(0, start + 1 - window - j * chunk) if window else 0
                 end = min(chunk, start + count - j * chunk)
-                decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded)
+                decode(get(a, 11), keys, begin, end, chunk, dim, format, decoded, None)
             for i in range(count):
                 position = start + i - j * chunk
                 end = min(chunk, position + 1)
@@ -199,9 +199,9 @@ def _sparse_attention(words, kind):  # type: ignore[no-untyped-def]
                     for n in range(i * group, i * group + group):
                         scores = floats(room + (n * width + (j - first) * chunk) * FLOAT)
                         if format:
-                            top = score(queries, n * dim, decoded, 0, begin, end, dim, scores)
+                            top = score(queries, n * dim, decoded, 0, begin, end, dim, scores, None)
                         else:
-                            top = score(queries, n * dim, k_cache, keys, begin, end, dim, scores)
+                            top = score(queries, n * dim, k_cache, keys, begin, end, dim, scores, None)
                         if top > get(tops, n):
                             put(tops, n, top)
         for i in range(count):
@@ -227,7 +227,7 @@ def _sparse_attention(words, kind):  # type: ignore[no-untyped-def]
                         within = get(places, y) - j * chunk
                         values = get(table, slots + first + j) * v_slot + head * cache_head
                         if format:
-                            decode(get(a, 12), values, within, within + 1, chunk, dim, format, decoded)
+                            decode(get(a, 12), values, within, within + 1, chunk, dim, format, decoded, None)
                             put(places, y, within * dim)
                         else:
                             put(places, y, values + within * dim)

@@ -11,7 +11,7 @@ from numba import types
 
 from cellar.ops.cpu.blocks import SIZE
 from cellar.ops.cpu.lanes import WIDTH, flipped, get, greater, largest, load, splat, store
-from cellar.ops.cpu.pieces import LEAST, piece
+from cellar.ops.cpu.pieces import LEAST, ask, piece
 from cellar.ops.cpu.wide import wide_fma, wide_load, wide_plus, wide_splat, wide_store, wide_times
 
 QUERIES = 4
@@ -19,9 +19,11 @@ QUERIES = 4
 
 
 @piece
-def turn_keys(keys, k_at, chunk, dim, turned):  # type: ignore[no-untyped-def]
+def turn_keys(keys, k_at, chunk, dim, turned, ahead):  # type: ignore[no-untyped-def]
     """[chunk, dim] of a cache, from its k_at-th element on, as float32 [dim, chunk]. `dim` is a multiple of WIDTH."""
     for n in range(0, chunk, WIDTH):
+        if ahead is not None:
+            ask(ahead, n, WIDTH)
         for d in range(0, dim, WIDTH):
             at = k_at + n * dim + d
             a0, a1, a2, a3, a4, a5, a6, a7 = flipped(
