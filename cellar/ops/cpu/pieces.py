@@ -72,8 +72,8 @@ def copy(source, at, target, to, count, scale):  # type: ignore[no-untyped-def]
 
 @piece
 def ask(ahead, n, count):  # type: ignore[no-untyped-def]
-    """Have `count` rows from the n-th on come into the processor's cache, of what is `ahead`: an address, the bytes of a
-    row, and how many rows will be read there.
+    """Have rows n, n + 1 and so on, `count` of them, come into the processor's cache, of what is `ahead`: an address,
+    the bytes of a row, and how many rows will be read there.
     """
     address, row, needed = ahead
     if n < needed:
