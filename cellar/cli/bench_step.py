@@ -1,4 +1,4 @@
-"""`cellar bench step`: one decode step, and what its time went into."""
+"""`cellar bench step`: one step, and what its time went into."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def step(
     model: Annotated[str | None, typer.Option(help="Directory, or a shipped config's name; default: the demo.")] = None,
     batch: Annotated[int, typer.Option(help="Rows that decode together.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 1024,
-    steps: Annotated[int, typer.Option(help="Decode steps measured.")] = 32,
+    steps: Annotated[int, typer.Option(help="Steps measured.")] = 32,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt that each step computes beside decodes.")] = 0,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Time, bytes and share of the limit by kind.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -37,6 +38,7 @@ def step(
             batch=batch,
             context=context,
             steps=steps,
+            prompt=prompt,
             breakdown=breakdown,
             device=device,
             dtype=dtype,

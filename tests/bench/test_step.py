@@ -168,7 +168,7 @@ def test_launches_of_a_gpu_are_told_apart() -> None:
     steps = 2 * [*ENTER, *(3 * LAYER), *LEAVE]
     launches = timeline([name for name, _ in steps])
     assert kinds_of(launches, linear_kinds(spec)) == [kind for _, kind in steps]
-    table = {kind.kind: kind for kind in by_kind(launches, spec, 4, 100, 2, LIMITS)}
+    table = {kind.kind: kind for kind in by_kind(launches, spec, traffic(spec, 4, 100), 2, LIMITS)}
     assert table["linear out"].launches == 6
     assert table["linear out"].seconds == pytest.approx(6 * 8e-9)
     assert table[COPIES].launches == 3
@@ -228,6 +228,33 @@ def test_bytes_and_flops_by_hand() -> None:
     assert weights + needs[ATTENTION].nbytes + norms == spec.step_nbytes(8 * 1000)
     windowed = replace(spec, layers=tuple(replace(layer, window=100) for layer in spec.layers))
     assert traffic(windowed, 8, 1000)[ATTENTION].nbytes == 8 * 100 * 131072
+
+
+def test_a_prompt_beside_decodes(model: str) -> None:
+    before = torch.get_num_threads()
+    try:
+        with DecodeBench(model, 3, 100, num_steps=4, prompt=40, device="cpu", num_threads=1) as bench:
+            found = measure(bench, "tiny", LIMITS)
+            needs, position = bench.traffic(), 100 + 8 + 2.5
+            spec = bench.spec
+    finally:
+        torch.set_num_threads(before)
+    kinds = {kind.kind: kind for kind in found.kinds}
+    assert kinds[ROTARY].launches >= CONFIG["num_hidden_layers"], "decodes turn within attention, prompts before it"
+    assert needs[EMBEDDING].nbytes == 2 * 43 * spec.hidden_size * 4
+    assert needs[SAMPLING].nbytes == 4 * spec.vocab_size * 4
+    seen = 3 * position + 40 * 41 / 2
+    assert needs[ATTENTION].nbytes == pytest.approx(seen * spec.kv.nbytes_per_token(), rel=0.03)
+    assert bench.least().nbytes == spec.step_nbytes(round(3 * position))
+    assert "3 x 100 + 40" in lines_of(found)[0]
+    assert breakdown_from(found.to_json()) == found
+
+
+def test_prompts_that_no_step_has(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"prompt is -1; it must be 0 .none. or a number of tokens\."):
+        DecodeBench(model, 1, 10, num_steps=1, prompt=-1, device="cpu")
+    with pytest.raises(ConfigError, match=r"a step has at most 2048 tokens; ask for a prompt of 2047 or less\."):
+        DecodeBench(model, 1, 10, num_steps=1, prompt=2048, device="cpu")
 
 
 @pytest.mark.gpu

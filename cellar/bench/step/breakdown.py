@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from cellar.bench.step.kinds import IDLE, Launch, Traffic, in_order, kinds_of, linear_kinds, times_of, traffic
+from cellar.bench.step.kinds import IDLE, Launch, Traffic, in_order, kinds_of, linear_kinds, times_of
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.reports.limits import Limits
@@ -32,7 +32,8 @@ class KindTime:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A decode step of `batch` rows with about `context` positions each. Times in seconds per step.
+    """A step of `batch` rows that decode with about `context` positions each, and of the tokens of a `prompt` beside
+    them. Times in seconds per step.
 
     `seconds` was taken without the profiler, `profiled_seconds` with it; the kinds' times add up to the latter, but for
     the ends of the run.
@@ -50,6 +51,7 @@ class Breakdown:
     limits: Limits
     limit_seconds: float
     kinds: tuple[KindTime, ...]
+    prompt: int = 0
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -74,12 +76,11 @@ def breakdown_from(text: str) -> Breakdown:
 
 
 def by_kind(
-    launches: Sequence[Launch], spec: ModelSpec, batch: int, context: float, num_steps: int, limits: Limits
+    launches: Sequence[Launch], spec: ModelSpec, needs: Mapping[str, Traffic], num_steps: int, limits: Limits
 ) -> tuple[KindTime, ...]:
-    """The launches of `num_steps` steps, summed by kind, per step."""
+    """The launches of `num_steps` steps, summed by kind, per step, and what each step `needs`."""
     kinds = kinds_of(launches, linear_kinds(spec))
     times, counts = times_of(launches, kinds), Counter(kinds)
-    needs = traffic(spec, batch, context)
     found = []
     for kind in in_order([*kinds, IDLE]):
         need = needs.get(kind, Traffic()).launched(counts[kind] / num_steps)
@@ -99,7 +100,8 @@ def by_kind(
 def lines_of(found: Breakdown) -> list[str]:
     """A table for people."""
     lines = [
-        f"{found.model}, {found.batch} x {found.context}, {found.dtype}, {found.device}"
+        f"{found.model}, {found.batch} x {found.context}{f' + {found.prompt}' if found.prompt else ''}, "
+        f"{found.dtype}, {found.device}"
         f"{', graphs' if found.graphs else ''}",
         f"limits: {found.limits.bandwidth / 1e12:.3g} TB/s, {found.limits.flops / 1e12:.3g} TFLOP/s "
         f"({found.limits.source})",

@@ -1,12 +1,12 @@
-"""A decode step taken apart: time, bytes and share of the limit of each kind of launch, for one batch and context.
+"""A step taken apart: time, bytes and share of the limit of each kind of launch, for one batch and context.
 
     python -m cellar.bench.step.command --model llama-3-8b --batch 32 --context 1024 --breakdown --json step.json
     python -m cellar.bench.step.command --from-json step.json --png step.png
 
 Real steps through the executor, with prompts, slot tables and captured graphs as in service, the next one launched
-before the last has ended. They are timed without a profiler and with it (Kineto): the difference is what profiling
-costs. On an accelerator a launch is a kernel or a copy, on the CPU an operation of torch; what lies between two is
-`idle`. The last line is JSON.
+before the last has ended. With --prompt each computes a fresh prompt of so many tokens, too. They are timed without a
+profiler and with it (Kineto): the difference is what profiling costs. On an accelerator a launch is a kernel or a copy,
+on the CPU an operation of torch; what lies between two is `idle`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from cellar import demo
 from cellar.bench.step.breakdown import Breakdown, breakdown_from, by_kind, least_seconds, lines_of
 from cellar.bench.step.figure import draw
-from cellar.bench.step.kinds import Launch, Traffic
+from cellar.bench.step.kinds import Launch, Traffic, traffic
 from cellar.bench.step.launches import Callers, cpu_launches, device_launches
 from cellar.core.config import EngineConfig
 from cellar.core.errors import CellarError, ConfigError
@@ -50,7 +50,9 @@ AHEAD = 2
 
 
 class DecodeBench:
-    """A model with a batch of contexts in its cache, ready to decode. Close it, or use it as a context manager."""
+    """A model with a batch of contexts in its cache, ready to decode, each step with a new `prompt` of so many tokens
+    beside them. Close it, or use it as a context manager.
+    """
 
     def __init__(
         self,
@@ -59,6 +61,7 @@ class DecodeBench:
         context: int,
         *,
         num_steps: int,
+        prompt: int = 0,
         dtype: str = "auto",
         device: str = "auto",
         enforce_eager: bool = False,
@@ -68,17 +71,20 @@ class DecodeBench:
     ) -> None:
         if batch < 1 or context < 1 or num_steps < 1:
             raise ConfigError(f"batch {batch}, context {context} and {num_steps} steps must each be at least 1.")
+        if prompt < 0:
+            raise ConfigError(f"prompt is {prompt}; it must be 0 (none) or a number of tokens.")
+        rows = batch + (prompt > 0)
         # Two runs of the same positions, and what was decoded before them.
-        longest = context + WARM_STEPS + num_steps
+        longest = max(context + WARM_STEPS + num_steps, prompt + 1)
         options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device, "max_model_len": longest}
-        options |= {"load_format": "dummy", "max_num_seqs": batch, "enforce_eager": enforce_eager}
+        options |= {"load_format": "dummy", "max_num_seqs": rows, "enforce_eager": enforce_eager}
         options |= {"machine_profile": machine_profile, "num_threads": num_threads, "skip_tokenizer_init": True}
         options |= {"quantization": quantization}
         config = EngineConfig.of(**options)
         size = config.cache.block_size
         self._columns = -(-longest // size)
         spec = _spec_of(config)
-        cache = EngineConfig.of(**options, kv_cache_memory_bytes=batch * self._columns * spec.kv.chunk_nbytes())
+        cache = EngineConfig.of(**options, kv_cache_memory_bytes=rows * self._columns * spec.kv.chunk_nbytes())
         self._opened = open_local(cache)
         executor = self._opened.runtime.executor
         assert executor is not None
@@ -86,8 +92,14 @@ class DecodeBench:
         self.spec: ModelSpec = self._opened.spec
         self.device = torch.device(self._opened.config.device.device)
         self.graphs = self.device.type != "cpu" and not enforce_eager
-        self.batch, self.context, self.num_steps = batch, context, num_steps
+        self.batch, self.context, self.num_steps, self.prompt = batch, context, num_steps, prompt
         self._most = cache.on(self.device.type).schedule.max_num_batched_tokens or 2048
+        if batch + prompt > self._most:
+            self.close()
+            raise ConfigError(
+                f"a step has at most {self._most} tokens; ask for a prompt of {self._most - batch} or less."
+            )
+        self._said = np.random.default_rng(prompt).integers(0, self.spec.vocab_size, prompt).astype(np.int32)
         self._masks = MaskBox()
         self._number = 0
         while executor.prepare():
@@ -106,8 +118,29 @@ class DecodeBench:
         """Free the model."""
         self._opened.runtime.close()
 
+    def traffic(self) -> dict[str, Traffic]:
+        """What a step needs, by kind, on average."""
+        tokens, sampled = self.batch + self.prompt, self.batch + (self.prompt > 0)
+        return traffic(self.spec, tokens, self._seen / tokens, sampled)
+
+    def least(self) -> Traffic:
+        """Of a whole step: weights and KV once, as the planner counts them."""
+        tokens, sampled = self.batch + self.prompt, self.batch + (self.prompt > 0)
+        nbytes = self.spec.step_nbytes(round(self.batch * self._position))
+        return Traffic(nbytes, self.spec.flops(tokens, round(self._seen / tokens), sampled))
+
+    @property
+    def _position(self) -> float:
+        """Of decodes, on average."""
+        return self.context + WARM_STEPS + (self.num_steps + 1) / 2
+
+    @property
+    def _seen(self) -> float:
+        """Positions that the tokens of a step attend to, added up."""
+        return self.batch * self._position + self.prompt * (self.prompt + 1) / 2
+
     def seconds(self) -> float:
-        """Of one decode step: the mean of `num_steps`, the better of two runs."""
+        """Of one step: the mean of `num_steps`, the better of two runs."""
         with self._settings():
             return min(self._timed(self._steps()) for _ in range(2))
 
@@ -153,9 +186,12 @@ class DecodeBench:
         return [self._decode(first + i) for i in range(self.num_steps)]
 
     def _decode(self, position: int) -> StepPlan:
-        rows = np.arange(self.batch, dtype=np.int32)
-        start = np.full(self.batch, position, np.int32)
-        return self._plan(rows, start, start + np.int32(1), Source.DEVICE, Emit.LAST, np.empty(0, np.int32))
+        """Each row a token, and a prompt in a row of its own, which begins anew."""
+        rows = np.arange(self.batch + (self.prompt > 0), dtype=np.int32)
+        start, stop = np.full(len(rows), position, np.int32), np.full(len(rows), position + 1, np.int32)
+        source = np.full(len(rows), Source.DEVICE, np.int32)
+        start[self.batch :], stop[self.batch :], source[self.batch :] = 0, self.prompt, Source.HOST
+        return self._plan(rows, start, stop, source, Emit.LAST, self._said, rows[self.batch :])
 
     def _prompts(self) -> Iterator[StepPlan]:
         """Random prompts, as many tokens a step as the schedule allows."""
@@ -168,21 +204,23 @@ class DecodeBench:
                 tokens = rng.integers(0, self.spec.vocab_size, len(rows) * (stop - start)).astype(np.int32)
                 first_position, end = (np.full(len(rows), at, np.int32) for at in (start, stop))
                 emit = Emit.LAST if stop == self.context else Emit.NONE
-                yield self._plan(rows, first_position, end, Source.HOST, emit, tokens, opens=start == 0)
+                opened = rows if start == 0 else rows[:0]
+                yield self._plan(
+                    rows, first_position, end, np.full(len(rows), Source.HOST, np.int32), emit, tokens, opened
+                )
 
     def _plan(
         self,
         rows: IntArray,
         start: IntArray,
         stop: IntArray,
-        source: Source,
+        source: IntArray,
         emit: Emit,
         tokens: IntArray,
-        opens: bool = False,
+        opened: IntArray,
     ) -> StepPlan:
         self._number += 1
         columns = np.arange(self._columns, dtype=np.int32)
-        opened = rows if opens else rows[:0]
         table = TableUpdate(
             opened.repeat(self._columns),
             np.tile(columns, len(opened)),
@@ -191,7 +229,7 @@ class DecodeBench:
         count = len(rows)
         return StepPlan(
             step=self._number,
-            spans=Spans(rows, start, stop, np.full(count, source, np.int32), np.full(count, emit, np.int32)),
+            spans=Spans(rows, start, stop, source, np.full(count, emit, np.int32)),
             tokens=tokens,
             table=table,
             opens=tuple(RowOpen(int(row), SamplingParams(temperature=0.0)) for row in opened),
@@ -215,7 +253,6 @@ def measure(bench: DecodeBench, model: str, limits: Limits) -> Breakdown:
     """Both runs of the steps, sorted by kind."""
     seconds = bench.seconds()
     profiled_seconds, launches = bench.profiled()
-    position = bench.context + WARM_STEPS + (bench.num_steps + 1) / 2
     return Breakdown(
         model=model,
         device=describe(bench.device),
@@ -227,8 +264,9 @@ def measure(bench: DecodeBench, model: str, limits: Limits) -> Breakdown:
         seconds=seconds,
         profiled_seconds=profiled_seconds,
         limits=limits,
-        limit_seconds=least_seconds(_least(bench.spec, bench.batch, position), limits),
-        kinds=by_kind(launches, bench.spec, bench.batch, position, bench.num_steps, limits),
+        limit_seconds=least_seconds(bench.least(), limits),
+        kinds=by_kind(launches, bench.spec, bench.traffic(), bench.num_steps, limits),
+        prompt=bench.prompt,
     )
 
 
@@ -240,6 +278,7 @@ class StepOptions:
     batch: int = 1
     context: int = 1024
     steps: int = 32
+    prompt: int = 0
     breakdown: bool = False
     device: str = "auto"
     dtype: str = "auto"
@@ -256,8 +295,10 @@ def run(options: StepOptions) -> None:
     """Do what the options ask for, and print it."""
     found = _measured(options) if options.from_json is None else breakdown_from(_read(options.from_json))
     if isinstance(found, float):
-        print(f"{options.model or 'demo'}, {options.batch} x {options.context}: {found * 1e3:.3f} ms a step")
-        print(json.dumps({"batch": options.batch, "context": options.context, "seconds": found}))
+        beside = f" + {options.prompt}" if options.prompt else ""
+        print(f"{options.model or 'demo'}, {options.batch} x {options.context}{beside}: {found * 1e3:.3f} ms a step")
+        shape = {"batch": options.batch, "context": options.context, "prompt": options.prompt}
+        print(json.dumps({**shape, "seconds": found}))
         return
     print("\n".join(lines_of(found)))
     if options.png is not None:
@@ -276,6 +317,7 @@ def _measured(options: StepOptions) -> Breakdown | float:
         options.batch,
         options.context,
         num_steps=options.steps,
+        prompt=options.prompt,
         dtype=options.dtype,
         device=options.device,
         enforce_eager=options.eager,
@@ -296,7 +338,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", help="directory, or the name of a shipped config; default: the demo model")
     made.add_argument("--batch", type=int, default=1)
     made.add_argument("--context", type=int, default=1024, help="tokens of each prompt")
-    made.add_argument("--steps", type=int, default=32, help="decode steps measured")
+    made.add_argument("--steps", type=int, default=32, help="steps measured")
+    made.add_argument("--prompt", type=int, default=0, help="tokens of a prompt that each step computes beside decodes")
     made.add_argument("--breakdown", action="store_true", help="by kind of launch, through the profiler")
     made.add_argument("--device", default="auto")
     made.add_argument("--dtype", default="auto")
@@ -324,11 +367,6 @@ def _limits(bench: DecodeBench, machine_profile: str) -> Limits:
         path = Path(machine_profile)
         named = Profile.load(path) if path.is_file() else shipped(machine_profile)
     return limits_of(str(bench.device), bench.spec.dtype, named)
-
-
-def _least(spec: ModelSpec, batch: int, context: float) -> Traffic:
-    """Of the whole step: weights and KV once, as the planner counts them."""
-    return Traffic(spec.step_nbytes(round(batch * context)), spec.flops(batch, round(context), batch))
 
 
 def _spec_of(config: EngineConfig) -> ModelSpec:

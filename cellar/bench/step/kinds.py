@@ -78,12 +78,13 @@ def in_order(kinds: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(kinds), key=place)
 
 
-def traffic(spec: ModelSpec, batch: int, context: float) -> dict[str, Traffic]:
-    """Of a step in which `batch` rows decode one token each, with `context` positions to attend to on average.
+def traffic(spec: ModelSpec, tokens: int, context: float, sampled: int | None = None) -> dict[str, Traffic]:
+    """Of a step of so many tokens with `context` positions to attend to on average, `sampled` rows of which (default:
+    all, as where each decodes) get a next token.
 
     Linear layers: their weights. Attention: K and V. The others: the activations that they read and write.
     """
-    size = DTYPE_BYTES[spec.dtype]
+    size, sampled = DTYPE_BYTES[spec.dtype], tokens if sampled is None else sampled
     found: dict[str, Traffic] = {}
 
     def add(kind: str, nbytes: float, flops: float = 0.0) -> None:
@@ -92,24 +93,24 @@ def traffic(spec: ModelSpec, batch: int, context: float) -> dict[str, Traffic]:
 
     linear = {tensor.name for tensor in spec.tensors() if is_linear(tensor)}
     groups = {group.name: group.row_nbytes / group.head_dim for group in spec.kv.groups}
-    for operation in spec.operations(batch, round(context), batch):
+    for operation in spec.operations(tokens, round(context), sampled):
         if operation.name in linear:
             add(_linear_kind(operation.name), operation.nbytes, operation.flops)
     for layer in spec.layers:
-        for operation in layer.operations(batch, round(context)):
+        for operation in layer.operations(tokens, round(context)):
             if operation.name == "attention":
                 add(ATTENTION, operation.kv_elements * groups[layer.kv_group], operation.flops)
         kv_width, q_width = 2 * layer.num_kv_heads * layer.head_dim, layer.num_heads * layer.head_dim
         # k and v are read and written into the cache; q, if it is rotated, is read and written.
-        add(ROTARY, 2 * batch * (kv_width + (q_width if spec.rope is not None else 0)) * size)
+        add(ROTARY, 2 * tokens * (kv_width + (q_width if spec.rope is not None else 0)) * size)
         # The residual and what is added to it are read; their sum and its norm are written.
         for _ in range(2):
-            add(NORM, 4 * batch * spec.hidden_size * size)
+            add(NORM, 4 * tokens * spec.hidden_size * size)
         gates = sum(tensor.name == "gate_up" for tensor in layer.tensors)
-        add(ACTIVATION, (2 + gates) * batch * spec.intermediate_size * size)
-    add(NORM, 4 * batch * spec.hidden_size * size)
-    add(EMBEDDING, 2 * batch * spec.hidden_size * size)
-    add(SAMPLING, batch * spec.vocab_size * size)
+        add(ACTIVATION, (2 + gates) * tokens * spec.intermediate_size * size)
+    add(NORM, 4 * tokens * spec.hidden_size * size)
+    add(EMBEDDING, 2 * tokens * spec.hidden_size * size)
+    add(SAMPLING, sampled * spec.vocab_size * size)
     return found
 
 
