@@ -20,6 +20,7 @@ def step(
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Time, bytes and share of the limit by kind.")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="Of the weights, on loading: int4, int8 or fp8.")] = None,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
     num_threads: Annotated[int | None, typer.Option(min=1, help="Threads of the CPU; default: all cores.")] = None,
     machine_profile: Annotated[
@@ -42,6 +43,7 @@ def step(
             breakdown=breakdown,
             device=device,
             dtype=dtype,
+            quantization=quantization,
             eager=eager,
             num_threads=num_threads,
             machine_profile=machine_profile,

@@ -107,6 +107,7 @@ def test_what_is_asked_wrongly_is_refused_in_one_sentence(tmp_path: Path) -> Non
         (["--json", str(tmp_path / "x")], "add --breakdown"),
         (["--from-json", str(tmp_path / "none.json")], "cannot be read"),
         (["--device", "cpu", "--batch", "0"], "must each be at least 1"),
+        (["--device", "cpu", "--quantization", "int5"], "quantization is 'int5'; it must be int4 or"),
     ):
         refused = CliRunner().invoke(verb, ["step", *arguments])
         assert refused.exit_code == 2
@@ -118,6 +119,21 @@ def test_what_is_asked_wrongly_is_refused_in_one_sentence(tmp_path: Path) -> Non
 def test_without_a_breakdown_only_the_time_is_shown(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     step.main(["--model", model, "--device", "cpu", "--batch", "2", "--context", "9", "--steps", "2"])
     assert ", 2 x 9: " in capsys.readouterr().out
+
+
+def test_a_prompt_and_quantized_weights_from_the_command_line(model: str) -> None:
+    before = torch.get_num_threads()
+    arguments = ["--model", model, "--batch", "2", "--context", "20", "--steps", "2", "--device", "cpu"]
+    try:
+        done = CliRunner().invoke(
+            verb, ["step", *arguments, "--num-threads", "1", "--prompt", "5", "--quantization", "int8"]
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.output.splitlines()[-1])
+    assert (report["batch"], report["context"], report["prompt"]) == (2, 20, 5)
+    assert report["seconds"] > 0
 
 
 def test_on_the_gpu_machine_nothing_of_the_command_line_is_needed() -> None:
