@@ -81,7 +81,7 @@ class Watchdog:
             with self._lock:
                 now = time.monotonic()
                 for thread, deadline in self._deadlines.items():
-                    own = time.clock_gettime(time.pthread_getcpuclockid(thread))
+                    own = _seconds_of(thread)
                     if watched.get(thread, (0.0,))[0] != deadline:
                         watched[thread] = deadline, own + self.seconds
                     if now >= deadline or own >= watched[thread][1]:
@@ -92,3 +92,10 @@ class Watchdog:
                     watched.clear()
                     self._work.clear()
             time.sleep(min(0.25, self.seconds / 4))
+
+
+def _seconds_of(thread: int) -> float:
+    """Of the processor that a thread has had; where a system does not say, those of the clock."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.monotonic()
+    return time.clock_gettime(time.pthread_getcpuclockid(thread))
