@@ -1,9 +1,9 @@
 """Attention of decodes whose prompts are attended to elsewhere, as fast as a processor with AVX-512 reads K and V.
 
-The form of a kernel is that of `kernels.py`, whose sums have the order of its tiles for prompts. These have another,
-with twice as wide registers and each number of a key taken from memory once for all queries that share it; so they
-serve who attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions, chunks of 16
-positions.
+The form of a kernel is that of `kernels.py`. The sums of `attention.py` have the order of its tiles for prompts; these
+have another, with twice as wide registers and each number of a key taken from memory once for all queries that share
+it, so they serve who attends to decodes alone (`AttentionWork.alone`). Heads have a multiple of 128 dimensions, chunks
+of 16 positions.
 
 K and V in 4 bits: 64 bytes are a register of sixteen words, each with eight codes; a shift brings the next ones to the
 lowest bits, and those choose their number among sixteen. So dimensions come in another order than they lie in, the same

@@ -140,7 +140,7 @@ def _add_rows(weights, places, begin, end, values, dim, sums):  # type: ignore[n
         d += 1
 
 
-# Those of attention in `kernels.py`, without what is new or turns (1, 3 to 10 are not read); then the share in
+# Those of `attention.py`, without what is new or turns (1, 3 to 10 are not read); then the share in
 # millionths; room for scores, the address and how many a query has; how many threads have taken their part of it
 
 
