@@ -276,10 +276,11 @@ def test_prompts_that_no_step_has(model: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_kinds_on_the_device(eager: bool, batch: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch", "prompt"), [(1, 0), (3, 0), (3, 40)])
+def test_kinds_on_the_device(eager: bool, batch: int, prompt: int, tmp_path: Path) -> None:
+    model, dtype = str(step.demo.path()), "bfloat16"
     with DecodeBench(
-        str(step.demo.path()), batch, 300, num_steps=6, device="cuda", dtype="bfloat16", enforce_eager=eager
+        model, batch, 300, num_steps=6, prompt=prompt, device="cuda", dtype=dtype, enforce_eager=eager
     ) as bench:
         found = measure(bench, "demo", LIMITS)
     kinds = {kind.kind: kind for kind in found.kinds}
@@ -289,5 +290,5 @@ def test_kinds_on_the_device(eager: bool, batch: int, tmp_path: Path) -> None:
     for name in ("linear head", ATTENTION, SAMPLING):
         assert kinds[name].seconds > 0
     # Decodes turn, write and attend in one launch.
-    assert ROTARY not in kinds
+    assert (ROTARY in kinds) == (prompt > 0)
     assert "other" not in kinds or kinds["other"].seconds < 0.2 * found.profiled_seconds
