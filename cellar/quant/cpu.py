@@ -20,9 +20,11 @@ _IN_COLUMNS = (BLOCK, 2 * BLOCK, 4 * BLOCK)
 # Turns of each thread, and the least numbers of one: the longer a thread reads on, the faster memory delivers, and the
 # more turns, the less all wait for one that has no core for a while.
 _TURNS, _TURN = 4, 1 << 16
-# Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time.
+# Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time;
+# tokens up to which whole numbers are faster than that, and how many of those a thread's stack holds at once.
 _EXPANDED_FROM = 8
 _EXPANDED = 1 << 20
+_WHOLE_TO, _WHOLE_AT_ONCE = 16, 8
 
 
 def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
@@ -55,10 +57,10 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         ones = torch.ones((matrix.shape[0], 1))
         whole = replace(matrix, format=replace(matrix.format, rows=1), scales=ones)
         out = _summed(codes.float(), whole).mul_(matrix.scales.float().view(1, -1)).mul_(scales)
+    elif tokens <= _WHOLE_TO and multiplied_in_bytes(x, matrix):
+        return products_in_bytes(x, matrix, bias, x.dtype)
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
-    elif multiplied_in_bytes(x, matrix):
-        return products_in_bytes(x, matrix, bias, x.dtype)
     else:
         out = _summed(x.float(), matrix)
     if bias is not None:
@@ -84,8 +86,8 @@ def products_in_bytes(x: Tensor, matrix: Quantized, bias: Tensor | None, dtype: 
     out, x = torch.empty((x.shape[0], matrix.shape[0]), dtype=dtype), x.contiguous()
     raised = None if bias is None else bias.float().contiguous()
     parts = [(x, out)]
-    if len(x) > _EXPANDED_FROM:
-        parts = list(zip(torch.split(x, _EXPANDED_FROM), torch.split(out, _EXPANDED_FROM), strict=True))
+    if len(x) > _WHOLE_AT_ONCE:
+        parts = list(zip(torch.split(x, _WHOLE_AT_ONCE), torch.split(out, _WHOLE_AT_ONCE), strict=True))
     for some, there in parts:
         places = some.data_ptr(), 0 if raised is None else raised.data_ptr()
         _launch("whole", places, matrix, there, (len(some), dtype == torch.bfloat16))

@@ -66,6 +66,15 @@ def test_a_token_has_the_same_bits_in_company(name: str) -> None:
     assert torch.equal(together, torch.cat([summed(token[None], matrix) for token in x]))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_gives_a_token_the_same_bits_beside_up_to_fifteen(name: str) -> None:
+    """Beyond, the library multiplies, which promises nothing about them."""
+    matrix, x, bias = quantized(random(75, 640), FORMATS[name]), wide_range(16, 640), random(1, 75)[0].bfloat16()
+    alone = torch.cat([cpu.quantized_linear_cpu(token[None], matrix, bias) for token in x])
+    for tokens in (7, 8, 9, 16):
+        assert torch.equal(cpu.quantized_linear_cpu(x[:tokens], matrix, bias), alone[:tokens])
+
+
 def test_numbers_that_fit_are_multiplied_exactly() -> None:
     """Every code, every zero point, and every power of two that a bfloat16 has within 2^14 of the largest."""
     codes = (torch.arange(16 * 128) % 16).view(16, 128).to(torch.uint8)
