@@ -488,6 +488,7 @@ inline u16 rounded(float value) {
 #endif
 }
 
+inline u16 written(const u16* x) { return *x; }
 inline float one(u16 bits) {
 #if BF16
     return __uint_as_float(static_cast<u32>(bits) << 16);

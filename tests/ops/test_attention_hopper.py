@@ -23,7 +23,9 @@ from cellar.ops.attention import (
 from cellar.ops.attention import cases as attention_cases
 from cellar.ops.attention.definition import attention_definition, decode_attention_definition
 from cellar.ops.attention.hopper import (
+    DecodeArguments,
     Sizes,
+    attention_hopper,
     cache_map,
     decode_arguments,
     decode_files,
@@ -39,8 +41,9 @@ from cellar.ops.attention.hopper import (
     prompt_source,
     query_map,
     sizes_for,
+    takes_attention,
 )
-from cellar.ops.attention.plan import work_items
+from cellar.ops.attention.plan import LAST, work_items
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_available
 from cellar.ops.kv_format import quantized_cache
@@ -152,22 +155,34 @@ def _run(
     padding: int = 0,
 ) -> torch.Tensor:
     """In the emulator; -> results, NaN where none was written."""
-    work, table, q = given["work"], given["table"], given["q"]
-    _, constants = decode_source(work.shape, sizes, q.dtype)
-    takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
-    files = decode_files(work.shape.kv_format == "fp8", sizes)
-    library = emulated.build(files, constants, decode_name(sizes), takes, edits)
+    work, table = given["work"], given["table"]
     q, k, v = (torch.cat((given[n], given[n][:1].expand(padding, -1, -1))) for n in "qkv")
     k_cache, v_cache = given["k_cache"], given["v_cache"]
     out = torch.full(q.shape, torch.nan, dtype=q.dtype)
     arguments = decode_arguments(q, k, v, given["cos_sin"], k_cache, v_cache, table, work, given["scale"], out)
-    maps = [emulated.tensor_map(cache, *cache_map(cache)) for cache in (k_cache, v_cache)]
-    shared, threads = sizes.shared(work.shape), 32 * sizes.warps + 32
     blocks = min(blocks, len(work.items.table) * work.shape.kv_heads)
     if sizes.sharers > 1:
         blocks = len(q) * work.shape.kv_heads * sizes.sharers
-    emulated.launch(library, blocks, sizes.sharers, threads, shared, (*maps, ctypes.byref(arguments)), seed)
+    _launch_emulated(given, sizes, blocks, arguments, edits, seed)
     return out
+
+
+def _launch_emulated(
+    given: dict[str, Any],
+    sizes: Sizes,
+    blocks: int,
+    arguments: DecodeArguments,
+    edits: Sequence[tuple[str, str]] = (),
+    seed: int = 0,
+) -> None:
+    shape = given["work"].shape
+    _, constants = decode_source(shape, sizes, given["q"].dtype)
+    takes = [("const TensorMap&*", "keys"), ("const TensorMap&*", "values"), ("const Arguments&*", "arguments")]
+    files = decode_files(shape.kv_format == "fp8", sizes)
+    library = emulated.build(files, constants, decode_name(sizes), takes, edits)
+    maps = [emulated.tensor_map(given[name], *cache_map(given[name])) for name in ("k_cache", "v_cache")]
+    shared, threads = sizes.shared(shape), 32 * sizes.warps + 32
+    emulated.launch(library, blocks, sizes.sharers, threads, shared, (*maps, ctypes.byref(arguments)), seed)
 
 
 def _compare(out: torch.Tensor, given: dict, wanted: dict, dtype: torch.dtype) -> None:  # type: ignore[type-arg]
@@ -212,7 +227,7 @@ PLANTED = (
     ("a stage is loaded before it was read", "(at / STAGES - 1) & 1", "at / STAGES & 1", LONG),
     ("values that nobody wrote are multiplied", "if (high < 16) clear_values(values, high, lane);", "", LONG),
     ("tokens that nobody wrote count", "mine + 8 < high", "true", LONG),
-    ("an item without older tokens waits", "item.first < item.stop ? item.first /", "true ? item.first /", ALONE),
+    ("an item without older tokens waits", "none ? 0 : turns_of(", "false ? 0 : turns_of(", ALONE),
     ("sums keep their old reference", "sums.total[i] *= shrink;", "", FAR),
     ("queries are overwritten while they are read", "sync_computing();  // of the item before", "//", LONG),
     ("slots of the next chunks are those of the first", "(ahead + which) % 32", "which", LONG),
@@ -236,6 +251,31 @@ def test_the_emulator_finds_planted_defects(what: str, old: str, new: str, case:
     sizes = Sizes(8, 3, 1) if what == "teams share stages" else Sizes(4, 2, 2)
     with pytest.raises(AssertionError):
         _emulated(case, torch.bfloat16, sizes, blocks=2, seeds=60, edits=((old, new),))
+
+
+@compiled
+@pytest.mark.parametrize("sizes", [Sizes(8, 4, 1), Sizes(4, 2, 2)], ids=str)
+def test_sums_have_the_same_bits_whatever_a_block_did_before(sizes: Sizes) -> None:
+    assert _repeats(sizes)
+
+
+@compiled
+def test_without_whole_rounds_of_the_teams_they_do_not() -> None:
+    rounds = "(chunks + PER_TURN * TEAMS - 1) / (PER_TURN * TEAMS) * TEAMS"
+    assert not _repeats(Sizes(8, 4, 1), edits=((rounds, "(chunks + PER_TURN - 1) / PER_TURN"),))
+
+
+def _repeats(sizes: Sizes, edits: Sequence[tuple[str, str]] = ()) -> bool:
+    """Parts of sums are left in float32, which shows what rounding to 16 bits would hide."""
+    case = attention_cases.decode_case("odd", (401, 330, 700, 193), 128, heads=(16, 2, 128), split=192)
+    found = []
+    for blocks in (26, 1):
+        given = case.make(torch.device("cpu"), torch.bfloat16)
+        buffers = given["work"].resident
+        buffers.partial.zero_(), buffers.extents.zero_()
+        _run(given, sizes, blocks, edits=edits)
+        found.append((buffers.partial, buffers.extents))
+    return all(torch.equal(alone, after_others) for alone, after_others in zip(*found, strict=True))
 
 
 @compiled
@@ -371,6 +411,111 @@ PLANTED_FEW = (
 def test_the_emulator_finds_planted_defects_of_few(what: str, old: str, new: str, case: Case) -> None:
     with pytest.raises(AssertionError):
         _emulated(case, torch.bfloat16, Sizes(4, 1, 2, sharers=4), blocks=0, seeds=30, edits=((old, new),))
+
+
+# -- decodes beside prompts -------------------------------------------------------------------------------------------
+
+BESIDE = ((0, 130, 131), (1, 0, 45), (2, 70, 72), (3, 32, 33), (4, 600, 601), (5, 0, 1), (6, 160, 164))
+BESIDE_CASES = (
+    attention_cases.case("beside", BESIDE, (8, 2, 128), 32, programs=24),
+    attention_cases.case("beside, chunks of 16", BESIDE, (14, 2, 64), 16, programs=4),
+    attention_cases.case("beside, cut", BESIDE, (4, 4, 128), 64, programs=4, split=48),
+    attention_cases.case("beside, window", BESIDE, (4, 2, 64), 16, window=40, programs=8),
+    attention_cases.case("beside, fp8", BESIDE, (8, 2, 128), 32, programs=24, kv_format="fp8"),
+    attention_cases.case("decodes in the cache", ((0, 40, 41), (1, 299, 300)), (8, 2, 128), 32, programs=24),
+)
+
+
+def _with_decodes_apart(work: AttentionWork, device: torch.device) -> AttentionWork:
+    """The same plan as a Hopper GPU has it."""
+    shape, programs, spans = work.shape, work.programs, (work.row, work.start, work.stop, work.offset)
+    found = AttentionWork(shape, *spans, device, programs, work.split)
+    tile = 128 if shape.suits_hopper else None
+    found.__dict__["items"] = work_items(shape, *spans, programs, work.split, tile, shape.group)
+    return found
+
+
+def _emulated_beside(case: Case, dtype: torch.dtype, sizes: Sizes, edits: Sequence[tuple[str, str]] = ()) -> None:
+    """Decodes of a step with prompts: q is rotated, all of K and V is in the cache, which stays as it is."""
+    for blocks, beside in ((2, True), (24, False)):
+        given = case.make(torch.device("cpu"), dtype)
+        q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "table"))
+        work = _with_decodes_apart(given["work"], torch.device("cpu"))
+        kept = k_cache.clone(), v_cache.clone()
+        out = torch.full(q.shape, torch.nan, dtype=dtype)
+        arguments = decode_arguments(
+            q, None, None, None, k_cache, v_cache, table, work, given["scale"], out, beside=beside
+        )
+        _launch_emulated(given | {"work": work}, sizes, blocks, arguments, edits)
+        mine = torch.from_numpy(work.stop - work.start).repeat_interleave(torch.from_numpy(np.diff(work.offset))) == 1
+        expected = attention_definition(**given)
+        torch.testing.assert_close(out[mine].float(), expected[mine].float(), rtol=0, atol=TOLERANCE[dtype])
+        assert out[~mine].isnan().all(), "prompts are not for this kernel"
+        for cache, before in zip((k_cache, v_cache), kept, strict=True):
+            assert torch.equal(cache.view(torch.uint8), before.view(torch.uint8))
+        assert not work.resident.counters.any(), "counters are zero between launches"
+        assert not work.resident.claimed.any()
+
+
+def _sizes_beside(case: Case) -> Sizes:
+    return Sizes(4, 3, 2, 2) if "fp8" in case.name else Sizes(4, 2, 2)
+
+
+@compiled
+@pytest.mark.parametrize("case", BESIDE_CASES, ids=lambda case: case.name)
+def test_decodes_beside_prompts_emulated(case: Case) -> None:
+    _emulated_beside(case, torch.bfloat16, _sizes_beside(case))
+
+
+@pytest.mark.long
+@compiled
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("stop = a.k && start < last ? start : last", "stop = start < last ? start : last"),
+        ("item.stop = item.newest ? item.start : item.last;", "item.stop = item.start;"),
+    ],
+    ids=["the newest chunk is not loaded", "the newest is not seen"],
+)
+def test_the_emulator_finds_planted_defects_beside_prompts(old: str, new: str) -> None:
+    with pytest.raises(AssertionError):
+        _emulated_beside(BESIDE_CASES[0], torch.bfloat16, Sizes(4, 2, 2), edits=((old, new),))
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+def test_decodes_beside_prompts_on_the_device(dtype: torch.dtype) -> None:
+    """In one step and many times over, launched one by one and as a graph: results do not change by a bit."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    decodes = tuple((r, 37 * r + 900, 37 * r + 901) for r in range(96))
+    spans = (*decodes, (96, 0, 150), (97, 3000, 3070), (98, 5, 8))
+    long = ((0, 0, 3000), (1, 7000, 7001), (2, 40, 41), (3, 5000, 5600), (4, 100, 101))
+    cases = [*BESIDE_CASES]
+    for heads, chunk in (((32, 8, 128), 32), ((8, 8, 64), 16), ((16, 2, 128), 64)):
+        for each in (spans, long, BESIDE):
+            cases.append(attention_cases.case("on the device", each, heads, chunk, programs=264))
+    cases.append(attention_cases.case("on the device, fp8", spans, (32, 8, 128), 32, programs=264, kv_format="fp8"))
+    for case in cases:
+        given = case.make(device, dtype)
+        del given["new"]
+        work = given["work"]
+        narrow = work.items.table[: work.items.narrow]
+        assert (narrow[:, LAST] == work.shape.group).all(), "decodes alone are narrow"
+        assert takes_attention(*(given[name] for name in ("q", "k_cache", "v_cache", "table", "work", "scale")))
+        first = attention_hopper(**given)
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(first.float(), attention_definition(**given).float(), rtol=0, atol=tolerance)
+        for _ in range(20):
+            assert torch.equal(attention_hopper(**given), first)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                again = attention_hopper(**given)
+        graph.replay()
+        assert torch.equal(again, first)
+        assert not work.resident.counters.any()
+        assert not work.resident.claimed.any()
 
 
 # -- K and V in FP8 ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.kv_formats import codes_nbytes
-from cellar.ops.attention.plan import NARROW_TILE, AttentionWork, IntArray
+from cellar.ops.attention.plan import AttentionWork, IntArray, narrow_rows
 from cellar.ops.attention.triton import FP8, INT4, int4_numbers
 from cellar.ops.kv_format import as_bytes
 from cellar.ops.triton_support import kernel
@@ -60,7 +60,8 @@ def plain_contexts(work: AttentionWork, table: Tensor) -> PlainContexts:
 
 
 def _wide(work: AttentionWork) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    wide: np.ndarray[tuple[int], np.dtype[np.bool_]] = (work.stop - work.start) * work.shape.group > NARROW_TILE
+    most_narrow = narrow_rows(work.shape, work.device)
+    wide: np.ndarray[tuple[int], np.dtype[np.bool_]] = (work.stop - work.start) * work.shape.group > most_narrow
     return wide
 
 

@@ -26,6 +26,7 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
                                          Shared& shared, int lane) {
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
     const u32 told = shared_address(shared.told), heard = shared_address(shared.heard);
+    if (!a.k && !a.beside) wait_for_kernel_in_front();  // it wrote what is loaded
     // There are no more blocks than the list has room for, so that the first one is read before it is known to count.
     int mine = a.meta[HEADER + blockIdx.x / KV_HEADS * FIELDS + lane % FIELDS];
     const int count = a.meta[0] * KV_HEADS;
@@ -43,7 +44,7 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
         int next = 0;
         if (lane == 0) next = claim(a, count);  // comes while this item is loaded
         const int row = __shfl_sync(~0u, mine, 0), start = __shfl_sync(~0u, mine, 4), first = __shfl_sync(~0u, mine, 5);
-        const int last = __shfl_sync(~0u, mine, 6), stop = last < start ? last : start;
+        const int last = __shfl_sync(~0u, mine, 6), stop = a.k && start < last ? start : last;
         const int begin = first / CHUNK, end = stop > first ? (stop - 1) / CHUNK + 1 : begin;
         load_chunks(keys, values, a, stages, full, empty, row, head, begin, end, at, lane);
         index = __shfl_sync(~0u, next, 0);
@@ -56,11 +57,11 @@ __device__ __forceinline__ void load_all(const TensorMap* keys, const TensorMap*
 // The warps' sums and the newest position as one, into the result, or for an item of several parts into the scratch,
 // where who comes last adds up all.
 __device__ __forceinline__ void finish(const Arguments& a, const Item& item, Shared& shared, int thread) {
-    const bool newest = item.last > item.start, whole = item.parts == 1;
+    const bool whole = item.parts == 1;
     u16* out = a.out + item.token * a.out_token + item.head * GROUP * a.out_head;
     for (int i = thread; i < GROUP * DIM / 4; i += THREADS) {
         const int g = i / (DIM / 4), d = i % (DIM / 4) * 4;
-        const Part all = of_block(shared, newest, g, d);
+        const Part all = of_block(shared, item.newest, g, d);
         if (whole) {
             all.write(out + g * a.out_head + d);
         } else {
@@ -91,26 +92,28 @@ __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shar
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
     const u32 told = shared_address(shared.told), heard = shared_address(shared.heard);
     for (int i = thread; i < 8 * Q_PITCH; i += THREADS) shared.queries[i / Q_PITCH][i % Q_PITCH] = 0;
-    wait_for_kernel_in_front();
+    if (!a.beside) wait_for_kernel_in_front();
     u32 at = 0;
     for (u32 items = 0;; ++items) {
         barrier_wait(told + 8 * (items % 2), items / 2 & 1);
         const int* f = shared.items[items % 2];
         Item item = {f[0], f[1], f[4], f[5], f[6], f[7], f[8], f[9], f[10], f[FIELDS - 1]};
-        item.stop = item.last < item.start ? item.last : item.start;
+        item.newest = a.k && item.last > item.start;
+        item.stop = item.newest ? item.start : item.last;
         __syncwarp();
         if (lane == 0) barrier_arrive(heard + 8 * (items % 2));
         if (item.head < 0) break;
         sync_computing();  // of the item before nobody needs anything any more
         prepare(a, item, shared, thread);
         sync_computing();
-        if (item.last > item.start) score_newest(a, shared, warp, lane);
+        if (item.newest) score_newest(a, shared, warp, lane);
         const Queries q = queries_of(a, shared, lane);
         Sums sums = {};
         sums.phi[0] = sums.phi[1] = LOWEST;
         sums.none = true;
-        const int begin = item.first < item.stop ? item.first / CHUNK * CHUNK : item.stop;
-        for (int turn = begin; turn < item.stop; turn += TURN, ++at) {
+        const bool none = item.first >= item.stop;
+        const int first = item.first / CHUNK, turns = none ? 0 : turns_of((item.stop - 1) / CHUNK + 1 - first);
+        for (int turn = first * CHUNK; turn < first * CHUNK + turns * TURN; turn += TURN, ++at) {
             if (at % TEAMS != team) continue;
             const u32 s = at % STAGES;
             const int low = item.first - (turn + tile * OWN), high = item.stop - (turn + tile * OWN);
@@ -123,6 +126,7 @@ __device__ __forceinline__ void compute_all(const Arguments& a, u32 stages, Shar
         sync_computing();
         finish(a, item, shared, thread);
     }
+    if (a.beside) wait_for_kernel_in_front();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, AT_ONCE)

@@ -3,6 +3,10 @@
 // Set by the compiler's options: DIM (multiples of 64), CHUNK (16, 32, 64), KV_HEADS, GROUP (up to 8), WARPS (multiples
 // of 4), STAGES, TILES (of 16 tokens, a warp's in a stage), AT_ONCE (blocks that share a multiprocessor), BF16 (else
 // float16). FP8 says that the cache has codes and exponents.
+//
+// Decodes of a step that has prompts, too, come when q is rotated and all K and V are in the cache: `k` is null then, and
+// nothing is written. The kernel in front may be the one of the prompts, which lets this one begin when the rotation has
+// ended (`beside`): who is behind both waits for this one, so it waits for the prompts at its end.
 
 #if FP8
 using Stored = unsigned char;
@@ -59,12 +63,14 @@ struct Arguments {
     long long q_token, q_head, k_token, k_head, v_token, v_head, k_slot, v_slot, cache_head, table_row, out_token, out_head;
     float scale;
     int rotary_dim;
-    int early;  // whether the next kernel's blocks may start where there is room
+    int early;   // whether the next kernel's blocks may start where there is room
+    int beside;  // whether the kernel in front computes the same step's prompts
 };
 
 struct Item {
     int row, token, start, first, last, partial, part, parts, counter, head;
-    int stop;  // of what lies in the cache
+    int stop;     // of what is read from the cache
+    bool newest;  // whether the step's own K and V are written and seen here
 };
 
 __device__ __forceinline__ void sync_computing() { sync_threads(1, THREADS); }
@@ -76,11 +82,11 @@ __device__ __forceinline__ float over_rows(float x) {  // the largest of the lan
 
 // Element d of a head with its rotary embedding; its partner lies half of the turning dimensions away.
 __device__ __forceinline__ float rotated(const u16* x, const float* cos_sin, int rotary_dim, int position, int d) {
-    const float mine = one(x[d]);
+    const float mine = one(written(x + d));
     if (d >= rotary_dim) return mine;
     const int half = rotary_dim / 2, pair = d < half ? d : d - half;
     const float* at = cos_sin + static_cast<long long>(position) * rotary_dim + pair;
-    const float other = one(x[d < half ? d + half : pair]), sine = at[half];
+    const float other = one(written(x + (d < half ? d + half : pair))), sine = at[half];
     return mine * at[0] + other * (d < half ? -sine : sine);
 }
 

@@ -17,13 +17,12 @@ __device__ __forceinline__ void compute_own(const Arguments& a, const Item& item
                                             u32 rank, int thread) {
     const int warp = thread / 32, lane = thread % 32;
     const u32 full = shared_address(shared.full), empty = shared_address(shared.empty);
-    const bool newest = item.last > item.start;
     for (int i = thread; i < 8 * Q_PITCH; i += THREADS) shared.queries[i / Q_PITCH][i % Q_PITCH] = 0;
     wait_for_kernel_in_front();
     sync_computing();
     prepare(a, item, shared, thread);
     sync_computing();
-    if (newest) score_newest(a, shared, warp, lane);
+    if (item.newest) score_newest(a, shared, warp, lane);
     const Queries q = queries_of(a, shared, lane);
     Sums sums = {};
     sums.phi[0] = sums.phi[1] = LOWEST;
@@ -40,7 +39,7 @@ __device__ __forceinline__ void compute_own(const Arguments& a, const Item& item
     put(sums, shared, warp, lane);
     sync_computing();
     for (int i = thread; i < SLOTS; i += THREADS) {
-        const Part part = of_block(shared, newest, i / (DIM / 4), i % (DIM / 4) * 4);
+        const Part part = of_block(shared, item.newest, i / (DIM / 4), i % (DIM / 4) * 4);
         const float extent[4] = {part.top, part.total, 0.0f, 0.0f};
         const int owner = i / OWN_SLOTS, slot = i % OWN_SLOTS;
         store_cluster(in_block(shared_address(&found.sums[rank][slot]), owner), part.sum);
@@ -90,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, AT_ONCE)
     const int begin = turns * rank / CLUSTER * TURN, end = turns * (rank + 1) / CLUSTER * TURN;
     const int stop = end < start ? end : start;
     const int last = rank == CLUSTER - 1 ? start + 1 : stop;
-    const Item item = {row, token, start, begin, last, 0, 0, 0, 0, head, stop};
+    const Item item = {row, token, start, begin, last, 0, 0, 0, 0, head, stop, last > start};
     if (threadIdx.x < THREADS) {
         compute_own(arguments, item, end, stages, shared, found, rank, threadIdx.x);
     } else {

@@ -103,7 +103,7 @@ __device__ __forceinline__ void keep(const float (&x)[EACH], Stored* codes, Stor
 // warp's.
 __device__ __forceinline__ void prepare(const Arguments& a, const Item& item, Shared& shared, int thread) {
     const int warp = thread / 32, lane = thread % 32, head = item.head;
-    const int rows = GROUP + (item.last > item.start ? 2 : 0);
+    const int rows = GROUP + (item.newest ? 2 : 0);
     for (int row = warp; row < rows; row += WARPS) {
         const u16* from = a.q + item.token * a.q_token + (head * GROUP + row) * a.q_head;
         if (row == GROUP) from = a.k + item.token * a.k_token + head * a.k_head;

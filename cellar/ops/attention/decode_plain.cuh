@@ -55,7 +55,7 @@ __device__ __forceinline__ void prepare(const Arguments& a, const Item& item, Sh
         const u16* row = q + (head * GROUP + g) * a.q_head;
         shared.queries[g][d] = narrow(rotated(row, a.cos_sin, a.rotary_dim, item.start, d));
     }
-    if (item.last <= item.start) return;
+    if (!item.newest) return;
     const u16* k = a.k + item.token * a.k_token + head * a.k_head;
     const u16* v = a.v + item.token * a.v_token + head * a.v_head;
     const long long slot = a.table[item.row * a.table_row + item.start / CHUNK];

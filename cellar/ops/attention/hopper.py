@@ -3,7 +3,8 @@
 `decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute; over plain K
 and V, and over those in FP8 (docs/decisions/0058-fp8-decodes.md).
 `prompt.cu`: a block for each tile, whose tensor cores work while the weights of the next turn are computed.
-Both take the same work list and scratch as the Triton kernel (`plan.py`).
+Both take the same work list and scratch as the Triton kernel (`plan.py`), and run side by side where a step has decodes
+and prompts (docs/decisions/0099-decodes-beside-prompts.md).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from cellar.ops.attention.contexts import contexts_fit, plain_contexts, written_out
 from cellar.ops.attention.plan import FEW, AttentionShape, AttentionWork
-from cellar.ops.attention.triton import LOG2E, launched
+from cellar.ops.attention.triton import LOG2E, launch_tiles
 from cellar.ops.cuda.compiler import compile_cuda
 from cellar.ops.cuda.driver import Function, TensorMap, tensor_map
 from cellar.ops.cuda.hopper import (
@@ -33,7 +34,6 @@ from cellar.ops.cuda.hopper import (
 from cellar.ops.linear.alone import room_of
 from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
-MAX_GROUP = 8
 _SHARERS = (2, 4, 8)
 _STAGES_OF_FEW = 3
 _PROMPT_TURN = 128
@@ -100,6 +100,7 @@ class DecodeArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("rotary_dim", ctypes.c_int),
         ("early", ctypes.c_int),
+        ("beside", ctypes.c_int),
     )
 
 
@@ -110,18 +111,13 @@ class PromptArguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("table", "out", "meta", "partial", "extents", "counters")),
         *((name, ctypes.c_longlong) for name in ("table_row", "out_token", "out_head")),
         ("scale", ctypes.c_float),
+        ("early", ctypes.c_int),
     )
 
 
 def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
     """16-bit floats, K and V plain or in FP8, and a shape that it has."""
-    return hopper_decodes_shape(shape) and _takes(q, k_cache, v_cache)
-
-
-def hopper_decodes_shape(shape: AttentionShape) -> bool:
-    """Groups up to 8; heads of 64, 128 or, of plain K and V, 256. Not of int4."""
-    dims = {"plain": (64, 128, 256), "fp8": (64, 128), "int4": ()}
-    return shape.head_dim in dims[shape.kv_format] and shape.group <= MAX_GROUP
+    return shape.decodes_on_hopper and _takes(q, k_cache, v_cache)
 
 
 def hopper_takes_prompts(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
@@ -155,7 +151,12 @@ def takes_attention(
     out: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> bool:
-    """Whether `attention_hopper` takes such arguments. K and V in fewer bits it takes where it can write them out."""
+    """Whether `attention_hopper` has a kernel for prompts of such arguments, or for the decodes beside them."""
+    return _takes_wide(q, k_cache, v_cache, work) or hopper_takes_decodes(q, k_cache, v_cache, work.shape)
+
+
+def _takes_wide(q: Tensor, k_cache: Tensor, v_cache: Tensor, work: AttentionWork) -> bool:
+    """K and V in fewer bits where they can be written out."""
     if work.shape.kv_format == "plain":
         return hopper_takes_prompts(q, k_cache, v_cache, work.shape)
     suits = replace(work.shape, kv_format="plain").suits_hopper
@@ -187,9 +188,26 @@ def attention_hopper(
     out: Tensor | None = None,
     new: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """`attention`: wide tiles by the kernel here, narrow ones by Triton's."""
-    wide = hopper_prompts if work.shape.kv_format == "plain" else _prompts_written_out
-    return launched(q, k_cache, v_cache, table, work, scale, out, fresh=new, wide=wide)
+    """`attention`: prompts and decodes by the kernels here, what these do not take by Triton's.
+
+    Prompts first: they are products and their blocks few, decodes are what memory sends, and run beside them.
+    """
+    out = q.new_empty(q.shape) if out is None else out
+    plain, by_wide = work.shape.kv_format == "plain", _takes_wide(q, k_cache, v_cache, work)
+    by_narrow = hopper_takes_decodes(q, k_cache, v_cache, work.shape)
+    launches = work.launches
+    beside = plain and by_wide and by_narrow and len(launches) == 2
+    for tiles in reversed(launches):
+        is_wide, tile, programs = tiles
+        if is_wide and by_wide and plain:
+            hopper_prompts(q, k_cache, v_cache, table, work, scale, out, tile, programs, early=beside)
+        elif is_wide and by_wide:
+            _prompts_written_out(q, k_cache, v_cache, table, work, scale, out)
+        elif not is_wide and by_narrow:
+            _decodes_in_cache(q, k_cache, v_cache, table, work, scale, out, programs, beside=beside)
+        else:
+            launch_tiles(q, k_cache, v_cache, table, work, scale, out, tiles, fresh=new)
+    return out
 
 
 def _prompts_written_out(
@@ -200,13 +218,31 @@ def _prompts_written_out(
     work: AttentionWork,
     scale: float,
     out: Tensor,
-    tile: int,
-    programs: int,
 ) -> None:
-    """`hopper_prompts` over K and V in fewer bits, by a plan of its own for tiles and programs."""
+    """`hopper_prompts` over K and V in fewer bits, by a plan of its own."""
     contexts = plain_contexts(work, table)
     k, v = written_out(k_cache, v_cache, contexts.sources, work.shape.head_dim, q.dtype).unbind(0)
-    launched(q, k, v, contexts.table, contexts.work, scale, out, wide=hopper_prompts)
+    for _, tile, programs in contexts.work.launches:
+        hopper_prompts(q, k, v, contexts.table, contexts.work, scale, out, tile, programs)
+
+
+def _decodes_in_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+    programs: int,
+    *,
+    beside: bool,
+) -> None:
+    """`attention` of the narrow items alone, in so many blocks at most; `beside` the prompts launched just before."""
+    sizes = default_sizes(work.shape)
+    blocks = min(programs, sizes.at_once * multiprocessors(q.device))
+    arguments = decode_arguments(q, None, None, None, k_cache, v_cache, table, work, scale, out, beside=beside)
+    _launch_decodes(q, k_cache, v_cache, work, sizes, blocks, arguments)
 
 
 def decode_attention_hopper(
@@ -246,20 +282,32 @@ def hopper_decode(
     arguments = decode_arguments(q, k, v, cos_sin, k_cache, v_cache, table, work, scale, out, few=few)
     programs = sum(count for _, _, count in work.launches)
     if programs:
-        at_once = sizes.at_once * multiprocessors(q.device)
-        _decode_function(shape, sizes, q.dtype, q.device).launch(
-            len(q) * shape.kv_heads if few else min(programs, at_once),
-            (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
-            torch.cuda.current_stream(q.device).cuda_stream,
-            dependent=True,
-        )
+        blocks = min(programs, sizes.at_once * multiprocessors(q.device))
+        _launch_decodes(q, k_cache, v_cache, work, sizes, len(q) * shape.kv_heads if few else blocks, arguments)
     return out
+
+
+def _launch_decodes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    work: AttentionWork,
+    sizes: Sizes,
+    clusters: int,
+    arguments: DecodeArguments,
+) -> None:
+    _decode_function(work.shape, sizes, q.dtype, q.device).launch(
+        clusters,
+        (_mapped(k_cache, cache_map(k_cache)), _mapped(v_cache, cache_map(v_cache)), arguments),
+        torch.cuda.current_stream(q.device).cuda_stream,
+        dependent=True,
+    )
 
 
 def decode_arguments(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     cos_sin: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -269,15 +317,18 @@ def decode_arguments(
     out: Tensor,
     *,
     few: bool = False,
+    beside: bool = False,
 ) -> DecodeArguments:
-    """Of one launch, `few`: of `decode_few.cu`; the tensors must outlive it."""
+    """Of one launch, `few`: of `decode_few.cu`; the tensors must outlive it. Without k and v all are in the cache, and
+    the kernel in front wrote them, or is that of the prompts `beside` them.
+    """
     buffers = work.resident
     pointers = (
         *(q, k, v, cos_sin, k_cache, v_cache, table),
         *(out, buffers.meta, buffers.partial, buffers.extents, buffers.counters, buffers.claimed),
     )
     strides = (
-        *(x.stride(i) for x in (q, k, v) for i in (0, 1)),
+        *(0 if x is None else x.stride(i) for x in (q, k, v) for i in (0, 1)),
         *(k_cache.stride(0), v_cache.stride(0), k_cache.stride(1), table.stride(0), out.stride(0), out.stride(1)),
     )
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
@@ -286,7 +337,7 @@ def decode_arguments(
     # blocks would gather on the multiprocessors that are free first, but those of a product for few tokens behind
     # attention of few are made for it (decision 0086).
     early = len(q) > MAX_FLAT_TOKENS or (few and len(q) <= work.early)
-    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early)
+    return DecodeArguments(*addresses, *strides, scale * LOG2E, rotary_dim, early, beside)
 
 
 def hopper_prompts(
@@ -299,27 +350,33 @@ def hopper_prompts(
     out: Tensor,
     tile: int,
     programs: int,
+    *,
+    early: bool = False,
 ) -> None:
-    """`attention` of the wide items alone, tiles of so many rows (64 or 128), in so many blocks."""
+    """`attention` of the wide items alone, tiles of so many rows (64 or 128), in so many blocks; `early`: what is
+    launched next is the narrow ones' kernel, which begins beside it.
+    """
     _prompt_function(work.shape, tile, q.dtype, q.device).launch(
         programs,
         (
             _mapped(q, query_map(q, work.shape, tile)),
             _mapped(k_cache, cache_map(k_cache)),
             _mapped(v_cache, cache_map(v_cache)),
-            prompt_arguments(table, work, scale, out),
+            prompt_arguments(table, work, scale, out, early=early),
         ),
         torch.cuda.current_stream(q.device).cuda_stream,
         dependent=True,
     )
 
 
-def prompt_arguments(table: Tensor, work: AttentionWork, scale: float, out: Tensor) -> PromptArguments:
+def prompt_arguments(
+    table: Tensor, work: AttentionWork, scale: float, out: Tensor, *, early: bool = False
+) -> PromptArguments:
     """Of one launch; the tensors must outlive it."""
     buffers = work.resident
     pointers = (table, out, buffers.meta, buffers.partial, buffers.extents, buffers.counters)
     strides = (table.stride(0), out.stride(0), out.stride(1))
-    return PromptArguments(*(x.data_ptr() for x in pointers), *strides, scale * LOG2E)
+    return PromptArguments(*(x.data_ptr() for x in pointers), *strides, scale * LOG2E, early)
 
 
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:

@@ -2,9 +2,9 @@
 
 A *packed row* is one query of one head: a span of n tokens has n * group rows per KV head (group = heads / kv_heads),
 row r being token r // group and head r % group of the KV head's group. A work item is a tile of packed rows against
-a range of KV positions, for each KV head. Two classes of tiles: NARROW (all rows of the span fit one tile of 16:
-decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where whole tiles would not
-fill the device; its partial results are summed up by whichever program arrives last.
+a range of KV positions, for each KV head. Two classes of tiles: NARROW (all rows of the span fit one tile of 16, or, on
+Hopper, are one token's: decodes) and WIDE (64 or 128 rows: prompts). A tile is cut into several items along KV where
+whole tiles would not fill the device; its partial results are summed up by whichever program arrives last.
 
     meta    [ 0: narrow items | 1: wide items | 1 + ROW, START of token 0 | of token 1 ... | item | item | ... ]  int32
 
@@ -45,6 +45,9 @@ MAX_PARTS = 64
 PIECE = 128
 
 MILLION = 1_000_000
+
+# Query heads of a KV head that Hopper's kernel for decodes takes at most.
+MAX_GROUP = 8
 
 # Rows of the wide tiles in captured steps, which are too short for larger ones, and on Hopper.
 GRAPH_TILE, HOPPER_TILE = 64, 128
@@ -88,6 +91,14 @@ class AttentionShape:
         if self.kv_format != "plain":
             return False
         return self.window is None and self.head_dim >= 16 and self.head_dim & (self.head_dim - 1) == 0
+
+    @property
+    def decodes_on_hopper(self) -> bool:
+        """Whether decodes of this shape run on Hopper by a kernel of its own: groups up to MAX_GROUP; heads of 64, 128
+        or, of plain K and V, 256. Not of int4.
+        """
+        dims = {"plain": (64, 128, 256), "fp8": (64, 128), "int4": ()}
+        return self.head_dim in dims[self.kv_format] and self.group <= MAX_GROUP
 
     @property
     def suits_hopper(self) -> bool:
@@ -325,7 +336,8 @@ class AttentionWork:
     def items(self) -> Items:
         """The work list on the host."""
         tile = HOPPER_TILE if on_hopper(self.shape, self.device) else None
-        return work_items(self.shape, self.row, self.start, self.stop, self.offset, self.programs, self.split, tile)
+        spans = self.row, self.start, self.stop, self.offset
+        return work_items(self.shape, *spans, self.programs, self.split, tile, narrow_rows(self.shape, self.device))
 
     @cached_property
     def resident(self) -> AttentionBuffers:
@@ -411,6 +423,11 @@ def on_hopper(shape: AttentionShape, device: torch.device) -> bool:
     return shape.suits_hopper and hopper_available(device)
 
 
+def narrow_rows(shape: AttentionShape, device: torch.device) -> int:
+    """The most packed rows of a narrow span: a token's where Hopper's kernel for decodes takes them, else a tile's."""
+    return shape.group if shape.decodes_on_hopper and hopper_available(device) else NARROW_TILE
+
+
 def default_programs(device: torch.device) -> int:
     """Programs that a device runs at once: two per multiprocessor."""
     if device.type != "cuda":
@@ -427,14 +444,16 @@ def work_items(
     programs: int,
     split: int | None = None,
     wide_tile: int | None = None,
+    most_narrow: int = NARROW_TILE,
 ) -> Items:
     """The work list of a step: every (tile, KV range) once, narrow items first, longest first in each class.
 
-    `wide_tile`: rows of wide tiles, 64 or, for Hopper's kernel, HOPPER_TILE; None: by load.
+    `wide_tile`: rows of wide tiles, 64 or, for Hopper's kernel, HOPPER_TILE; None: by load. `most_narrow`: the packed
+    rows of a narrow span (`narrow_rows`).
     """
     programs_of_wide = -(-programs // 2) if wide_tile == HOPPER_TILE else programs
     rows = (stop - start) * shape.group
-    narrow = rows <= NARROW_TILE
+    narrow = rows <= most_narrow
     wide_rows = int(rows[~narrow].sum())
     if wide_tile is None:
         fills = wide_rows * shape.kv_heads >= 128 * programs

@@ -5,6 +5,9 @@
 // Weights are 2^(s - phi) with a reference phi for each row, taken from its first turn; only where a score exceeds it by
 // more than 8 does it move (FlashDecoding++ §3).
 //
+// Where decodes of the same step are behind (`early`), they may begin as soon as what both read is there, and take the
+// multiprocessors that prompts leave (`decode.cuh`).
+//
 // Set by the compiler's options: DIM (64, 128), CHUNK (16, 32, 64), KV_HEADS, GROUP (a divisor of 64), TILE (64, 128),
 // STAGES, BF16 (else float16).
 
@@ -35,6 +38,7 @@ struct Arguments {
     int* counters;
     long long table_row, out_token, out_head;
     float scale;
+    int early;
 };
 
 struct Barriers {
@@ -61,6 +65,7 @@ __device__ __forceinline__ void load_all(const TensorMap* queries, const TensorM
     const int* slots = a.table + item.row * a.table_row;
     int known = begin + lane < end ? slots[begin + lane] : 0;  // slots of 32 chunks, one a lane
     wait_for_kernel_in_front();
+    if (a.early) let_next_kernel_start();
     if (lane == 0) barrier_expect(shared_address(&barriers.queries), QUERY_BYTES);
     __syncwarp();
     if (lane < HALVES) {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,9 +31,6 @@ PLAIN, FP8, INT4 = 0, 1, 2
 _KV: Mapping[KVFormat, int] = {"plain": PLAIN, "fp8": FP8, "int4": INT4}
 
 HOPPER_ROOM = room_on(90)
-
-# q, k_cache, v_cache, table, work, scale, out, rows of a tile, programs: `attention` of the wide items alone.
-WideTiles: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionWork, float, Tensor, int, int], None]
 
 
 def attention_kernel(
@@ -83,29 +80,42 @@ def launched(
     *,
     decoded: tuple[Tensor, Tensor, Tensor | None] | None = None,
     fresh: tuple[Tensor, Tensor] | None = None,
-    wide: WideTiles | None = None,
 ) -> Tensor:
-    """The launches of a plan; `wide`: who computes wide tiles, None: Triton, too."""
+    """The launches of a plan."""
     out = q.new_empty(q.shape) if out is None else out
+    for tiles in work.launches:
+        launch_tiles(q, k_cache, v_cache, table, work, scale, out, tiles, decoded=decoded, fresh=fresh)
+    return out
+
+
+def launch_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    work: AttentionWork,
+    scale: float,
+    out: Tensor,
+    tiles: tuple[bool, int, int],
+    *,
+    decoded: tuple[Tensor, Tensor, Tensor | None] | None = None,
+    fresh: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """One launch of a plan, as `AttentionWork.launches` has it, in sizes that the device has room for."""
+    _, tile, programs = tiles
     # A captured launch has programs to spare.
     many = (4 if work.captured is not None else 3) * work.programs // 2
-    for tiles in work.launches:
-        is_wide, tile, programs = tiles
-        if is_wide and wide is not None:
-            wide(q, k_cache, v_cache, table, work, scale, out, tile, programs)
-            continue
-        settings: dict[str, Any] | None = launch_settings(
-            tile, work.shape.head_dim, q.element_size(), programs > many, room_of(q.device), work.shape.kv_format
-        )
-        while settings is not None:
-            try:
-                _launch(q, k_cache, v_cache, table, work, scale, out, decoded, fresh, tiles, settings)
-                break
-            except Exception as error:
-                settings = smaller_settings(settings) if is_out_of_resources(error) else None
-                if settings is None:
-                    raise
-    return out
+    settings: dict[str, Any] | None = launch_settings(
+        tile, work.shape.head_dim, q.element_size(), programs > many, room_of(q.device), work.shape.kv_format
+    )
+    while settings is not None:
+        try:
+            _launch(q, k_cache, v_cache, table, work, scale, out, decoded, fresh, tiles, settings)
+            return
+        except Exception as error:
+            settings = smaller_settings(settings) if is_out_of_resources(error) else None
+            if settings is None:
+                raise
 
 
 def _launch(

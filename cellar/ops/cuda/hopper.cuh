@@ -398,6 +398,13 @@ __device__ __forceinline__ u32 two(float low, float high) {
 
 __device__ __forceinline__ u16 narrow(float value) { return static_cast<u16>(two(value, 0.0f)); }
 
+// From the second cache: the first may have what was there before another kernel wrote, where nobody has waited for it.
+__device__ __forceinline__ u16 written(const u16* x) {
+    u16 bits;
+    asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(bits) : "l"(x));
+    return bits;
+}
+
 __device__ __forceinline__ float one(u16 bits) {
 #if BF16
     return __uint_as_float(static_cast<u32>(bits) << 16);

@@ -32,6 +32,7 @@ from cellar.ops.attention.plan import (
     Captured,
     Items,
     default_programs,
+    narrow_rows,
     on_hopper,
     work_items,
 )
@@ -282,7 +283,9 @@ class StepGraphs:
         np.cumsum(inputs.stop - inputs.start, out=offset[1:])
         return [
             work_items(
-                shape, inputs.row, inputs.start, inputs.stop, offset, self._programs, wide_tile=self._tile(shape)
+                *(shape, inputs.row, inputs.start, inputs.stop, offset, self._programs),
+                wide_tile=self._tile(shape),
+                most_narrow=narrow_rows(shape, self._device),
             )
             for shape in self._forward.shapes
         ]

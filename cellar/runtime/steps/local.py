@@ -367,7 +367,7 @@ def _open(
         if not config.device.enforce_eager and laid is None and (seat is None or seat.stages is None):
             ranks = 1 if place is None else place.size
             forms = streamed_forms(rows) if offloads else prepared
-            warmup = Listing(partial(_warmup, model, forms, device, config, tuple(wide), ranks))
+            warmup = Listing(partial(_warmup, model, forms, device, config, tuple(wide), ranks, streamed=offloads))
     if model_config.load_format == "dummy":
         make = loader.dummy_reader(device, model_config.seed)
         content = fingerprint.of_dummy(spec, model_config.seed, device.type)
@@ -478,10 +478,12 @@ def _warmup(
     config: EngineConfig,
     wide: Sequence[int],
     ranks: int,
+    *,
+    streamed: bool,
 ) -> Warmup:
     """Compilers at work on the model's kernels."""
     rows, tokens = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens or 0
-    return Warmup.on(device, kernels_of(model, change, Machine.of(device), rows, tokens, wide, ranks))
+    return Warmup.on(device, kernels_of(model, change, Machine.of(device), rows, tokens, wide, ranks, streamed))
 
 
 def _check_sparse(device: torch.device, placement: Placement | None) -> None:

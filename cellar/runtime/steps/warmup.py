@@ -26,7 +26,7 @@ from cellar.models import loader
 from cellar.models.loader import LoadedWeights
 from cellar.models.model import Comm, Model
 from cellar.ops.attention import AttentionBuffers, AttentionShape, AttentionWork
-from cellar.ops.attention.hopper import decode_source, hopper_decodes_shape, prompt_source, sizes_for
+from cellar.ops.attention.hopper import decode_source, prompt_source, sizes_for
 from cellar.ops.attention.plan import FEW, GRAPH_TILE, HOPPER_TILE, Captured
 from cellar.ops.compile_jobs import key_of, on_target
 from cellar.ops.cuda.compiler import compile_cuda
@@ -98,11 +98,12 @@ def kernels_of(
     most_tokens: int,
     wide: Sequence[int] = (),
     ranks: int = 1,
+    streamed: bool = False,
 ) -> Kernels:
     """List the kernels of a model's captured steps: up to `num_rows` decodes, prompts of up to `most_tokens`.
 
     `prepare` is what loading does to each weight; `wide`: layers that keep their maximum; `ranks`: how many
-    share the model, of which this is one's share.
+    share the model, of which this is one's share; `streamed`: steps are not captured, and have any number of tokens.
     """
     spec = model.spec
     dtype = getattr(torch, spec.dtype)
@@ -110,7 +111,7 @@ def kernels_of(
         forward = _forward(model, prepare, AbsentRanks(spec.vocab_size) if ranks > 1 else None)
         forward.keep_maximum([j for j in wide if j < len(forward.weights.layers)])
         with noted_launches() as notes:
-            _run_captured(forward, machine, num_rows, most_tokens)
+            _run_captured(forward, machine, num_rows, most_tokens, uneven=streamed)
         first = [launch for launch in notes if not (machine.hopper and _hopper_has(launch, forward, dtype))]
         with noted_launches() as notes:
             _run_transfers()
@@ -199,8 +200,11 @@ def _forward(model: Model, prepare: loader.Transform, comm: Comm | None) -> Forw
     return Forward(model, weights, Arena(spec.kv, 2, META), META, comm)
 
 
-def _run_captured(forward: Forward, machine: Machine, num_rows: int, most_tokens: int) -> None:
-    """The steps that `StepGraphs` records, with the same numbers of tokens and programs."""
+def _run_captured(forward: Forward, machine: Machine, num_rows: int, most_tokens: int, *, uneven: bool = False) -> None:
+    """The steps that `StepGraphs` records, with the same numbers of tokens and programs.
+
+    Of prompts these are multiples of 16, for which a compiler makes kernels of their own; `uneven`: others, too.
+    """
     spec = forward.model.spec
     programs = machine.programs
     table = torch.empty((num_rows + 1, -(-spec.max_position // spec.kv.chunk_size)), dtype=torch.int32, device=META)
@@ -213,7 +217,8 @@ def _run_captured(forward: Forward, machine: Machine, num_rows: int, most_tokens
         number = torch.empty(size, dtype=torch.int64, device=META)
         return forward.run(works, number, number, number, table)
 
-    for size in prompt_sizes(most_tokens):
+    prompts = prompt_sizes(most_tokens)
+    for size in (*prompts, *(size - 1 for size in prompts if uneven)):
         layers(size, lambda shape: Captured.prompts(size, num_rows, shape, programs, _tile(shape, machine)))  # noqa: B023
     for size in batch_sizes(num_rows):
         decodes = layers(size, lambda shape: Captured.decodes(size, shape, programs, _tile(shape, machine)))  # noqa: B023
@@ -292,9 +297,9 @@ def _hopper_has(launch: Launch, forward: Forward, dtype: torch.dtype) -> bool:
     if launch.kernel.__name__ == "_attention_kernel":
         heads = (given["DIM"], given["GROUP"], given["WINDOW"])
         of = [s for s in forward.shapes if (s.head_dim, s.group, s.window or 0) == heads]
-        if given["NEW"]:
-            return any(hopper_decodes_shape(shape) for shape in of)
-        return bool(given["WIDE"]) and any(shape.suits_hopper for shape in of)
+        if given["WIDE"]:
+            return any(shape.suits_hopper for shape in of)
+        return any(shape.decodes_on_hopper for shape in of)
     if launch.kernel.__name__ == "_flat_kernel" and given["MP"] > WIDE_FROM:
         x, weight = launch.args[:2]
         same = [w for w in _matrices(forward) if w.matrix.shape == weight.shape]
@@ -317,7 +322,7 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterato
     if dtype not in DTYPES:
         return
     for shape in forward.shapes:
-        if hopper_decodes_shape(shape):
+        if shape.decodes_on_hopper:
             counts = (*(n for n in batch_sizes(FEW + 1) if n <= FEW), FEW + 1)  # the last stands for all others
             for decodes in dict.fromkeys(sizes_for(shape, n, processors) for n in counts):
                 yield _cuda_job(*decode_source(shape, decodes, dtype))
