@@ -34,6 +34,9 @@ SIZES = (
     Wide(128, 224, 4, sharing_rows=2, persistent=True),
     Wide(128, 192, 3, sharing_rows=2, sharing_tokens=2, persistent=True),
     Wide(128, 128, 6, sharing_rows=2, sharing_tokens=2, parts=2),
+    Wide(192, 112, 5, sharing_tokens=2, persistent=True),
+    Wide(192, 192, 4),
+    Wide(192, 96, 4, parts=4),
     Wide(64, 224, 6, sharing_tokens=2),
     Wide(64, 16, 10),
     Wide(64, 112, 9, sharing_tokens=4, persistent=True),
@@ -179,6 +182,9 @@ SMALL = (
     (Wide(128, 64, 3, sharing_rows=2, sharing_tokens=2, parts=2), (200, 136, 520)),
     (Wide(128, 32, 2, sharing_rows=2, sharing_tokens=2, persistent=True), (300, 200, 456)),
     (Wide(64, 48, 2, persistent=True), (70, 200, 456)),
+    (Wide(192, 112, 2, sharing_tokens=2, persistent=True), (180, 456, 456)),
+    (Wide(192, 64, 3, parts=4), (150, 136, 520)),
+    (Wide(192, 48, 3), (200, 120, 200)),
     (Wide(128, 160, 2, sharing_rows=2, persistent=True), (130, 328, 200)),
 )
 

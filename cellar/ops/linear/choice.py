@@ -28,7 +28,9 @@ WIDE_FROM = 33
 # which gains more behind long kernels than behind the short one with which it is measured.
 DRAW = 1.025
 
-# Of the wide product: blocks of a cluster, bytes of a block's shared memory.
+# Of the wide product: the most rows of a tile by its tokens, whose sums fill a thread's registers; blocks of a cluster,
+# bytes of a block's shared memory.
+MOST_ROWS = {64: 256, 128: 256, 192: 192}
 MAX_CLUSTER = 8
 MAX_SHARED = 231_424
 
@@ -125,12 +127,12 @@ class Wide:
     persistent: bool = False
 
     def __post_init__(self) -> None:
-        _check(self, ("tokens",), least=64)
         _check(self, ("sharing_rows", "sharing_tokens", "parts"), least=1)
-        if self.tokens > 128 or not 16 <= self.rows <= 256 or self.rows % (16 * self.sharing_rows):
+        most = MOST_ROWS.get(self.tokens, 0)
+        if not 16 <= self.rows <= most or self.rows % (16 * self.sharing_rows):
             raise ConfigError(
-                f"a wide product cannot have tiles of {self.tokens} tokens x {self.rows} rows; give 64 or 128 tokens, "
-                f"and up to 256 rows in multiples of {16 * self.sharing_rows}."
+                f"a wide product cannot have tiles of {self.tokens} tokens x {self.rows} rows; give 64, 128 or 192 "
+                f"tokens, and up to 256 rows (192 with 192 tokens) in multiples of {16 * self.sharing_rows}."
             )
         if self.cluster > MAX_CLUSTER:
             raise ConfigError(f"a wide product cannot have clusters of {self.cluster}; {MAX_CLUSTER} is the most.")

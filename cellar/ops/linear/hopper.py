@@ -1,8 +1,8 @@
 """The wide product: 33 to 1,024 tokens by a matrix on Hopper, weights at memory's speed (FlashDecoding++ §4, §5).
 
-Up to 256 tokens one wave of blocks covers the matrix: tiles of [64 or 128 tokens] x [16 to 256 rows], the width chosen
-so that there are as many tiles as multiprocessors, and sums split among the blocks of a cluster where the matrix has
-too few rows; beyond, blocks go on from tile to tile. The kernel is CUDA C++ (`wide.cu`);
+Up to 256 tokens one wave of blocks covers the matrix: tiles of [64, 128 or 192 tokens] x [16 to 256 rows], the width
+chosen so that there are as many tiles as multiprocessors, and sums split among the blocks of a cluster where the matrix
+has too few rows; beyond, blocks go on from tile to tile. The kernel is CUDA C++ (`wide.cu`);
 docs/decisions/0016-hopper-kernels.md says why.
 """
 

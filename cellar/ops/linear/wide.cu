@@ -6,7 +6,7 @@
 // each block adds up some rows, which the others send to its shared memory. Widths (BN) need not be powers of two, so
 // that tiles can be as many as there are multiprocessors.
 //
-// Set by the compiler's options: TM rows of x (64, 128), BN rows of w, STAGES in flight, CM, CN, CK, GATED, HAS_BIAS,
+// Set by the compiler's options: TM rows of x (64, 128, 192), BN rows of w, STAGES in flight, CM, CN, CK, GATED, HAS_BIAS,
 // PERSIST (a block goes on with the next tile while the last one is written), BF16 (else float16).
 
 constexpr int GROUPS = TM / 64;          // warpgroups that multiply, 64 rows of x each
@@ -25,7 +25,7 @@ constexpr int PITCH = PIECE + 8;                       // of a row in shared mem
 constexpr int OWNED = MULTIPLIERS / CK;                // warps whose rows a block adds up
 constexpr u32 PART_BYTES = 16 * BN * 4;                // a warp's rows of another part
 
-static_assert(TM == 64 || TM == 128);
+static_assert(TM == 64 || TM == 128 || TM == 192);
 static_assert(BN % (8 * HALVES * CM) == 0 && BN <= 256 && X_ROWS % 8 == 0);
 static_assert(CK == 1 || (!PERSIST && !GATED));
 static_assert(MULTIPLIERS % CK == 0);

@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cellar.core.errors import ConfigError
-from cellar.ops.linear.choice import MAX_CLUSTER, MAX_SHARED, Shape, Wide
+from cellar.ops.linear.choice import MAX_CLUSTER, MAX_SHARED, MOST_ROWS, Shape, Wide
 
 # Numbers of tokens that are measured; those between run like the next larger one.
-TOKENS = (64, 128, 256, 512, 768, 1024)
+TOKENS = (64, 128, 192, 256, 512, 768, 1024)
 MOST = 12
 _MOST_STAGES = 10
 
@@ -32,11 +32,11 @@ def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wid
             for sharing_rows, sharing_tokens in ((1, 1), (2, 1), (1, 2)):
                 yield Wide(128, rows, stages, sharing_rows, sharing_tokens, 1, True)
         return
-    tokens = 64 if m <= 64 else 128
+    tokens = 128 if m > 192 else next(tokens for tokens in MOST_ROWS if m <= tokens)
     down = -(-m // tokens)
     sharing_rows = 2 if down > 1 else 1
-    for parts in (1,) if gate else (1, 2, 4, 8)[: 3 if tokens == 64 else 4]:
-        for rows in range(16 * sharing_rows, 257, 16 * sharing_rows):
+    for parts in (1,) if gate else (parts for parts in (1, 2, 4, 8) if tokens // 16 % parts == 0):
+        for rows in range(16 * sharing_rows, MOST_ROWS[tokens] + 1, 16 * sharing_rows):
             blocks = -(-n // rows) * parts * down
             if not multiprocessors // 2 < blocks <= 8 * multiprocessors or k < 64 * parts:
                 continue
