@@ -10,7 +10,7 @@ from cellar.core.errors import ConfigError
 from cellar.ops.linear.choice import MAX_CLUSTER, MAX_SHARED, MOST_ROWS, Shape, Wide
 
 # Numbers of tokens that are measured; those between run like the next larger one.
-TOKENS = (64, 128, 192, 256, 512, 768, 1024)
+TOKENS = (64, 128, 192, 256, 384, 512, 768, 1024)
 MOST = 12
 _MOST_STAGES = 10
 
@@ -28,9 +28,9 @@ def _all(m: int, shape: Shape, gate: bool, multiprocessors: int) -> Iterator[Wid
     n, k, *_ = shape
     if m > 256:
         # Tensor cores decide, not memory: large tiles.
-        for rows, stages in ((256, 4), (224, 4), (192, 5)):
+        for tokens, rows, stages in ((128, 256, 4), (128, 224, 4), (128, 192, 5), (192, 192, 4), (192, 160, 4)):
             for sharing_rows, sharing_tokens in ((1, 1), (2, 1), (1, 2)):
-                yield Wide(128, rows, stages, sharing_rows, sharing_tokens, 1, True)
+                yield Wide(tokens, rows, stages, sharing_rows, sharing_tokens, 1, True)
         return
     tokens = 128 if m > 192 else next(tokens for tokens in MOST_ROWS if m <= tokens)
     down = -(-m // tokens)
