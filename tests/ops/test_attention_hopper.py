@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from cellar.core.kv_formats import KVFormat
+from cellar.core.specs import RopeSpec
 from cellar.ops.attention import (
     OPS,
     AttentionShape,
     AttentionWork,
+    attention,
     decode_attention,
     decodes_at_once,
     plan_attention,
@@ -48,6 +51,7 @@ from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_available
 from cellar.ops.kv_format import quantized_cache
 from cellar.ops.registry import Case
+from cellar.ops.rotary import rope_table, rotary_kv
 from tests.ops import emulated
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -516,6 +520,50 @@ def test_decodes_beside_prompts_on_the_device(dtype: torch.dtype) -> None:
         assert torch.equal(again, first)
         assert not work.resident.counters.any()
         assert not work.resident.claimed.any()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        pytest.param("cuda", marks=[pytest.mark.gpu, hopper]),
+    ],
+)
+@pytest.mark.parametrize("kv_format", ["plain", "fp8"])
+def test_decodes_beside_prompts_see_what_was_just_written(name: str, kv_format: KVFormat) -> None:
+    """Steps in a row, each with other tokens in the same places, with a pause before attention and without: no query, key
+    or value of the step before is seen.
+    """
+    device, dtype = torch.device(name), torch.bfloat16
+    decodes = tuple((r, 11 * r, 11 * r + 1) for r in range(40 if name == "cuda" else 5))
+    spans = (*decodes, (40, 0, 70), (41, 90, 200))
+    given = attention_cases.case("written", spans, (8, 2, 128), 32, programs=264, kv_format=kv_format).make(
+        device, dtype
+    )
+    work, table, scale = given["work"], given["table"], given["scale"]
+    k_cache, v_cache = given["k_cache"].clone(), given["v_cache"].clone()
+    each = work.stop - work.start
+    row = torch.from_numpy(work.row).repeat_interleave(torch.from_numpy(each)).long()
+    places = np.concatenate([np.arange(start, stop) for _, start, stop in spans])
+    positions = torch.from_numpy(places).long().to(device)
+    slots = table[row.to(device), positions // 32].long() * 32 + positions % 32
+    cos_sin = rope_table(RopeSpec(128, 128, 10_000.0, max_position=512), device)
+    noise = torch.Generator().manual_seed(1)
+    steps = 40 if name == "cuda" else 3
+    tokens = [torch.randn(len(places), 12, 128, generator=noise).to(device, dtype) for _ in range(steps)]
+
+    def run(pause: bool) -> list[torch.Tensor]:
+        k, v, found = k_cache.clone(), v_cache.clone(), []
+        for x in tokens:
+            q = rotary_kv(x[:, :8], x[:, 8:10], x[:, 10:], positions, cos_sin, k, v, slots)
+            if pause and name == "cuda":
+                torch.cuda.synchronize()
+            found.append(attention(q, k, v, table, work, scale))
+        return found
+
+    for apart, at_once in zip(run(True), run(False), strict=True):
+        assert bool(apart.isfinite().all())
+        assert torch.equal(apart, at_once)
 
 
 # -- K and V in FP8 ---------------------------------------------------------------------------------------------------
