@@ -531,8 +531,8 @@ def test_decodes_beside_prompts_on_the_device(dtype: torch.dtype) -> None:
 )
 @pytest.mark.parametrize("kv_format", ["plain", "fp8"])
 def test_decodes_beside_prompts_see_what_was_just_written(name: str, kv_format: KVFormat) -> None:
-    """Steps in a row, each with other tokens in the same places, with a pause before attention and without: no query, key
-    or value of the step before is seen.
+    """Steps in a row, each with other tokens in the same places, with a pause before attention and without: nothing of
+    the step before is seen.
     """
     device, dtype = torch.device(name), torch.bfloat16
     decodes = tuple((r, 11 * r, 11 * r + 1) for r in range(40 if name == "cuda" else 5))
