@@ -211,6 +211,24 @@ def test_one_token_has_its_norms_inside_the_products() -> None:
     assert kinds_of(timeline(names), linear_kinds(spec)) == kinds
 
 
+@pytest.mark.parametrize("name", ["product", "mixed_product", "product_of_bytes", "product_of_nibbles"])
+def test_our_own_products_on_hopper_are_products(name: str) -> None:
+    """By their names, as a profiler has them: the first of a step is no embedding, and the gated one nothing else."""
+    spec = spec_of(num_hidden_layers=1)
+    names = [name, "_rotary_kv_kernel", "prompt_attention", "decode_attention", name, "_add_norm_kernel"]
+    names += [
+        name,
+        "written_out",
+        "nvjet_tst_192x128_64x4_2x1_v_bz_coopB_TNN",
+        "_add_norm_kernel",
+        name,
+        "_choose_kernel",
+    ]
+    roles = ["linear qkv", ROTARY, ATTENTION, ATTENTION, "linear out", NORM]
+    roles += ["linear gate/up", "linear gate/up", "linear down", NORM, "linear head", SAMPLING]
+    assert kinds_of(timeline(names), linear_kinds(spec)) == roles
+
+
 def test_roles_are_not_guessed() -> None:
     """One product too few: which one it is cannot be known."""
     names = [name for name, _ in [*LAYER, *LEAVE]]

@@ -162,10 +162,11 @@ def _linear_kind(name: str) -> str:
 
 # Names of our kernels, of cuBLAS's, and of the CPU's operations.
 _PRODUCT = re.compile(
-    r"gemm|gemv|_flat_kernel|_rows_kernel|_tiles_kernel|cutlass|nvjet|xmma|linear_dynamic_fp16|_linear_pointwise|aten::(linear|mm|addmm)$",
+    r"gemm|gemv|_flat_kernel|_rows_kernel|_tiles_kernel|^(mixed_)?product$|^product_of_(bytes|nibbles)$"
+    r"|cutlass|nvjet|xmma|linear_dynamic_fp16|_linear_pointwise|aten::(linear|mm|addmm)$",
     re.IGNORECASE,
 )
-_PRODUCT_PART = re.compile(r"split_?k.*reduce|reduce.*split_?k|cublas|_expand_kernel", re.IGNORECASE)
+_PRODUCT_PART = re.compile(r"split_?k.*reduce|reduce.*split_?k|cublas|_expand_kernel|^written_out$", re.IGNORECASE)
 _NAMES: Sequence[tuple[re.Pattern[str], str]] = tuple(
     (re.compile(pattern, re.IGNORECASE), kind)
     for pattern, kind in (
