@@ -46,7 +46,7 @@ from cellar.ops.attention.hopper import (
     sizes_for,
     takes_attention,
 )
-from cellar.ops.attention.plan import LAST, work_items
+from cellar.ops.attention.plan import LAST, NARROW_TILE, work_items
 from cellar.ops.cuda.compiler import compile_cuda, compiler_available
 from cellar.ops.cuda.hopper import MAX_SHARED, hopper_available
 from cellar.ops.kv_format import quantized_cache
@@ -276,7 +276,8 @@ def _repeats(sizes: Sizes, edits: Sequence[tuple[str, str]] = ()) -> bool:
     for blocks in (26, 1):
         given = case.make(torch.device("cpu"), torch.bfloat16)
         buffers = given["work"].resident
-        buffers.partial.zero_(), buffers.extents.zero_()
+        buffers.partial.zero_()
+        buffers.extents.zero_()
         _run(given, sizes, blocks, edits=edits)
         found.append((buffers.partial, buffers.extents))
     return all(torch.equal(alone, after_others) for alone, after_others in zip(*found, strict=True))
@@ -430,21 +431,13 @@ BESIDE_CASES = (
 )
 
 
-def _with_decodes_apart(work: AttentionWork, device: torch.device) -> AttentionWork:
-    """The same plan as a Hopper GPU has it."""
-    shape, programs, spans = work.shape, work.programs, (work.row, work.start, work.stop, work.offset)
-    found = AttentionWork(shape, *spans, device, programs, work.split)
-    tile = 128 if shape.suits_hopper else None
-    found.__dict__["items"] = work_items(shape, *spans, programs, work.split, tile, shape.group)
-    return found
-
-
 def _emulated_beside(case: Case, dtype: torch.dtype, sizes: Sizes, edits: Sequence[tuple[str, str]] = ()) -> None:
     """Decodes of a step with prompts: q is rotated, all of K and V is in the cache, which stays as it is."""
     for blocks, beside in ((2, True), (24, False)):
         given = case.make(torch.device("cpu"), dtype)
         q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "table"))
-        work = _with_decodes_apart(given["work"], torch.device("cpu"))
+        shape = given["work"].shape
+        work = _in_tiles(given["work"], 128 if shape.suits_hopper else None, torch.device("cpu"), shape.group)
         kept = k_cache.clone(), v_cache.clone()
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         arguments = decode_arguments(
@@ -698,10 +691,12 @@ def _prompt(number: int, heads: tuple[int, int, int], chunk: int) -> Case:
     return attention_cases.case(name, spans, heads=heads, chunk=chunk, programs=programs)
 
 
-def _in_tiles(work: AttentionWork, tile: int, device: torch.device) -> AttentionWork:
-    """The same plan with wide tiles of so many rows, its list on the device."""
+def _in_tiles(
+    work: AttentionWork, tile: int | None, device: torch.device, most_narrow: int = NARROW_TILE
+) -> AttentionWork:
+    """The same plan with wide tiles of so many rows, and narrow spans of at most so many, its list on the device."""
     shape, programs = work.shape, work.programs
-    items = work_items(shape, work.row, work.start, work.stop, work.offset, programs, work.split, tile)
+    items = work_items(shape, work.row, work.start, work.stop, work.offset, programs, work.split, tile, most_narrow)
     found = AttentionWork(shape, work.row, work.start, work.stop, work.offset, device, programs, work.split)
     found.__dict__["items"] = items
     return found
