@@ -272,10 +272,10 @@ def test_unified_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @GPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_recount_is_what_the_device_does(dtype: torch.dtype) -> None:
-    """In bfloat16 prompts do without a maximum, too."""
-    spans, by = [*SPANS], {0: 80.0, 2: -90.0}
+    """In bfloat16 prompts do without a maximum, too; in float32 decodes alone do, which are single tokens here."""
+    spans, by = [(row, stop - 1, stop) for row, _, stop in SPANS], {0: 80.0, 2: -90.0}
     if dtype == torch.bfloat16:
-        spans.append((4, 100, 140))
+        spans += [(4, 100, 140), (5, 63, 65)]
         by[4] = 100.0
     e = lifted(example(spans, heads=6, kv_heads=2, garbage=0.0, seed=5, dtype=dtype), by)
     (count,) = recount(e.q, e.k_cache, e.table, e.work(split=32), e.scale)
