@@ -1,4 +1,4 @@
-"""Products with quantized matrices on the CPU, by the kernels of `ops/cpu/quantized.py` and `ops/cpu/planes.py`."""
+"""Products with quantized matrices on the CPU: `ops/cpu/quantized.py`, `ops/cpu/planes.py` and `ops/cpu/panels.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.cpu.blocks import BLOCK, COLUMNS, ROWS, SIZE
+from cellar.ops.cpu.blocks import BLOCK, COLUMNS, PANEL, PLACE, ROWS, SIZE
 from cellar.ops.cpu.launch import kernel, multiplies_bytes
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.quant.activations import rounded, token_codes
@@ -21,10 +21,12 @@ _IN_COLUMNS = (BLOCK, 2 * BLOCK, 4 * BLOCK)
 # more turns, the less all wait for one that has no core for a while.
 _TURNS, _TURN = 4, 1 << 16
 # Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time;
-# tokens up to which whole numbers are faster than that, and how many of those a thread's stack holds at once.
+# tokens up to which whole numbers have the kernel for a few, and how many of those a thread's stack holds at once.
 _EXPANDED_FROM = 8
 _EXPANDED = 1 << 20
 _WHOLE_TO, _WHOLE_AT_ONCE = 16, 8
+# Tokens of a call of the kernel that takes many: what they have become stays in the second cache.
+_MANY = 128
 
 
 def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
@@ -43,9 +45,9 @@ def takes(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> bool:
 def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = None) -> Tensor:
     """`quantized_linear` for matrices that are taken; summed in float32, rounded once.
 
-    Prompts in bfloat16 are multiplied by the library, which promises nothing about their last bits in any format, a few
-    tokens in whole numbers where the processor can (`multiplied_in_bytes`). Where the format rounds activations, their
-    codes are multiplied: whole numbers, exact up to 2^24, the bits of `int8.py`.
+    Tokens in bfloat16 are multiplied in whole numbers where the processor can (`multiplied_in_bytes`), a few by one
+    kernel and many by another; else by the library, which promises nothing about their last bits. Where the format
+    rounds activations, their codes are multiplied: whole numbers, exact up to 2^24, the bits of `int8.py`.
     """
     tokens, rows = x.shape[0], matrix.shape[0]
     if not tokens or not rows:
@@ -59,6 +61,8 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         out = _summed(codes.float(), whole).mul_(matrix.scales.float().view(1, -1)).mul_(scales)
     elif tokens <= _WHOLE_TO and multiplied_in_bytes(x, matrix):
         return products_in_bytes(x, matrix, bias, x.dtype)
+    elif rows >= PANEL and multiplied_in_bytes(x, matrix):
+        return products_in_panels(x, matrix, bias, x.dtype)
     elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
         return _expanded(x, matrix, bias)
     else:
@@ -94,6 +98,21 @@ def products_in_bytes(x: Tensor, matrix: Quantized, bias: Tensor | None, dtype: 
     return out
 
 
+def products_in_panels(x: Tensor, matrix: Quantized, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[t, out] in bfloat16 or float32, of at least PANEL rows (`ops/cpu/panels.py`)."""
+    (rows, columns), name = matrix.shape, matrix.format.name
+    out, x = torch.empty((x.shape[0], rows), dtype=dtype), x.contiguous()
+    raised = None if bias is None else bias.float().contiguous()
+    blocks, per = columns // COLUMNS, COLUMNS // (matrix.format.group or COLUMNS)
+    places = torch.empty((min(_MANY, len(x)), blocks, PLACE), dtype=torch.uint8)
+    for some, there in zip(torch.split(x, _MANY), torch.split(out, _MANY), strict=True):
+        values = (some.data_ptr(), places.data_ptr(), len(some), blocks, per, max(1, len(some) // 16))
+        kernel(f"tokens_{name}", x.dtype)(struct.pack("6q", *values), some.numel())
+        first = places.data_ptr(), 0 if raised is None else raised.data_ptr()
+        _launch("panels", first, matrix, there, (len(some), dtype == torch.bfloat16), PANEL)
+    return out
+
+
 def _summed(x: Tensor, matrix: Quantized) -> Tensor:
     """float32 [t, out] by the kernel that reads codes in their bits."""
     out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
@@ -126,13 +145,15 @@ def _in_order(x: Tensor, matrix: Quantized) -> Tensor:
     return x.reshape(x.shape[0], -1, SIZE, 2).transpose(2, 3)
 
 
-def _launch(name: str, first: tuple[int, ...], matrix: Quantized, out: Tensor, tokens: tuple[int, ...]) -> None:
-    """Run a kernel of `ops/cpu/quantized.py` or `ops/cpu/planes.py`."""
+def _launch(
+    name: str, first: tuple[int, ...], matrix: Quantized, out: Tensor, tokens: tuple[int, ...], together: int = ROWS
+) -> None:
+    """Run a kernel of `ops/cpu/quantized.py`, `ops/cpu/planes.py` or `ops/cpu/panels.py`, `together` rows at once."""
     rows, columns = matrix.shape
     scales = matrix.scales.contiguous()
     zeros = None if matrix.zeros is None else matrix.zeros.contiguous()
     group = matrix.format.group or columns
-    turn = max(rows // (_TURNS * torch.get_num_threads()), _TURN // columns) // ROWS * ROWS or ROWS
+    turn = max(rows // (_TURNS * torch.get_num_threads()), _TURN // columns) // together * together or together
     places = (*first, matrix.codes.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
     counts = (*tokens, rows, columns // group, group // BLOCK, matrix.format.rows or rows, turn)
     values = (*places, out.data_ptr(), *counts)

@@ -129,7 +129,7 @@ def test_threads_that_compute_masks_step_back() -> None:
     go.set()
     matcher, desk = Held(go), desk_of(told)
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    desk.ask([Wanted(1, 0, row("a", matcher))])
+    desk.ask([Wanted(1, 0, row("a", matcher))], patience=SECONDS)
     assert told.until(1) == [(1, True)]
     assert matcher.nice == min(own + NICER, 19)
     assert os.getpriority(os.PRIO_PROCESS, 0) == own, "and nobody else does"

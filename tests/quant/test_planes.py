@@ -68,7 +68,7 @@ def test_a_token_has_the_same_bits_in_company(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_layer_gives_a_token_the_same_bits_beside_up_to_fifteen(name: str) -> None:
-    """Beyond, the library multiplies, which promises nothing about them."""
+    """Beyond, another kernel multiplies, which adds in another order (`test_panels.py`)."""
     matrix, x, bias = quantized(random(75, 640), FORMATS[name]), wide_range(16, 640), random(1, 75)[0].bfloat16()
     alone = torch.cat([cpu.quantized_linear_cpu(token[None], matrix, bias) for token in x])
     for tokens in (7, 8, 9, 16):

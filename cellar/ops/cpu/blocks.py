@@ -13,3 +13,9 @@ ROWS = 4
 
 COLUMNS = 128
 """That are multiplied in whole numbers at once: of 4 bits the bytes of a register."""
+
+PANEL = 2 * SIZE
+"""Rows of the matrix that many tokens are multiplied by at once."""
+
+PLACE = 512
+"""Bytes of COLUMNS numbers of a token among many: three of each, and what belongs to all."""

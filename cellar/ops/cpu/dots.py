@@ -532,6 +532,15 @@ def _turned(builder: Any, rows: list[Any]) -> list[Any]:
     return found
 
 
+def _turned_rows(builder: Any, source: Any, at: Any, stride: Any) -> list[Any]:
+    """Of sixteen rows of 64 bytes, `stride` of them apart: the w-th four bytes of all rows."""
+    rows = []
+    for n in range(SIZE):
+        here = builder.add(at, builder.mul(stride, ir.Constant(_LONG, n)))
+        rows.append(builder.load(_bytes_at(builder, _INTS, source, here), align=1))
+    return _turned(builder, rows)
+
+
 @written
 def turn_words(typing: Any, source: Any, at: Any, stride: Any, target: Any, to: Any) -> Any:
     """Sixteen rows of 64 bytes, `stride` of them apart: of the w-th four bytes of all rows the lower nibbles come side
@@ -541,15 +550,27 @@ def turn_words(typing: Any, source: Any, at: Any, stride: Any, target: Any, to: 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         use_whole_registers(builder)
         source, at, stride, target, to = args
-        rows = []
-        for n in range(SIZE):
-            here = builder.add(at, builder.mul(stride, ir.Constant(_LONG, n)))
-            rows.append(builder.load(_bytes_at(builder, _INTS, source, here), align=1))
-        for w, words in enumerate(_turned(builder, rows)):
+        for w, words in enumerate(_turned_rows(builder, source, at, stride)):
             parts = words, builder.lshr(words, _all(4))
             for k, part in enumerate(parts):
                 there = builder.add(to, ir.Constant(_LONG, 128 * w + 64 * k))
                 builder.store(builder.and_(part, _all(0x0F0F0F0F)), _bytes_at(builder, _INTS, target, there), align=1)
+        return context.get_dummy_value()
+
+    return signature(types.none, source, types.int64, types.int64, target, types.int64), lower
+
+
+@written
+def turn_raised(typing: Any, source: Any, at: Any, stride: Any, target: Any, to: Any) -> Any:
+    """The same of bytes with a sign, which become 128 higher and have none: the w-th four come to `to` + 128 w."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        source, at, stride, target, to = args
+        for w, words in enumerate(_turned_rows(builder, source, at, stride)):
+            there = builder.add(to, ir.Constant(_LONG, 128 * w))
+            part = builder.xor(words, _all(0x80808080))
+            builder.store(part, _bytes_at(builder, _INTS, target, there), align=1)
         return context.get_dummy_value()
 
     return signature(types.none, source, types.int64, types.int64, target, types.int64), lower

@@ -71,7 +71,7 @@ def attends_to_decodes() -> bool:
 
 @functools.cache
 def multiplies_bytes() -> bool:
-    """True if kernels of `planes.py` run on this processor."""
+    """True if kernels of `planes.py` and `panels.py` run on this processor."""
     from cellar.ops.cpu.dots import has_dots
 
     return has_dots()

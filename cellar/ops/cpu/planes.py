@@ -72,17 +72,19 @@ def _exponent(x, at, columns):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _up(exponent):  # type: ignore[no-untyped-def]
-    """What numbers are multiplied by to become whole ones; 0 where all are next to nothing, or one is no number."""
-    return number_of((254 + _BITS - 1 - exponent) << 23 if _BITS < exponent < 255 else 0)
+def up_to(exponent, bits):  # type: ignore[no-untyped-def]
+    """What numbers are multiplied by to become whole ones below 2^bits, the largest of which has this exponent; 0 where
+    all are next to nothing, or one is no number.
+    """
+    return number_of((254 + bits - 1 - exponent) << 23 if bits < exponent < 255 else 0)
 
 
 @piece
-def _unit(exponent):  # type: ignore[no-untyped-def]
+def unit_of(exponent, bits):  # type: ignore[no-untyped-def]
     """The other way: no number where there was one that is none."""
     if exponent == 255:
         return number_of(0x7FC00000)
-    return number_of((exponent - _BITS + 1) << 23 if exponent > _BITS else 0)
+    return number_of((exponent - bits + 1) << 23 if exponent > bits else 0)
 
 
 @piece
@@ -122,7 +124,7 @@ def _three_sums(sums, a, b, planes, at):  # type: ignore[no-untyped-def]
 def _put_pairs(x, at, columns, planes, to):  # type: ignore[no-untyped-def]
     """A token's planes as codes of 4 bits want them, with the sums of sixteen eights -> its unit."""
     exponent = _exponent(x, at, columns)
-    up, ones = wide_splat(_up(exponent)), whole_splat(_ONES)
+    up, ones = wide_splat(up_to(exponent, _BITS)), whole_splat(_ONES)
     for c in range(0, columns, COLUMNS):
         for k in range(0, BYTES, SIZE):
             first, second = of_pairs(x, at + c + 2 * k)
@@ -130,14 +132,14 @@ def _put_pairs(x, at, columns, planes, to):  # type: ignore[no-untyped-def]
             _into_bytes(second, up, planes, to + BYTES + k)
         whole_store(planes, to + 6 * BYTES, _whole_sums(ones, ones, planes, to))
         to += PLANES * BYTES
-    return _unit(exponent)
+    return unit_of(exponent, _BITS)
 
 
 @piece
 def _put_singles(x, at, columns, planes, to, sums, where):  # type: ignore[no-untyped-def]
     """A token's planes as codes of 8 bits want them -> its unit. `sums` of each plane's bytes, times 128."""
     exponent = _exponent(x, at, columns)
-    up, eights = wide_splat(_up(exponent)), whole_splat(_HIGHEST)
+    up, eights = wide_splat(up_to(exponent, _BITS)), whole_splat(_HIGHEST)
     all_sums = whole_splat(0), whole_splat(0), whole_splat(0)
     for c in range(0, columns, COLUMNS):
         for k in range(0, 2 * BYTES, SIZE):
@@ -148,7 +150,7 @@ def _put_singles(x, at, columns, planes, to, sums, where):  # type: ignore[no-un
     whole_store(sums, where, top)
     whole_store(sums, where + BYTES, high)
     whole_store(sums, where + 2 * BYTES, low)
-    return _unit(exponent)
+    return unit_of(exponent, _BITS)
 
 
 @piece
