@@ -39,6 +39,7 @@ FORMATS = {"bfloat16": ("bf16", None), "int8": ("q8_0", "int8"), "int4": ("q4_0"
 """What a format is called: llama.cpp's, and Cellar's `quantization`."""
 
 PROMPT_ROUNDS = 3
+_SILENCE = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda level, text, data: None)
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,16 @@ def write(config: Mapping[str, Any], path: Path) -> None:
     writer.close()
 
 
+def quiet() -> Any:
+    """llama.cpp's library, which says nothing of what it does."""
+    lib = import_module("llama_cpp")
+    lib.llama_log_set(_SILENCE, None)
+    return lib
+
+
 def quantize(directory: Path) -> None:
     """The model's other two files, by llama.cpp itself."""
-    lib = import_module("llama_cpp")
+    lib = quiet()
     for name, kind in (("q8_0", lib.LLAMA_FTYPE_MOSTLY_Q8_0), ("q4_0", lib.LLAMA_FTYPE_MOSTLY_Q4_0)):
         how = lib.llama_model_quantize_default_params()
         how.ftype = kind
@@ -110,7 +118,7 @@ class LlamaCpp:
     """A model file, and contexts in which its steps are timed."""
 
     def __init__(self, path: Path, threads: int, vocabulary: int) -> None:
-        self._lib, self._threads, self._vocabulary = import_module("llama_cpp"), threads, vocabulary
+        self._lib, self._threads, self._vocabulary = quiet(), threads, vocabulary
         self._lib.llama_backend_init()
         self._model = self._lib.llama_model_load_from_file(str(path).encode(), self._lib.llama_model_default_params())
         self._random = np.random.default_rng(0)
