@@ -56,15 +56,16 @@ def test_a_token_has_the_same_bits_in_company(name: str) -> None:
     assert torch.equal(together, torch.cat([product(token[None], matrix) for token in x]))
 
 
-def test_a_much_larger_number_takes_nothing_from_the_others() -> None:
-    """With 15 bits 1,000 times as large a number would leave 5 of the others'."""
+@pytest.mark.parametrize("scale", [1.0, 2.0**70, 2.0**-90])
+def test_a_much_larger_number_takes_nothing_from_the_others(scale: float) -> None:
+    """With 15 bits 1,000 times as large a number would leave 5 of the others', whose squares may be no numbers."""
     matrix = quantized(random(64, 256), FORMATS["int8"])
     whole = dequantized(matrix).double()
-    x = random(20, 256, seed=4).bfloat16()
-    x[:, 9] = 4096.0
+    x = (random(20, 256, seed=4) * scale).bfloat16()
+    x[:, 9] = 4096.0 * scale
     rest = x.double()
     rest[:, 9] = 0
-    found = product(x, matrix).double() - 4096.0 * whole[:, 9]
+    found = product(x, matrix).double() - 4096.0 * scale * whole[:, 9]
     assert float((found - rest @ whole.T).norm() / found.norm()) < 1e-3
 
 

@@ -101,12 +101,15 @@ def _put_block(x, at, planes, to, is_eight, per, here):  # type: ignore[no-untyp
     """128 numbers of a token."""
     most, squares = whole_splat(0), wide_splat(0.0)
     for k in range(0, COLUMNS, SIZE):
-        v = sixteen(x, at + k)
-        most, squares = larger(most, size_bits(bits(v))), wide_fma(v, v, squares)
+        most = larger(most, size_bits(bits(sixteen(x, at + k))))
     found = largest_of(most)
-    exponent, largest = found >> 23, number_of(found)
+    exponent, few = found >> 23, up_to(found >> 23, _BITS)
+    for k in range(0, COLUMNS, SIZE):
+        v = wide_times(sixteen(x, at + k), wide_splat(few))  # whose squares are numbers, as those of x need not be
+        squares = wide_fma(v, v, squares)
+    largest = number_of(found) * few
     has_third = exponent > _MORE_BITS and largest * largest * COLUMNS > _MUCH * _MUCH * wide_total(squares)
-    up = wide_splat(up_to(exponent, _MORE_BITS if has_third else _BITS))
+    up = wide_splat(up_to(exponent, _MORE_BITS) if has_third else few)
     if is_eight:
         for k in range(0, COLUMNS, SIZE):
             _into_bytes(sixteen(x, at + k), up, has_third, planes, to + k)
