@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -55,8 +56,9 @@ from cellar.runtime.steps.worker import Results, StepWorker
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.arrivals import Arrivals
 from cellar.runtime.tiers.copier import Copier
+from cellar.runtime.tiers.host import HostTier
 from cellar.runtime.tiers.lookup import Lookup
-from cellar.runtime.tiers.opened import close_tiers, open_tiers
+from cellar.runtime.tiers.opened import close_tiers, host_tier, open_tiers
 from cellar.runtime.tiers.remote import RemoteTier
 from cellar.runtime.tiers.storage import Storage
 
@@ -368,41 +370,45 @@ def _open(
             ranks = 1 if place is None else place.size
             forms = streamed_forms(rows) if offloads else prepared
             warmup = Listing(partial(_warmup, model, forms, device, config, tuple(wide), ranks, streamed=offloads))
-    if model_config.load_format == "dummy":
-        make = loader.dummy_reader(device, model_config.seed)
-        content = fingerprint.of_dummy(spec, model_config.seed, device.type)
-    else:
-        assert directory is not None
-        # What may not stay on the device is not read there.
-        make = loader.reader(spec, directory, "cpu" if offloads else device)
-        content = fingerprint.of_checkpoint(directory)
-    offloaded: Offloaded | None = None
-    if offloads:
-        assert placement is not None
-        path = config.offload.disk_path
-        offloaded = open_offloaded(
-            spec,
-            placement,
-            make,
-            device,
-            config.offload.nbytes,
-            None if path is None else Path(path),
-            config.device.num_threads,
-        )
-        _LOG.info("%s", offloaded.report.line())
-        weights = offloaded.weights
-    else:
-        weights = loader.assembled(spec, make, change)
-    if model_config.quantization is not None:
-        content = fingerprint.of_quantized(content, model_config.quantization)
-    if sparse_v is not None:
-        content = fingerprint.of_sparse(content, sparse_v)
-    loaded = time.perf_counter()
-    if warmup is not None:
-        warmup.wait()
-    compiled = time.perf_counter()
-    tiers: Mapping[Tier, Storage] = {}
-    try:
+    with ExitStack() as undo:
+        # Beside the weights: what takes the host's memory would slow the first requests' steps.
+        host = None if offloads else host_tier(config.cache, model.spec.kv, device)
+        if host is not None:
+            undo.callback(host.close)
+        if model_config.load_format == "dummy":
+            make = loader.dummy_reader(device, model_config.seed)
+            content = fingerprint.of_dummy(spec, model_config.seed, device.type)
+        else:
+            assert directory is not None
+            # What may not stay on the device is not read there.
+            make = loader.reader(spec, directory, "cpu" if offloads else device)
+            content = fingerprint.of_checkpoint(directory)
+        offloaded: Offloaded | None = None
+        if offloads:
+            assert placement is not None
+            path = config.offload.disk_path
+            offloaded = open_offloaded(
+                spec,
+                placement,
+                make,
+                device,
+                config.offload.nbytes,
+                None if path is None else Path(path),
+                config.device.num_threads,
+            )
+            undo.callback(offloaded.close)
+            _LOG.info("%s", offloaded.report.line())
+            weights = offloaded.weights
+        else:
+            weights = loader.assembled(spec, make, change)
+        if model_config.quantization is not None:
+            content = fingerprint.of_quantized(content, model_config.quantization)
+        if sparse_v is not None:
+            content = fingerprint.of_sparse(content, sparse_v)
+        loaded = time.perf_counter()
+        if warmup is not None:
+            warmup.wait()
+        compiled = time.perf_counter()
         num_slots = plan_slots(
             model,
             weights,
@@ -417,15 +423,17 @@ def _open(
             wide_layers=wide,
         )
         rehearsed = time.perf_counter()
-        below = (config.cache.kv_offloading_size, config.cache.kv_disk_size, config.cache.kv_remote_size)
-        if offloaded is not None and offloaded.kv[0] == "host" and any(below):
+        asked = (config.cache.kv_offloading_size, config.cache.kv_disk_size, config.cache.kv_remote_size)
+        if offloaded is not None and offloaded.kv[0] == "host" and any(asked):
             raise ConfigError(
                 "KV lies in host memory already, and is not kept in tiers below that yet; leave kv_offloading_size, "
                 "kv_disk_size and kv_remote_size out, or plan with KV on the device."
             )
         homes = 1 if laid is None else laid.layouts.homes
         num_rows = -(-config.schedule.max_num_seqs // homes) * homes
-        tiers = open_tiers(config.cache, model.spec.kv, num_slots, device, identify and identify(model.spec, content))
+        known = identify and identify(model.spec, content)
+        tiers = open_tiers(config.cache, model.spec.kv, num_slots, device, known, host)
+        undo.callback(close_tiers, tiers)
         runtime = LocalRuntime(
             model,
             weights,
@@ -443,11 +451,9 @@ def _open(
             seat=seat,
             sparse_v=sparse_v,
         )
-    except BaseException:
-        close_tiers(tiers)
-        if offloaded is not None:
-            offloaded.close()
-        raise
+        undo.pop_all()
+    if isinstance(below := tiers.get(Tier.HOST), HostTier):
+        below.give_way()
     assert runtime.executor is not None
     arena = runtime.executor.arena
     placed: PlacedBytes | None = None

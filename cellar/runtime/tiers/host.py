@@ -5,9 +5,9 @@ it afterwards how much it has given. On an accelerator the ranges are registered
 and overlap with steps; until its range is registered, and if the driver registers no more (a limit of locked memory), a
 chunk is copied through the driver's own buffer, which is slower and as right.
 
-Whoever else asks the driver for something waits while it registers, longest where it has to get the pages, too: starts
-waited until all 48 GiB were registered, 17 to 25 s. So ranges are small, their pages are there, and behind each is a
-pause as long as it took.
+Whoever else asks the driver for something waits while it registers: under requests, steps took up to 1.9 times as
+long. So ranges are small, their pages are there, a pause follows each, most of it is done beside the start, and once
+requests run (`give_way`) pauses are longer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _REGISTERED_AT_ONCE = 64 * 2**20
 _TAKEN_AT_ONCE = 8 * 2**20
 """While pages are taken, nobody else in this process maps or unmaps memory."""
 _TAKERS = 4
-"""Threads that take pages at most: each takes 2 to 3 GB a second."""
+"""Threads that take pages at most: each takes 2 to 4 GB a second, which others hardly notice."""
+_PAUSES = {False: 1, True: 9}
+"""Times as long as registering a range took: so long the driver is left to a start, and to those who run requests."""
 _GIVEN = 0.98
 """Of what was asked for, what the system must have given for it to be all."""
 _RESERVE = 0.05
@@ -59,6 +61,7 @@ class HostTier:
         self._num_slots = num_slots
         self.chunks: Bytes = zeros(nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
+        self._gives_way = False
         self._registered = Registered(device)
         self._registers = device.type == "cuda"
         self._thread = threading.Thread(target=self._take, name="cellar-host-memory", daemon=True)
@@ -88,6 +91,10 @@ class HostTier:
 
     def erase(self, slot: int) -> None:
         """What nobody knows of is found by nobody, and gone with the process."""
+
+    def give_way(self) -> None:
+        """Requests run from now on; what is left to be registered takes longer."""
+        self._gives_way = True
 
     def taken(self) -> int | None:
         """Bytes that the system counts of it, once all have been asked for; None where it does not say."""
@@ -130,10 +137,10 @@ class HostTier:
             yield part, _all_given(asked)
 
     def _register(self, part: Bytes) -> bool:
-        """Register a range with the driver, and leave it to others for as long; False if it does not."""
+        """Register a range with the driver, and leave it to others for a while; False if it does not."""
         begin = time.perf_counter()
         done = self._registered.add(part)
-        self._closing.wait(time.perf_counter() - begin)
+        self._closing.wait(_PAUSES[self._gives_way] * (time.perf_counter() - begin))
         return done
 
     def _read_back(self, seconds: float) -> None:

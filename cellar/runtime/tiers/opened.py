@@ -25,18 +25,32 @@ KEY_VARIABLE = "CELLAR_KV_REMOTE_KEY"
 """Of the environment: the key that seals what a remote tier keeps, where no file of it is named."""
 
 
+def host_tier(cache: CacheConfig, spec: KVSpec, device: torch.device) -> HostTier | None:
+    """The host's memory below the device, if it is asked for. Raises CapacityError if there is not so much."""
+    if cache.kv_offloading_size is None:
+        return None
+    nbytes = spec.chunk_nbytes()
+    return HostTier(_host_slots(cache.kv_offloading_size, nbytes), nbytes, device)
+
+
 def open_tiers(
-    cache: CacheConfig, spec: KVSpec, num_slots: int, device: torch.device, fingerprint: bytes | None
+    cache: CacheConfig,
+    spec: KVSpec,
+    num_slots: int,
+    device: torch.device,
+    fingerprint: bytes | None,
+    host: HostTier | None = None,
 ) -> Mapping[Tier, Storage]:
-    """Tiers below a device of `num_slots` slots. `fingerprint` is that of the KV, for tiers that outlive the process.
+    """Tiers below a device of `num_slots` slots. `fingerprint` is that of the KV, for tiers that outlive the process;
+    `host` the host's memory, where it is taken already.
 
     Raises CapacityError or ConfigError if one cannot be had as asked for.
     """
     tiers: dict[Tier, Storage] = {}
     nbytes = spec.chunk_nbytes()
     try:
-        if cache.kv_offloading_size is not None:
-            tiers[Tier.HOST] = HostTier(_host_slots(cache.kv_offloading_size, nbytes), nbytes, device)
+        if (memory := host or host_tier(cache, spec, device)) is not None:
+            tiers[Tier.HOST] = memory
         if cache.kv_disk_path is not None and cache.kv_disk_size is not None:
             size, path = int(cache.kv_disk_size * GIB), Path(cache.kv_disk_path).expanduser()
             tiers[Tier.DISK] = DiskTier(path, size, _known(fingerprint), nbytes)
