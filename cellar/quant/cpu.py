@@ -21,10 +21,11 @@ _IN_COLUMNS = (BLOCK, 2 * BLOCK, 4 * BLOCK)
 # more turns, the less all wait for one that has no core for a while.
 _TURNS, _TURN = 4, 1 << 16
 # Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time;
-# tokens up to which whole numbers have the kernel for a few, and how many of those a thread's stack holds at once.
+# tokens up to which whole numbers have the kernel for a few, by what codes cost it, and how many of those a thread's
+# stack holds at once.
 _EXPANDED_FROM = 8
 _EXPANDED = 1 << 20
-_WHOLE_TO, _WHOLE_AT_ONCE = 16, 8
+_WHOLE_TO, _WHOLE_AT_ONCE = {"int4": 4, "int8": 6}, 8
 # Tokens of a call of the kernel that takes many: what they have become stays in the second cache.
 _MANY = 128
 
@@ -59,7 +60,7 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         ones = torch.ones((matrix.shape[0], 1))
         whole = replace(matrix, format=replace(matrix.format, rows=1), scales=ones)
         out = _summed(codes.float(), whole).mul_(matrix.scales.float().view(1, -1)).mul_(scales)
-    elif tokens <= _WHOLE_TO and multiplied_in_bytes(x, matrix):
+    elif multiplied_in_bytes(x, matrix) and tokens <= _WHOLE_TO[matrix.format.name]:
         return products_in_bytes(x, matrix, bias, x.dtype)
     elif rows >= PANEL and multiplied_in_bytes(x, matrix):
         return products_in_panels(x, matrix, bias, x.dtype)
