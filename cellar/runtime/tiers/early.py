@@ -14,6 +14,9 @@ from cellar.runtime.tiers.storage import Bytes
 Answer = Callable[[float], None]
 """All has come, or will: the load takes so many seconds in all."""
 
+_AHEAD_SECONDS = 0.004
+"""So much of a load is asked for ahead of what is copied: more than a thread waits for the interpreter."""
+
 _NEWEST = 0.25
 """What the newest load weighs in what is expected of the next."""
 
@@ -42,34 +45,38 @@ class EarlyLoads:
             self._in_queue(batch, memory, answer)
 
     def _in_queue(self, batch: CopyBatch, memory: Bytes, answer: Answer) -> None:
-        """Part after part is asked for, which takes some milliseconds of a long load: it may be answered before."""
+        """Part after part is asked for, some ahead of what is copied: asking holds up whoever launches the step that
+        waits for the load, which may be answered meanwhile.
+        """
         device = self._device
         watch = _Watch(len(batch) * device.chunk_nbytes, self._rate)
         marks = [EventMark() for _ in range(device.num_parts)]
         arrival = Arrival(batch.target_slots, marks, device.part_of_layer)
+        begins = [0.0, *device.shares]  # of each part, as a share of the load
+        ahead = _AHEAD_SECONDS / watch.expected  # 0: nothing is known
         asked, answered = 0, False
         self._arrivals.add(arrival)
         try:
-            for part, mark in enumerate(marks):
-                if not answered and watch.left() <= batch.lead:
-                    answered = True
-                    answer(watch.expected)
-                device.write_part(part, batch.target_slots, memory, batch.source_slots)
-                mark.record()
-                asked += 1
-                watch.asked()
             for done, mark in enumerate(marks, 1):
+                while asked < len(marks) and (not ahead or asked < done or begins[asked] < begins[done - 1] + ahead):
+                    if not answered and watch.left() <= batch.lead:
+                        answered = True
+                        answer(watch.expected)
+                    device.write_part(asked, batch.target_slots, memory, batch.source_slots)
+                    marks[asked].record()
+                    asked += 1
+                    watch.asked()
                 if not mark.reached():
                     # The moment to answer, if it comes while this part is copied.
                     pause = watch.left() - batch.lead
-                    if not answered and pause < watch.expected / len(marks):
+                    if not answered and pause < watch.expected * (begins[done] - begins[done - 1]):
                         time.sleep(max(0.0, pause))
                         answered = True
                         answer(watch.expected)
                 mark.join()
                 # Where asking took longer than copying, several are there by now: of these the last one tells the rate.
-                if done == len(marks) or not marks[done].reached():
-                    watch.reached(done / len(marks))
+                if done == asked or not marks[done].reached():
+                    watch.reached(begins[done])
             self._rate = watch.rate()
             if not answered:
                 answer(watch.expected)
@@ -95,8 +102,8 @@ class EarlyLoads:
                     answer(watch.expected)
                 device.write_part(done, batch.target_slots, memory, batch.source_slots)
                 mark.set()
+                watch.reached(device.shares[done])
                 done += 1
-                watch.reached(done / len(marks))
             self._rate = watch.rate()
             if arrival is None:
                 answer(watch.expected)

@@ -18,8 +18,8 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, IntArray, Tier
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.tiers.arena import ArenaChunks
-from cellar.runtime.tiers.arrivals import Arrival, Arrivals
+from cellar.runtime.tiers.arena import ArenaChunks, parted
+from cellar.runtime.tiers.arrivals import Arrival, Arrivals, EventMark
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.early import EarlyLoads
 from cellar.runtime.tiers.host import HostTier
@@ -85,6 +85,40 @@ def test_parts_are_runs_of_layers_of_some_size() -> None:
     assert ArenaChunks(arena, CPU).num_parts == 1, "of small chunks all layers come at once"
     assert ArenaChunks(arena, CPU, size // 2).part_of_layer == [0, 0, 1]
     assert ArenaChunks(arena, CPU, 1).part_of_layer == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("layers", "chunk_kib", "part_kib", "wanted"),
+    [
+        (32, 4096, 256, [3, 3, 2, 3, 3, 2, 3, 3, 2, 3, 3, 1, 1]),  # Llama-3-8B
+        (80, 10_240, 256, [7, 7, 6, 7, 7, 6, 7, 7, 6, 7, 7, 2, 2, 2]),
+        (16, 1024, 256, [4, 4, 4, 2, 2]),
+        (28, 1568, 256, [5, 5, 4, 5, 5, 3, 1]),
+        (32, 256, 256, [32]),  # small chunks come whole
+    ],
+)
+def test_parts_are_runs_of_layers_and_the_last_is_cut(
+    layers: int, chunk_kib: int, part_kib: int, wanted: list[int]
+) -> None:
+    parts = parted(layers, chunk_kib * 1024, part_kib * 1024)
+    assert parts == sorted(parts)
+    assert [parts.count(part) for part in range(parts[-1] + 1)] == wanted
+
+
+def test_all_of_a_load_is_asked_for_at_once_until_its_rate_is_known(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After that a part that is far ahead of what is copied is asked for when those before it have come."""
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr("cellar.runtime.tiers.early._AHEAD_SECONDS", 1e-9)
+    early, events = EarlyLoads(world.chunks, world.arrivals), list[str]()
+    write, join = world.chunks.write_part, EventMark.join
+    monkeypatch.setattr(world.chunks, "write_part", lambda *a: (events.append("asked"), write(*a)))
+    monkeypatch.setattr(EventMark, "join", lambda mark: (events.append("came"), join(mark)))
+    batch = CopyBatch(1, Tier.HOST, np.array([0], np.int32), Tier.DEVICE, np.array([4], np.int32), lead=AGES)
+    for _ in range(2):
+        early._in_queue(batch, world.host.chunks, lambda seconds: None)
+    assert events == ["asked"] * 3 + ["came"] * 3 + ["asked", "came"] * 3
 
 
 @pytest.mark.parametrize("part_nbytes", [1, 2000, 10**9])
@@ -273,8 +307,13 @@ def test_a_load_that_is_asked_for_slowly_says_no_more_than_it_took(
     assert answers.empty()
 
 
-def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Addresses alone, with a copy by hand in place of the driver's."""
+@pytest.mark.parametrize("first", [1, 2])
+def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Addresses alone, with a copy by hand in place of the driver's. `first` of the first part have a call of their
+    own.
+    """
     arena = SimpleNamespace(buffers=[torch.zeros(6, NUM_LAYERS, 2, 2, 4, 8)], layers=[list(range(NUM_LAYERS))])
     chunks = ArenaChunks(cast(Arena, arena), torch.device("cuda", 0), part_nbytes=1)
     calls: list[int] = []
@@ -288,6 +327,7 @@ def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch:
         cuda_stream = 7
 
     monkeypatch.setattr("cellar.runtime.tiers.arena.copy_at_once", by_hand)
+    monkeypatch.setattr("cellar.runtime.tiers.arena._FIRST", first)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Queue())
     monkeypatch.setattr(chunks, "_at_once", True)
     kept = torch.randint(0, 255, (3, chunks.chunk_nbytes), dtype=torch.uint8)
@@ -296,7 +336,7 @@ def test_parts_that_are_asked_for_at_once_are_those_of_their_chunks(monkeypatch:
     (there,) = arena.buffers
     assert same([there[slot].view(torch.uint8).flatten() for slot in (4, 1)], [kept[2], kept[0]])
     assert not there[[0, 2, 3, 5]].any()
-    assert calls == [2] * NUM_LAYERS
+    assert calls == ([1, 1] if first == 1 else [2]) + [2] * (NUM_LAYERS - 1)
 
 
 @pytest.mark.gpu
