@@ -328,7 +328,9 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something is awaited: a result that will come by itself, or (TIMER) the moment `at`, in seconds on the clock."""
+    """Something is awaited: a result that will come by itself, or (TIMER) the moment `at`, in seconds on the clock. For
+    a result, too, nobody waits longer than until `at`.
+    """
 
     kind: EventKind
     at: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -183,15 +184,15 @@ class PromptReader:
                 f"token ids are {ids.ndim}-dimensional of {ids.dtype}; they must be one row of integers.", "prompt"
             )
         # One look at all types, in C, before any look at each.
-        if not isinstance(ids, np.ndarray) and set(map(type, ids)) != {int}:
+        if not isinstance(ids, np.ndarray) and list(map(type, ids)).count(int) < len(ids):
             wrong = next((t for t in ids if not _integer(t)), None)
             if wrong is not None:
                 raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
         if len(ids) + room > self.max_model_len:
             raise self._too_long(str(len(ids)), room)
         if not isinstance(ids, np.ndarray):
-            with suppress(OverflowError):  # then one of them is not in the range, as is found below
-                ids = np.asarray(ids, np.int64)
+            with suppress(struct.error):  # then one of them is not in the range, as is found below
+                ids = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)  # faster than NumPy reads a list
         _check_ids("prompt", ids, self.vocab_size)
         return Prompt(np.asarray(ids, np.int32), text)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.kv.pool import Chunks
@@ -82,6 +83,12 @@ class Directory:
         """Number of one chunk, or -1."""
         return self._number.get(identity, -1)
 
+    def has(self, chunks: Chunks, identities: Sequence[bytes]) -> NDArray[np.bool_]:
+        """Which chunks (-1: none) have the identity that stands at the same place."""
+        mine = self._identity
+        pairs = zip(chunks.tolist(), identities, strict=True)
+        return np.array([chunk >= 0 and mine[chunk] == identity for chunk, identity in pairs], np.bool_)
+
     def identity(self, chunk: int) -> bytes:
         """Of a chunk that is there."""
         identity = self._identity[chunk]
@@ -96,23 +103,27 @@ class Directory:
         """The int32 bytes of what fills a tail; empty for a whole chunk."""
         return self._tail[chunk][1] if chunk in self._tail else b""
 
-    def add(self, identity: bytes, parent: bytes, end: int, audience: int) -> int:
-        """A chunk that is not there yet; -> its number. It must be given a slot."""
-        if not self._free:
+    def add(
+        self, identities: Sequence[bytes], parents: Sequence[bytes], ends: NDArray[np.integer], audience: int
+    ) -> Chunks:
+        """Chunks that are not there yet; -> their numbers. They must be given slots."""
+        if len(self._free) < len(identities):
             raise IntegrityError("there are more chunks than slots")
-        chunk = self._free.pop()
-        self._identity[chunk] = identity
-        self._parent[chunk] = parent
-        self._number[identity] = chunk
-        self.key[chunk] = int.from_bytes(identity[:8], "little")
-        self.end[chunk] = end
-        self.audience[chunk] = audience
-        self.grown[chunk] = False
-        return chunk
+        chunks = [self._free.pop() for _ in identities]
+        for chunk, identity, parent in zip(chunks, identities, parents, strict=True):
+            self._identity[chunk] = identity
+            self._parent[chunk] = parent
+            self._number[identity] = chunk
+        numbers = np.array(chunks, np.int32)
+        self.key[numbers] = np.frombuffer(b"".join(identity[:8] for identity in identities), "<u8")
+        self.end[numbers] = ends
+        self.audience[numbers] = audience
+        self.grown[numbers] = False
+        return numbers
 
     def add_tail(self, identity: bytes, parent: bytes, tokens: bytes, end: int, audience: int) -> int:
         """`add` for a partly filled chunk; `tokens` are the int32 bytes of what fills it."""
-        chunk = self.add(identity, parent, end, audience)
+        chunk = int(self.add([identity], [parent], np.array([end]), audience)[0])
         self._tails.setdefault(parent, Tails()).add(tokens, chunk)
         self._tail[chunk] = parent, tokens
         return chunk

@@ -315,10 +315,13 @@ class Movement:
             # What could not be read is not there.
             lost = source.chunk[batch.source_slots[~ok]]
             shelves.clear(moving.source, lost[lost >= 0], erase=True)
-        shelves.let_go(moving.source, batch.source_slots)
-        shelves.let_go(moving.target, batch.target_slots)
         left = chunks[chunks >= 0]
-        shelves.classify(left[(shelves.directory.slot[:, left] >= 0).any(0)])
+        held = (
+            shelves.vacated(moving.source, batch.source_slots),
+            shelves.vacated(moving.target, batch.target_slots),
+            left[(shelves.directory.slot[:, left] >= 0).any(0)],
+        )
+        shelves.classify(np.unique(np.concatenate(held)))
         return failed
 
     def _count(self, moving: Moving, result: CopyResult) -> None:
@@ -362,8 +365,7 @@ class Movement:
         pool.move(private[pool.references[private] > 0], PRIVATE)
         pool.vacate(private[pool.references[private] == 0])
         # Nothing was written to a slot that was forgotten while somebody waited for it: it has no chunk, but its bytes.
-        failed = slots[~ok & (pool.references[slots] > 0)]
-        shelves.classify(moving.chunks[mine & ok])
+        failed: Slots = slots[~ok & (pool.references[slots] > 0)]
         return failed
 
     def _order(

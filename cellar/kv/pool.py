@@ -101,7 +101,7 @@ class SlotPool:
 
     def unused(self, slots: Slots) -> NDArray[np.bool_]:
         """Which of `slots` no sequence and no copy uses."""
-        found: NDArray[np.bool_] = (self.references[slots] == 0) & (self.pins[slots] == 0)
+        found: NDArray[np.bool_] = (self.references.take(slots) | self.pins.take(slots)) == 0
         return found
 
     def check(self, references: NDArray[np.int32] | None, pins: NDArray[np.int32]) -> None:

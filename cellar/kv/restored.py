@@ -53,7 +53,7 @@ def enter(
         if label.tokens:
             number = directory.add_tail(label.identity, label.parent, label.tokens, label.end, audience)
         else:
-            number = directory.add(label.identity, label.parent, label.end, audience)
+            number = int(directory.add([label.identity], [label.parent], np.array([label.end]), audience)[0])
             if label.parent in labels:
                 grown.append(label.parent)
         conversations.count(audience, 1)

@@ -115,14 +115,15 @@ class Shelves:
             directory.remove(chunk)
         self.classify(chunks[~gone])
 
-    def settle(self, slot: int, chunk: int) -> None:
-        """A private slot of the device holds this chunk from now on."""
+    def settle(self, slots: Slots, chunks: Chunks) -> None:
+        """Private slots of the device hold these chunks from now on."""
         device = self.device
-        if device.state[slot] != PRIVATE:
-            raise IntegrityError(f"slot {slot} gets an identity, but is {State(device.state[slot]).name}")
-        device.state[slot] = RESIDENT
-        device.chunk[slot] = chunk
-        self.directory.slot[0, chunk] = slot
+        if (wrong := slots[device.state[slots] != PRIVATE]).size:
+            name = State(device.state[wrong[0]]).name
+            raise IntegrityError(f"slot {wrong[0]} gets an identity, but is {name}")
+        device.state[slots] = RESIDENT
+        device.chunk[slots] = chunks
+        self.directory.slot[0, chunks] = slots
 
     def expect(self, slots: Slots, chunks: Chunks) -> None:
         """Loading slots of the device are going to hold these chunks."""
@@ -144,26 +145,28 @@ class Shelves:
     def drop(self, slots: Slots) -> None:
         """A sequence uses slots of the device no more."""
         self.device.drop(slots)
-        self.let_go(0, slots)
+        self.classify(self.vacated(0, slots))
 
     def remove(self, chunks: Chunks) -> None:
         """Chunks are gone from every tier."""
         for tier in range(len(self.tiers)):
             self.clear(tier, chunks[self.directory.slot[tier, chunks] >= 0], erase=True)
 
-    def let_go(self, tier: int, slots: Slots) -> None:
-        """A use of `slots` has ended: those that hold no chunk and have no other user are free."""
+    def vacated(self, tier: int, slots: Slots) -> Chunks:
+        """A use of `slots` has ended: those that hold no chunk and have no other user are free. -> what the others
+        hold, which is to be classified.
+        """
         pool = self.pools[tier]
         pool.vacate(slots[pool.unused(slots) & (pool.state[slots] == PRIVATE)])
-        chunks = pool.chunk[slots]
-        self.classify(chunks[chunks >= 0])
+        chunks: Chunks = pool.chunk[slots]
+        return chunks[chunks >= 0]
 
     # -- chunks -----------------------------------------------------------------------------------
 
     def resident(self, tier: int, chunks: Chunks) -> NDArray[np.bool_]:
         """Which of `chunks` a tier has, whole."""
-        slots = self.directory.slot[tier, chunks]
-        state = self.pools[tier].state[slots]
+        slots = self.directory.slot[tier].take(chunks)
+        state = self.pools[tier].state.take(slots)
         found: NDArray[np.bool_] = (slots >= 0) & ((state == RESIDENT) | (state == SAVING))
         return found
 
@@ -233,18 +236,20 @@ class Shelves:
             return
         directory, pools = self.directory, self.pools
         for tier, pool in enumerate(pools):
-            slots = directory.slot[tier, chunks]
-            idle = (slots >= 0) & (pool.state[slots] == RESIDENT) & pool.unused(slots)
+            slots = directory.slot[tier].take(chunks)
+            idle = (slots >= 0) & (pool.state.take(slots) == RESIDENT) & pool.unused(slots)
             kind = np.where(idle, np.int8(_ONLY), np.int8(_KEPT))
             if len(pools) > 1 and idle.any():
                 kind[idle] = self._classes(tier, chunks[idle])
-            before = self._class[tier, chunks]
-            changed = before != kind
+            changed = self._class[tier].take(chunks) != kind
             if changed.any():
-                self._declassify(tier, chunks[changed])
+                chunks_, kind = (chunks, kind) if changed.all() else (chunks[changed], kind[changed])
+                self._declassify(tier, chunks_)
                 for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
-                    candidates.add(chunks[changed & (kind == number)])
-                self._class[tier, chunks] = kind
+                    part = chunks_[kind == number]
+                    if len(part):
+                        candidates.add(part)
+                self._class[tier, chunks_] = kind
 
     def _classes(self, tier: int, chunks: Chunks) -> NDArray[np.int8]:
         """Of chunks that a tier holds and nobody uses there."""
@@ -252,15 +257,17 @@ class Shelves:
         slower = self.resident(below, chunks) if below < len(self.tiers) else np.zeros(len(chunks), np.bool_)
         if tier == 0:
             return np.where(slower, np.int8(_SPARE), np.int8(_ONLY))
-        above = self.directory.slot[0, chunks]
-        in_use = (above >= 0) & (self.device.references[above] > 0)
+        above = self.directory.slot[0].take(chunks)
+        in_use = (above >= 0) & (self.device.references.take(above) > 0)
         relied_on = (self.directory.slot[:tier, chunks] >= 0).any(0)
         # What a faster tier relies on stays, though a slower one has it: else it would be copied here again at once.
         rest = np.where(relied_on, np.int8(_KEPT), np.where(slower, np.int8(_SPARE), np.int8(_ONLY)))
         return np.where(in_use, np.int8(_SPARE), rest)
 
     def _declassify(self, tier: int, chunks: Chunks) -> None:
-        kind = self._class[tier, chunks]
+        kind = self._class[tier].take(chunks)
+        if not kind.any():
+            return  # all are kept
         for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
             part = chunks[kind == number]
             if len(part):

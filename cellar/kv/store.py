@@ -173,7 +173,7 @@ class KVStore:
         now: float = 0.0,
         before: Sequence[tuple[int, int]] = (),
         step_tokens: int = 0,
-        may_wait: bool = False,
+        patience: float = 0.0,
     ) -> Reservation | None:
         """References on what was found on the device, and new slots for the rest of `num_tokens` tokens.
 
@@ -181,7 +181,8 @@ class KVStore:
         sequences are to be computed before it, and a step computes `step_tokens` of its own. `name` is the
         conversation's; without one the sequence belongs to that of the deepest chunk that it extends. `tenant`: whose
         it is, if anybody's. None, and nobody's memory is changed, if fewer than `keep_free` slots would stay available,
-        or it is `put_off`, with `may_wait`: chunks would be lost that are copied out sooner than computed again.
+        or it is `put_off`: chunks would be lost that are copied out in less than `patience` times the seconds in which
+        they are computed again.
         """
         shelves, size = self._shelves, self.chunk_size
         slots = np.full(-(-num_tokens // size), -1, np.int32)
@@ -205,8 +206,8 @@ class KVStore:
         if left - needed < keep_free:
             self.put_off = False
             return None
-        missing = needed - shelves.num_without_loss(hits) if may_wait and self._has_tiers else 0
-        again = self.recovery.least_seconds(missing)
+        missing = needed - shelves.num_without_loss(hits) if patience and self._has_tiers else 0
+        again = patience * self.recovery.least_seconds(missing)
         self.put_off = self._movement.puts_off(missing, shelves.num_available(0) - keep_free, again, load.any(), now)
         if self.put_off:
             return None
@@ -251,22 +252,29 @@ class KVStore:
             return None
         return self._take(count, PRIVATE, now)
 
-    def commit(self, slots: Sequence[int], chain: Chain, first: int, conversation: int) -> None:
+    def commit(self, slots: Slots, chain: Chain, first: int, conversation: int) -> None:
         """Chunks `first` and later of a sequence, whose tokens and KV are now final, get their identity.
 
         `chain` has grown as far. Of two equal chunks the later one gets none and is freed with its last reference.
         """
         directory = self._shelves.directory
         before = directory.get(chain.parent(first))
-        held = self._shelves.device.chunk[slots].tolist()
-        for column, (slot, chunk) in enumerate(zip(slots, held, strict=True), first):
-            identity = chain.identities[column]
-            if chunk < 0 or directory.identity(chunk) != identity:  # else it was found by that
-                parent, end = chain.parent(column), (column + 1) * self.chunk_size
-                chunk = self._name(slot, identity, parent, end, conversation)
-            if before >= 0:
-                directory.grown[before] = True
-            before = chunk
+        chunks = self._shelves.device.chunk[slots]
+        identities = chain.identities[first : first + len(slots)]
+        parents = [chain.parent(first), *identities]
+        fresh, held = list[int](), list[int]()
+        for k in np.flatnonzero(~directory.has(chunks, identities)).tolist():  # the others were found by theirs
+            (fresh if chunks[k] < 0 and directory.get(identities[k]) < 0 else held).append(k)
+        if fresh:
+            ends = (first + np.array(fresh) + 1) * self.chunk_size
+            names, whose = [identities[k] for k in fresh], [parents[k] for k in fresh]
+            chunks[fresh] = self._named_first(np.asarray(slots)[fresh], names, whose, ends, conversation)
+        for k in held:
+            end = (first + k + 1) * self.chunk_size
+            chunks[k] = self._name(int(slots[k]), identities[k], parents[k], end, conversation)
+        if before >= 0:
+            directory.grown[before] = True
+        directory.grown[chunks[:-1]] = True
 
     def keep_tail(self, slot: int, chain: Chain, tokens: NDArray[np.int32], conversation: int) -> None:
         """The last chunk of a sequence that ends is partly filled: it is found by its exact tokens from now on.
@@ -516,17 +524,34 @@ class KVStore:
             shelves.clear(0, np.array([held], np.int32))  # the sequence has written on in it
             chunk = directory.get(identity)
         if chunk >= 0:
-            shelves.settle(slot, chunk)
-            shelves.classify(np.array([chunk], np.int32))
+            found = np.array([chunk], np.int32)
+            shelves.settle(np.array([slot], np.int32), found)
+            shelves.classify(found)
             return chunk
+        if not tail:
+            slots, ends = np.array([slot], np.int32), np.array([end])
+            return int(self._named_first(slots, [identity], [parent], ends, conversation)[0])
         audience = shelves.conversations.audience(conversation)
-        if tail:
-            chunk = directory.add_tail(identity, parent, tail, end, audience)
-        else:
-            chunk = directory.add(identity, parent, end, audience)
+        chunk = directory.add_tail(identity, parent, tail, end, audience)
         shelves.conversations.count(audience, 1)
-        shelves.settle(slot, chunk)
+        shelves.settle(np.array([slot], np.int32), np.array([chunk], np.int32))
         return chunk
+
+    def _named_first(
+        self,
+        slots: Slots,
+        identities: Sequence[bytes],
+        parents: Sequence[bytes],
+        ends: NDArray[np.integer],
+        conversation: int,
+    ) -> Chunks:
+        """Give referenced slots that hold no chunk identities that nothing has; -> the chunks."""
+        shelves = self._shelves
+        audience = shelves.conversations.audience(conversation)
+        chunks = shelves.directory.add(identities, parents, ends, audience)
+        shelves.conversations.count(audience, len(chunks))
+        shelves.settle(slots, chunks)
+        return chunks
 
 
 def _ranges(filled: NDArray[np.int32], chunk_size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -73,14 +73,14 @@ def in_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime)
 
 
 def in_half_of_a_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:
-    """One of several chunks has its identity by then."""
+    """Some of its chunks have their identity by then."""
 
-    def is_it(store: KVStore, slot: int, *_: Any) -> bool:
+    def is_it(store: KVStore, slots: Any, *_: Any) -> bool:
         states = filter(None, engine.scheduler._rows.states)  # type: ignore[attr-defined]
         mine = [state for state in states if state.request.id == VICTIM]
-        return bool(mine) and slot in engine.scheduler._rows.slots(mine[0].row)  # type: ignore[attr-defined]
+        return bool(mine) and slots[0] in engine.scheduler._rows.slots(mine[0].row)  # type: ignore[attr-defined]
 
-    failing(patch, KVStore, "_name", is_it, when=1)
+    failing(patch, KVStore, "_named_first", is_it, when=1)
 
 
 def in_prompt_logprobs(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:

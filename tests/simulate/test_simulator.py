@@ -431,6 +431,37 @@ def test_a_crowd_waits_until_what_it_displaces_has_been_copied_out(monkeypatch: 
         assert max(waited[kind]) < 1.05 * max(before[kind]) + 0.005
 
 
+def alternating(link: LinkModel) -> tuple[int, list[float]]:
+    """Two agents with long contexts take turns, and never run at once: each turn needs most of the device. -> tokens
+    that were computed again, and seconds until each first token.
+    """
+    talks = [
+        Talk(tuple(Turn(3400 if not k else 100, 20, think_time=20.0, first=own + 5000 * k) for k in range(5)))
+        for own in (0, 1_000_000)
+    ]
+    load = Load(talks, np.array([0.0, 10.0]))
+    run = simulation(load, num_slots=300, rows=16, host=8_000, links={Tier.HOST: link}).run()
+    return sum(r.num_recomputed for r in run.requests), [r.token_times[0] - r.arrival for r in run.requests]
+
+
+def test_who_is_alone_waits_for_copies_that_are_much_faster_than_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = LinkModel(load_rate=5e10, save_rate=5e10, chunk_seconds=1e-6, duplex=0.8)
+    lost, waited = alternating(fast)
+    monkeypatch.setattr("cellar.schedule.steps.prompts.ALONE_PATIENCE", 0.0)
+    lost_before, before = alternating(fast)
+    assert lost < lost_before / 3, "what is left was lost before anything had been measured"
+    assert sum(waited) < 0.9 * sum(before)
+    assert max(waited) == max(before)
+
+
+def test_who_is_alone_does_not_wait_for_slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(SLOW, save_rate=5e8)
+    lost, waited = alternating(slow)
+    monkeypatch.setattr("cellar.schedule.steps.prompts.ALONE_PATIENCE", 0.0)
+    assert (lost, waited) == alternating(slow)
+    assert lost > 5_000
+
+
 def test_a_crowd_does_not_wait_for_what_is_computed_sooner() -> None:
     slow = replace(SLOW, save_rate=5e8)
     run, waited = crowd(slow)

@@ -162,7 +162,7 @@ class Holders:
         last = int(min(rows.computed[row], rows.length[row])) // size
         state = rows.state(row)
         state.chain.grow(rows.tokens[row], last)
-        self.store.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
+        self.store.commit(rows.table[row, first:last], state.chain, first, state.conversation)
         rows.next_named[row] = (last + 1) * size
 
     # -- who goes ---------------------------------------------------------------------------------

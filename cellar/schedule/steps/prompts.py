@@ -27,6 +27,11 @@ LATE_JOINING = 4
 JOINING_SHARE = 4
 """Or as many as a quarter of those that decode in it, where that is more: rows multiply by 5/4 a step."""
 
+ALONE_PATIENCE = 0.25
+"""Where nothing runs, the device stands still while copies are waited for: so many of the seconds are worth it in which
+what would be lost is computed again, as not everybody comes back.
+"""
+
 PUT_OFF_SECONDS = 1.0
 """Nobody waits longer so that what their memory holds can be copied out, whatever is expected of that."""
 
@@ -63,6 +68,11 @@ class Prompts:
         self._joining = 0  # in the batch being made: rows opened for owners who have some, by what they count
         self._favoured: RequestState | None = None  # whom a suspension makes room for
         self._decoded = -math.inf  # the last moment in which somebody did
+
+    def waits_until(self, now: float) -> float | None:
+        """The moment from which whoever is first waits for no more copies; None: they wait for none."""
+        first = self._queue.first()
+        return first.put_off_until if first is not None and now < first.put_off_until < math.inf else None
 
     def plan(self, batch: StepBatch) -> None:
         """Spend what is left of the batch's budget."""
@@ -207,10 +217,10 @@ class Prompts:
 
     def _reserve(self, state: RequestState, step_tokens: int) -> Reservation | None:
         """Memory for all known tokens, `step_tokens` of which the next step may compute. Decodes that run have a chunk
-        each to grow into, up to a share of all (§3.4.3.5). While something runs, the device need not stand still for
-        copies.
+        each to grow into, up to a share of all (§3.4.3.5). Copies are waited for, sooner while something runs.
         """
         holders, request, found = self._holders, state.request, None
+        patience = 1.0 if holders.running else ALONE_PATIENCE
         if self._caching and not state.needs_all:
             found = holders.store.find(state.chain, state.known)
         name = None if request.conversation is None else (request.salt, request.conversation)
@@ -223,7 +233,7 @@ class Prompts:
             now=holders.now,
             before=[span for other in holders.prompts for span in other.todo],
             step_tokens=step_tokens,
-            may_wait=holders.running > 0 and holders.now < state.put_off_until,
+            patience=patience if holders.now < state.put_off_until else 0.0,
         )
 
     def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:

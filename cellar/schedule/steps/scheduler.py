@@ -179,11 +179,11 @@ class StepScheduler:
                 self._queue.push(state)
 
     def next_event(self, now: float) -> Event | None:
-        """A copy while any is under way: it brings chunks that are waited for, or gives back memory. Else the moment
-        when chunks have rested long enough to be copied, or a mask.
+        """A copy while any is under way: it brings chunks that are waited for, or gives back memory, for which nobody
+        waits long. Else the moment when chunks have rested long enough to be copied, or a mask.
         """
         if self._store.num_moving:
-            return Event(EventKind.COPY)
+            return Event(EventKind.COPY, self._prompts.waits_until(now))
         moment = self._store.next_moment()
         if moment is not None:
             return Event(EventKind.TIMER, moment)

@@ -712,7 +712,7 @@ def who_is_put_off_waits_though_nothing_runs(patch: pytest.MonkeyPatch) -> None:
     reserve = KVStore.reserve
 
     def anyhow(store: KVStore, *rest: Any, **options: Any) -> Reservation | None:
-        return reserve(store, *rest, **options | {"may_wait": True})
+        return reserve(store, *rest, **options | {"patience": 1.0})
 
     patch.setattr(KVStore, "reserve", anyhow)
     patch.setattr(Movement, "puts_off", lambda movement, missing, *rest: missing > 0)
