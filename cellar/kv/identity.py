@@ -9,7 +9,8 @@ of what comes before: a chunk stays valid when an earlier one is gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 
@@ -27,6 +28,12 @@ FORMAT_VERSION = 1
 _WITHOUT_EFFECT = ("max_position", "eos_token_ids", "bos_token_id", "vocab_size", "head", "tied_head")
 
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
+
+DEPTHS = (8, 64, 512)
+"""Chunks of a sequence by which it is recalled."""
+
+MOST_RECALLED = 1 << 23
+"""Tokens: 32 MiB of them, and half as much of identities."""
 
 
 def root_identity(spec: ModelSpec, weights: bytes) -> bytes:
@@ -74,14 +81,71 @@ def chunk_identity(parent: bytes, tokens: bytes) -> bytes:
     return blake2b(parent + tokens, digest_size=IDENTITY_BYTES).digest()
 
 
+class Recalled:
+    """Tokens and identities of the sequences that came last, by what they have in common with whoever begins alike.
+
+    A conversation's next turn repeats all that was said: hashing 8,192 tokens takes 0.2 to 0.5 ms of the engine's
+    thread, comparing them a hundredth. A sequence is found by the identity of its chunk number 8, 64 or 512, so those
+    who share no more than a system prompt do not hide each other.
+    """
+
+    def __init__(self, most_tokens: int = MOST_RECALLED) -> None:
+        self._most = most_tokens
+        self._held = 0
+        self._numbers = 0
+        self._kept: OrderedDict[int, tuple[NDArray[np.int32], list[bytes]]] = OrderedDict()
+        self._newest: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        """Tokens that are held."""
+        return self._held
+
+    def clear(self) -> None:
+        """Somebody is to be forgotten."""
+        self._kept.clear()
+        self._newest.clear()
+        self._held = 0
+
+    def keep(self, tokens: NDArray[np.int32], identities: Sequence[bytes]) -> None:
+        """A sequence of whole chunks; the oldest are let go of beyond so many tokens."""
+        names = [identities[depth - 1] for depth in DEPTHS if depth <= len(identities)]
+        if not names or len(tokens) > self._most:
+            return
+        number, self._numbers = self._numbers, self._numbers + 1
+        self._kept[number] = tokens.copy(), list(identities)
+        self._held += len(tokens)
+        self._newest |= dict.fromkeys(names, number)
+        while self._held > self._most:
+            old, (gone, whose) = self._kept.popitem(last=False)
+            self._held -= len(gone)
+            for depth in DEPTHS:
+                if depth <= len(whose) and self._newest.get(whose[depth - 1]) == old:
+                    del self._newest[whose[depth - 1]]
+
+    def after(self, identity: bytes, depth: int, tokens: NDArray[np.int32], chunk_size: int) -> list[bytes]:
+        """Identities of the chunks of `tokens` behind the first `depth`, of which `identity` is the last, as far as the
+        newest sequence that begins with those has the same tokens.
+        """
+        number = self._newest.get(identity)
+        if number is None:
+            return []
+        held, identities = self._kept[number]
+        begin, end = depth * chunk_size, min(len(held), len(tokens))
+        differ = np.flatnonzero(held[begin:end] != tokens[begin:end])
+        same = int(differ[0]) if len(differ) else end - begin
+        return identities[depth : depth + same // chunk_size]
+
+
 class Chain:
     """Identities of the leading chunks of one sequence; grows as the tokens become known."""
 
-    __slots__ = ("_chunk_size", "_root", "identities")
+    __slots__ = ("_chunk_size", "_recalled", "_root", "identities")
 
-    def __init__(self, root: bytes, chunk_size: int) -> None:
+    def __init__(self, root: bytes, chunk_size: int, recalled: Recalled | None = None) -> None:
+        """`recalled`: of other sequences, and of this one from now on."""
         self._root = root
         self._chunk_size = chunk_size
+        self._recalled = recalled
         self.identities: list[bytes] = []
 
     def parent(self, chunk: int) -> bytes:
@@ -90,6 +154,21 @@ class Chain:
 
     def grow(self, tokens: NDArray[np.int32], num_chunks: int) -> list[bytes]:
         """Identities of at least the first `num_chunks` chunks of `tokens` [n], n >= num_chunks * chunk_size."""
+        identities, size, recalled = self.identities, self._chunk_size, self._recalled
+        first = len(identities)
+        if recalled is not None and num_chunks >= first + DEPTHS[0]:
+            known = tokens[: num_chunks * size]
+            for depth in DEPTHS:
+                if len(identities) < depth < num_chunks:
+                    self._hash(known, depth)
+                    identities += recalled.after(identities[-1], depth, known, size)
+            self._hash(known, num_chunks)
+            recalled.keep(known, identities)
+        else:
+            self._hash(tokens, num_chunks)
+        return identities
+
+    def _hash(self, tokens: NDArray[np.int32], num_chunks: int) -> None:
         identities = self.identities
         first = len(identities)
         if first < num_chunks:
@@ -99,4 +178,3 @@ class Chain:
             for at in range(0, len(data), width):
                 parent = chunk_identity(parent, data[at : at + width])
                 identities.append(parent)
-        return identities

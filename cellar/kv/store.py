@@ -16,8 +16,9 @@ from cellar.core.errors import IntegrityError
 from cellar.core.messages import CopyResult, EngineRates, KeptChunk, Tier, TierOrder, TierStats
 from cellar.kv.departure import Departure
 from cellar.kv.foreign import Foreign
-from cellar.kv.identity import Chain, chunk_identity, owner_identity, salted_identity
+from cellar.kv.identity import Chain, Recalled, owner_identity, salted_identity
 from cellar.kv.movement import Movement
+from cellar.kv.names import Names
 from cellar.kv.policy import LeastRecentlyUsed, Policy
 from cellar.kv.pool import Chunks, Slots
 from cellar.kv.recovery import Recovery
@@ -94,8 +95,10 @@ class KVStore:
         self.chunk_size = chunk_size
         self.recovery = recovery or Recovery()
         self._root = root
+        self._recalled = Recalled()
         self._shelves = Shelves({Tier.DEVICE: num_slots, **(tiers or {})}, policy or LeastRecentlyUsed())
         self._movement = Movement(self._shelves)
+        self.names = Names(self._shelves, chunk_size)
         self.foreign = Foreign(self._shelves, chunk_size, self.chain)
         self.departure = Departure(self._shelves, self._movement, self.rates)
         self._has_tiers = len(self._shelves.tiers) > 1
@@ -118,7 +121,7 @@ class KVStore:
 
     def chain(self, salt: bytes) -> Chain:
         """An empty chain of identities for one sequence; only equal salts share."""
-        return Chain(salted_identity(self._root, salt), self.chunk_size)
+        return Chain(salted_identity(self._root, salt), self.chunk_size, self._recalled)
 
     # -- what is there ----------------------------------------------------------------------------
 
@@ -252,45 +255,6 @@ class KVStore:
             return None
         return self._take(count, PRIVATE, now)
 
-    def commit(self, slots: Slots, chain: Chain, first: int, conversation: int) -> None:
-        """Chunks `first` and later of a sequence, whose tokens and KV are now final, get their identity.
-
-        `chain` has grown as far. Of two equal chunks the later one gets none and is freed with its last reference.
-        """
-        directory = self._shelves.directory
-        before = directory.get(chain.parent(first))
-        chunks = self._shelves.device.chunk[slots]
-        identities = chain.identities[first : first + len(slots)]
-        parents = [chain.parent(first), *identities]
-        fresh, held = list[int](), list[int]()
-        for k in np.flatnonzero(~directory.has(chunks, identities)).tolist():  # the others were found by theirs
-            (fresh if chunks[k] < 0 and directory.get(identities[k]) < 0 else held).append(k)
-        if fresh:
-            ends = (first + np.array(fresh) + 1) * self.chunk_size
-            names, whose = [identities[k] for k in fresh], [parents[k] for k in fresh]
-            chunks[fresh] = self._named_first(np.asarray(slots)[fresh], names, whose, ends, conversation)
-        for k in held:
-            end = (first + k + 1) * self.chunk_size
-            chunks[k] = self._name(int(slots[k]), identities[k], parents[k], end, conversation)
-        if before >= 0:
-            directory.grown[before] = True
-        directory.grown[chunks[:-1]] = True
-
-    def keep_tail(self, slot: int, chain: Chain, tokens: NDArray[np.int32], conversation: int) -> None:
-        """The last chunk of a sequence that ends is partly filled: it is found by its exact tokens from now on.
-
-        `tokens` are all whose KV is there.
-        """
-        column = len(tokens) // self.chunk_size
-        held = tokens[column * self.chunk_size :].tobytes()
-        if not held:
-            return
-        held_by = int(self._shelves.device.chunk[slot])
-        if held_by >= 0 and not self._shelves.directory.is_tail(held_by):
-            return  # others use it as the whole chunk that it was before its sequence was cut
-        parent = chain.parent(column)
-        self._name(slot, chunk_identity(parent, held), parent, len(tokens), conversation, held)
-
     def release(self, slots: Slots, conversation: int, now: float = 0.0) -> None:
         """A sequence ends: one reference less on each of its chunks; those with an identity stay cached."""
         shelves = self._shelves
@@ -335,6 +299,7 @@ class KVStore:
 
         Nothing of them is left in a tier that outlives the process when `num_erasing` has come to 0.
         """
+        self._recalled.clear()
         for number in conversations:
             self._shelves.withdraw(number, keep)
 
@@ -507,51 +472,6 @@ class KVStore:
         if deepest < 0 or self._shelves.directory.grown[deepest]:
             return -1
         return self._shelves.conversations.latest(int(self._shelves.directory.audience[deepest]))
-
-    def _name(self, slot: int, identity: bytes, parent: bytes, end: int, conversation: int, tail: bytes = b"") -> int:
-        """Give a referenced slot its identity, unless it has one or another slot has it; -> the chunk.
-
-        `tail`: the int32 bytes of what fills it, if that is only a part.
-        """
-        shelves, directory = self._shelves, self._shelves.directory
-        held = int(shelves.device.chunk[slot])
-        chunk = directory.get(identity)
-        if chunk >= 0 and directory.slot[0, chunk] >= 0:
-            return chunk
-        if held >= 0:
-            if not directory.is_tail(held):
-                raise IntegrityError(f"slot {slot} has another identity already")
-            shelves.clear(0, np.array([held], np.int32))  # the sequence has written on in it
-            chunk = directory.get(identity)
-        if chunk >= 0:
-            found = np.array([chunk], np.int32)
-            shelves.settle(np.array([slot], np.int32), found)
-            shelves.classify(found)
-            return chunk
-        if not tail:
-            slots, ends = np.array([slot], np.int32), np.array([end])
-            return int(self._named_first(slots, [identity], [parent], ends, conversation)[0])
-        audience = shelves.conversations.audience(conversation)
-        chunk = directory.add_tail(identity, parent, tail, end, audience)
-        shelves.conversations.count(audience, 1)
-        shelves.settle(np.array([slot], np.int32), np.array([chunk], np.int32))
-        return chunk
-
-    def _named_first(
-        self,
-        slots: Slots,
-        identities: Sequence[bytes],
-        parents: Sequence[bytes],
-        ends: NDArray[np.integer],
-        conversation: int,
-    ) -> Chunks:
-        """Give referenced slots that hold no chunk identities that nothing has; -> the chunks."""
-        shelves = self._shelves
-        audience = shelves.conversations.audience(conversation)
-        chunks = shelves.directory.add(identities, parents, ends, audience)
-        shelves.conversations.count(audience, len(chunks))
-        shelves.settle(slots, chunks)
-        return chunks
 
 
 def _ranges(filled: NDArray[np.int32], chunk_size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:

@@ -58,7 +58,7 @@ def replay(prompts: Sequence[IntArray], moments: Floats, num_blocks: int, policy
         held = store.reserve(residency, len(ids), now=now)
         if held is None:
             raise CapacityError(f"a prompt of {len(ids)} blocks does not fit {num_blocks}; give more.")
-        store.commit(held.slots.tolist(), chain, 0, held.conversation)
+        store.names.commit(held.slots.tolist(), chain, 0, held.conversation)
         store.release(held.slots, held.conversation, now)
         found[0] += len(ids)
         found[1] += int(there.sum())

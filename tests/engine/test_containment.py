@@ -13,6 +13,7 @@ from cellar.core.errors import IntegrityError
 from cellar.core.messages import FinishReason, Logprobs, Request
 from cellar.core.sampling import SamplingParams
 from cellar.engine.steps import StepEngine
+from cellar.kv.names import Names
 from cellar.kv.store import KVStore
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.steps import delivery
@@ -75,12 +76,12 @@ def in_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime)
 def in_half_of_a_name(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:
     """Some of its chunks have their identity by then."""
 
-    def is_it(store: KVStore, slots: Any, *_: Any) -> bool:
+    def is_it(names: Names, slots: Any, *_: Any) -> bool:
         states = filter(None, engine.scheduler._rows.states)  # type: ignore[attr-defined]
         mine = [state for state in states if state.request.id == VICTIM]
         return bool(mine) and slots[0] in engine.scheduler._rows.slots(mine[0].row)  # type: ignore[attr-defined]
 
-    failing(patch, KVStore, "_named_first", is_it, when=1)
+    failing(patch, Names, "_new", is_it, when=1)
 
 
 def in_prompt_logprobs(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:

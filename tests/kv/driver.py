@@ -149,7 +149,7 @@ class Model:
         upto = b % (whole + 1)
         first = b // 7 % (upto + 1)
         held.chain.grow(held.tokens, upto)
-        self.store.commit(held.slots[first:upto].tolist(), held.chain, first, held.conversation)
+        self.store.names.commit(held.slots[first:upto].tolist(), held.chain, first, held.conversation)
         for i in range(first, upto):
             path = self.path(held.tokens, held.salt, i)
             if (held.paths[i] is None or is_tail(held.paths[i])) and path not in self.kept:
@@ -173,7 +173,7 @@ class Model:
         if column == len(held.slots):
             return
         held.chain.grow(held.tokens, column)
-        self.store.keep_tail(int(held.slots[column]), held.chain, held.tokens[:count], held.conversation)
+        self.store.names.keep_tail(int(held.slots[column]), held.chain, held.tokens[:count], held.conversation)
         path, before = (held.salt, tuple(held.tokens[:count].tolist())), held.paths[column]
         if is_tail(path) and path not in self.kept and (before is None or is_tail(before)):
             self.name(held, column, path)

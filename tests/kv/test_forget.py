@@ -51,6 +51,15 @@ def test_memory_is_counted_where_it_lies() -> None:
     assert memory(bench, "nobody") == {Tier.DEVICE: 0, Tier.HOST: 0}
 
 
+def test_nothing_is_recalled_of_what_was_said() -> None:
+    """Tokens are held, too, so that the next turn is hashed sooner."""
+    bench = Bench(device=64, host=0)
+    bench.serve(tokens(0, 10 * CHUNK), "mine")
+    assert len(bench.store._recalled) > 8 * CHUNK
+    forget(bench, "mine")
+    assert len(bench.store._recalled) == 0
+
+
 @pytest.mark.parametrize("host", [0, 16])
 def test_what_is_forgotten_is_found_in_no_tier(host: int) -> None:
     bench = Bench(device=8, host=host)

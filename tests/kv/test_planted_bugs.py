@@ -16,6 +16,7 @@ from cellar.kv.candidates import Candidates
 from cellar.kv.conversations import Conversations
 from cellar.kv.directory import Directory
 from cellar.kv.identity import chunk_identity
+from cellar.kv.names import Names
 from cellar.kv.policy import LeastRecentlyUsed, RetentionValue
 from cellar.kv.pool import SlotPool
 from cellar.kv.shelves import Shelves
@@ -55,14 +56,14 @@ def reclaimed_chunk_keeps_its_identity(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def later_equal_chunk_takes_the_identity_over(patch: pytest.MonkeyPatch) -> None:
-    name = KVStore._name
+    name = Names._name
 
-    def again(store: KVStore, slot: int, identity: bytes, *rest: object) -> int:
+    def again(store: Names, slot: int, identity: bytes, *rest: object) -> int:
         known = store._shelves.directory._number.pop(identity, None)
         del known
         return name(store, slot, identity, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(KVStore, "_name", again)
+    patch.setattr(Names, "_name", again)
 
 
 @bug
@@ -144,7 +145,7 @@ def holes_are_not_computed(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def tail_is_not_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(KVStore, "keep_tail", lambda *args: None)
+    patch.setattr(Names, "keep_tail", lambda *args: None)
 
 
 @bug
@@ -176,26 +177,26 @@ def tail_is_written_on_by_two(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def tail_that_was_written_on_keeps_its_name(patch: pytest.MonkeyPatch) -> None:
-    name = KVStore._name
+    name = Names._name
 
-    def lazy(store: KVStore, slot: int, *rest: object) -> int:
+    def lazy(store: Names, slot: int, *rest: object) -> int:
         held = int(store._shelves.device.chunk[slot])
         return held if store._shelves.directory.is_tail(held) else name(store, slot, *rest)  # type: ignore[arg-type]
 
-    patch.setattr(KVStore, "_name", lazy)
+    patch.setattr(Names, "_name", lazy)
 
 
 @bug
 def whole_chunk_of_others_is_cut_to_a_tail(patch: pytest.MonkeyPatch) -> None:
     is_tail = Directory.is_tail
-    keep_tail = KVStore.keep_tail
+    keep_tail = Names.keep_tail
 
-    def cut(store: KVStore, *args: object) -> None:
+    def cut(store: Names, *args: object) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Directory, "is_tail", lambda directory, chunk: chunk >= 0 or is_tail(directory, chunk))
             keep_tail(store, *args)  # type: ignore[arg-type]
 
-    patch.setattr(KVStore, "keep_tail", cut)
+    patch.setattr(Names, "keep_tail", cut)
 
 
 # -- what leaves ---------------------------------------------------------------------------------------

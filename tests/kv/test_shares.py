@@ -22,7 +22,7 @@ def talk(store: KVStore, tenant: str, number: int, now: float, chunks: int = 4, 
     chain.grow(tokens, chunks)
     held = store.reserve(store.find(chain, tokens), len(tokens), tenant=tenant, now=now)
     assert held is not None
-    store.commit(held.slots[:chunks].tolist(), chain, 0, held.conversation)
+    store.names.commit(held.slots[:chunks].tolist(), chain, 0, held.conversation)
     store.release(held.slots, held.conversation, now)
     store.check_integrity()
 
@@ -96,7 +96,7 @@ def test_a_crowd_of_one_tenant_is_its_own() -> None:
         chain.grow(tokens, 2)
         held = store.reserve(store.find(chain, tokens), 9, name=(b"", name), tenant=tenant)
         assert held is not None
-        store.commit(held.slots[:2].tolist(), chain, 0, held.conversation)
+        store.names.commit(held.slots[:2].tolist(), chain, 0, held.conversation)
         store.release(held.slots, held.conversation)
         audiences = np.unique(store._shelves.directory.audience)
         return talks.tenants(audiences[audiences >= 0].astype(np.intp)).tolist()

@@ -54,7 +54,7 @@ def filled(store: KVStore, tokens: np.ndarray, salt: bytes = b"", **more: object
     reservation = store.reserve(find(store, tokens, salt), len(tokens), **more)  # type: ignore[arg-type]
     assert reservation is not None
     whole = len(tokens) // store.chunk_size
-    store.commit(reservation.slots[:whole].tolist(), grown(store, tokens, salt), 0, reservation.conversation)
+    store.names.commit(reservation.slots[:whole].tolist(), grown(store, tokens, salt), 0, reservation.conversation)
     return reservation
 
 
@@ -111,7 +111,7 @@ def test_equal_chunks_computed_twice_have_one_identity() -> None:
     assert first is not None
     assert second is not None
     for held in (first, second):
-        store.commit(held.slots.tolist(), grown(store, numbers(8)), 0, held.conversation)
+        store.names.commit(held.slots.tolist(), grown(store, numbers(8)), 0, held.conversation)
     assert slots(store, numbers(9)) == first.slots.tolist()
     release(store, second)
     assert store.stats().free == 6

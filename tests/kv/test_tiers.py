@@ -52,9 +52,9 @@ class Bench:
         chain = self.store.chain(b"")
         whole = len(array) // CHUNK
         chain.grow(array, whole)
-        self.store.commit(held.slots[:whole].tolist(), chain, 0, held.conversation)
+        self.store.names.commit(held.slots[:whole].tolist(), chain, 0, held.conversation)
         if whole < len(held.slots):
-            self.store.keep_tail(int(held.slots[whole]), chain, array, held.conversation)
+            self.store.names.keep_tail(int(held.slots[whole]), chain, array, held.conversation)
         self.store.release(held.slots, held.conversation, self.now)
         self.store.check_integrity()
 

@@ -218,7 +218,7 @@ def serve(store: KVStore, tokens: list[int], now: float) -> int:
     assert held is not None
     whole = len(array) // store.chunk_size
     chain.grow(array, whole)
-    store.commit(held.slots[:whole].tolist(), chain, 0, held.conversation)
+    store.names.commit(held.slots[:whole].tolist(), chain, 0, held.conversation)
     store.release(held.slots, held.conversation, now)
     store.check_integrity()
     return held.num_cached_tokens

@@ -77,7 +77,7 @@ def test_keys_are_those_that_a_front_computes() -> None:
     reservation = store.reserve(None, len(tokens))
     assert reservation is not None
     chain.grow(tokens, 4)
-    store.commit(reservation.slots.tolist(), chain, 0, reservation.conversation)
+    store.names.commit(reservation.slots.tolist(), chain, 0, reservation.conversation)
     store.release(reservation.slots, reservation.conversation)
     held = engine.outlook()
     mine = RoutedRequest.of(b"root", b"salt", np.append(tokens, np.int32(7)), CHUNK)

@@ -162,7 +162,7 @@ class Holders:
         last = int(min(rows.computed[row], rows.length[row])) // size
         state = rows.state(row)
         state.chain.grow(rows.tokens[row], last)
-        self.store.commit(rows.table[row, first:last], state.chain, first, state.conversation)
+        self.store.names.commit(rows.table[row, first:last], state.chain, first, state.conversation)
         rows.next_named[row] = (last + 1) * size
 
     # -- who goes ---------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Holders:
             whole = count // store.chunk_size
             if whole < len(slots):
                 state.chain.grow(rows.tokens[row], whole)
-                store.keep_tail(int(slots[whole]), state.chain, rows.tokens[row, :count], state.conversation)
+                store.names.keep_tail(int(slots[whole]), state.chain, rows.tokens[row, :count], state.conversation)
         store.release(slots, state.conversation, self.now)
         state.conversation = -1
         if state.phase in (Phase.SUSPENDING, Phase.PARKING):

@@ -156,7 +156,7 @@ def identity_comes_from_tokens_not_committed(patch: pytest.MonkeyPatch) -> None:
         first, last = int(rows.next_named[row]) // size - 1, int(rows.planned[row]) // size
         state = rows.state(row)
         state.chain.grow(rows.tokens[row], last)
-        holders.store.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
+        holders.store.names.commit(rows.table[row, first:last].tolist(), state.chain, first, state.conversation)
         rows.next_named[row] = (last + 1) * size
 
     patch.setattr(Rows, "completed", completed)
