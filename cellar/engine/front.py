@@ -94,7 +94,8 @@ class Front:
         Only with `stream` there will be deltas. Raises RequestError if the id is in use.
         """
         ids = tuple(sequence.id for sequence in one.sequences)
-        self._outputs.add(one.id, one.prompt.text, one.prompt.token_ids, one.params, ids, stream)
+        tokens = one.prompt.token_ids if one.prompt.listed is None else one.prompt.listed
+        self._outputs.add(one.id, one.prompt.text, tokens, one.params, ids, stream)
         if len(ids) > 1:
             self._siblings[ids[0]] = one.sequences[1:]
         self.engine.add(one.sequences[0])

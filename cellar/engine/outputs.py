@@ -122,7 +122,8 @@ class OutputProcessor:
             raise RequestError(f"request id {request_id!r} is in use; choose another.", "request_id")
         if params.stop_strings and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, but there is none; use stop_token_ids.", "stop")
-        tokens: list[int] = np.asarray(prompt_token_ids).tolist()
+        held = prompt_token_ids
+        tokens: list[int] = list(held) if isinstance(held, list) else np.asarray(held).tolist()
         request = _Request(request_id, prompt, tokens, params, stream, self._matcher(params), self._text_of)
         request.sequences += [_Sequence(request, id, k, self._detokenizer(request)) for k, id in enumerate(ids)]
         self._sequences |= zip(ids, request.sequences, strict=True)

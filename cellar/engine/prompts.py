@@ -30,10 +30,13 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that fits the model: token ids int32 [n], n >= 1, and its text if it came as text."""
+    """A prompt that fits the model: token ids int32 [n], n >= 1, its text if it came as text, and the list if the ids
+    came as one.
+    """
 
     token_ids: IntArray
     text: str | None = None
+    listed: list[int] | None = None
 
 
 class PromptReader:
@@ -184,7 +187,9 @@ class PromptReader:
                 f"token ids are {ids.ndim}-dimensional of {ids.dtype}; they must be one row of integers.", "prompt"
             )
         # One look at all types, in C, before any look at each.
-        if not isinstance(ids, np.ndarray) and list(map(type, ids)).count(int) < len(ids):
+        plain = not isinstance(ids, np.ndarray) and list(map(type, ids)).count(int) == len(ids)
+        listed = ids if plain and isinstance(ids, list) else None
+        if not isinstance(ids, np.ndarray) and not plain:
             wrong = next((t for t in ids if not _integer(t)), None)
             if wrong is not None:
                 raise RequestError(f"a prompt contains {wrong!r}; token ids must be integers.", "prompt")
@@ -194,7 +199,7 @@ class PromptReader:
             with suppress(struct.error):  # then one of them is not in the range, as is found below
                 ids = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)  # faster than NumPy reads a list
         _check_ids("prompt", ids, self.vocab_size)
-        return Prompt(np.asarray(ids, np.int32), text)
+        return Prompt(np.asarray(ids, np.int32), text, listed)
 
     def _too_long(self, count: str, room: int) -> RequestError:
         output = ", at least one of them output" if room else ""

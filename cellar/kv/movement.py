@@ -322,6 +322,7 @@ class Movement:
             left[(shelves.directory.slot[:, left] >= 0).any(0)],
         )
         shelves.classify(np.unique(np.concatenate(held)))
+        shelves.find_out()
         return failed
 
     def _count(self, moving: Moving, result: CopyResult) -> None:

@@ -9,7 +9,7 @@ A slot of a tier that nobody uses is in one of three classes:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +46,25 @@ class Shelves:
         def candidates() -> Candidates:
             return Candidates(capacity, self.directory, self.conversations, policy)
 
-        self.spare = [candidates() for _ in self.tiers]
-        self.only = [candidates() for _ in self.tiers]
+        self._spare = [candidates() for _ in self.tiers]
+        self._only = [candidates() for _ in self.tiers]
         self._policy = policy
         self._class = np.zeros((len(self.tiers), capacity), np.int8)
+        self._doubtful: list[Chunks] = []  # whose classes are to be found out before somebody asks for them
         # The first tier that outlives the process; past the last one if there is none.
         self.persistent = next((k for k, tier in enumerate(self.tiers) if tier.persistent), len(self.tiers))
+
+    @property
+    def spare(self) -> Sequence[Candidates]:
+        """By tier, what may go first."""
+        self.find_out()
+        return self._spare
+
+    @property
+    def only(self) -> Sequence[Candidates]:
+        """By tier, what may go after those."""
+        self.find_out()
+        return self._only
 
     def num_available(self, tier: int) -> int:
         """Slots that `take` could hand out."""
@@ -61,9 +74,9 @@ class Shelves:
         """Slots of the device that could be taken so that no chunk is lost by it, beside `slots`, which somebody uses
         from now on.
         """
-        chunks = self.device.chunk[slots]
+        chunks, spare = self.device.chunk[slots], self.spare[0]
         used = int(np.count_nonzero(self._class[0, chunks[chunks >= 0]] == _SPARE))
-        return self.device.num_free + len(self.spare[0]) - used
+        return self.device.num_free + len(spare) - used
 
     # -- slots ------------------------------------------------------------------------------------
 
@@ -132,6 +145,7 @@ class Shelves:
 
     def may_leave(self, tier: int, slots: Slots) -> NDArray[np.bool_]:
         """Which slots could be reclaimed now."""
+        self.find_out()
         chunks = self.pools[tier].chunk[slots]
         found: NDArray[np.bool_] = (chunks >= 0) & (self._class[tier, chunks] != _KEPT)
         return found
@@ -231,9 +245,18 @@ class Shelves:
         self.classify(chunks)
 
     def classify(self, chunks: Chunks) -> None:
-        """Find out anew which of `chunks` (distinct) may leave which tier."""
-        if not len(chunks):
+        """Which of `chunks` (distinct) may leave which tier is to be found out anew, by whoever asks next."""
+        if len(chunks):
+            self._doubtful.append(chunks)
+
+    def find_out(self) -> None:
+        """Do that: for all at once, as one change after another touches the same chunks. What is called first pays for
+        those before it, so whoever has the time does it.
+        """
+        if not self._doubtful:
             return
+        doubtful, self._doubtful = self._doubtful, []
+        chunks = doubtful[0] if len(doubtful) == 1 else np.unique(np.concatenate(doubtful))
         directory, pools = self.directory, self.pools
         for tier, pool in enumerate(pools):
             slots = directory.slot[tier].take(chunks)
@@ -245,7 +268,7 @@ class Shelves:
             if changed.any():
                 chunks_, kind = (chunks, kind) if changed.all() else (chunks[changed], kind[changed])
                 self._declassify(tier, chunks_)
-                for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
+                for number, candidates in ((_SPARE, self._spare[tier]), (_ONLY, self._only[tier])):
                     part = chunks_[kind == number]
                     if len(part):
                         candidates.add(part)
@@ -268,7 +291,7 @@ class Shelves:
         kind = self._class[tier].take(chunks)
         if not kind.any():
             return  # all are kept
-        for number, candidates in ((_SPARE, self.spare[tier]), (_ONLY, self.only[tier])):
+        for number, candidates in ((_SPARE, self._spare[tier]), (_ONLY, self._only[tier])):
             part = chunks[kind == number]
             if len(part):
                 candidates.discard(part)
@@ -282,6 +305,7 @@ class Shelves:
         """
         directory = self.directory
         directory.check()
+        self.find_out()
         there = np.flatnonzero((directory.slot >= 0).any(0)).astype(np.int32)
         self.conversations.check(directory.audience[there])
         for tier, pool in enumerate(self.pools):

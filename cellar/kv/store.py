@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
-from cellar.core.messages import CopyResult, EngineRates, KeptChunk, Tier, TierOrder, TierStats
+from cellar.core.messages import CopyBatch, CopyResult, EngineRates, KeptChunk, Tier, TierOrder, TierStats
 from cellar.kv.departure import Departure
 from cellar.kv.foreign import Foreign
 from cellar.kv.identity import Chain, Recalled, owner_identity, salted_identity
@@ -102,6 +102,7 @@ class KVStore:
         self.foreign = Foreign(self._shelves, chunk_size, self.chain)
         self.departure = Departure(self._shelves, self._movement, self.rates)
         self._has_tiers = len(self._shelves.tiers) > 1
+        self._hurries = False  # the last call for copies had those alone that had been decided
         self.put_off = False  # the last reservation: there was memory, but what it holds is copied out first
 
     @property
@@ -201,7 +202,8 @@ class KVStore:
             slots[: len(there)][at_once] = found.slot[at_once]
             load[: len(there)] = wanted = self._wanted(found, there & ~at_once, found.slot[at_once], now, before)
             filled[: len(there)] = np.where(at_once | wanted, found.tokens, 0)
-            np.add.at(hit_tokens, found.tier[at_once | wanted], found.tokens[at_once | wanted])
+            hits_of = at_once | wanted
+            hit_tokens += np.bincount(found.tier[hits_of], found.tokens[hits_of], len(hit_tokens)).astype(np.int64)
         hits = slots[slots >= 0]
         new = (slots < 0) & ~load
         left = shelves.num_available(0) - int(np.count_nonzero(shelves.may_leave(0, hits)))
@@ -261,6 +263,7 @@ class KVStore:
         shelves.conversations.leave(conversation, now)
         chunks = shelves.device.chunk[slots]
         shelves.drop(slots)
+        shelves.find_out()  # now, rather than when the next request comes
         self._movement.behind.add(chunks[chunks >= 0], now)
 
     def forget(self, slots: Slots) -> None:
@@ -334,6 +337,7 @@ class KVStore:
         slots = np.flatnonzero(pool.state == RESIDENT).astype(np.int32)
         chunks = pool.chunk[slots[pool.unused(slots)]]
         shelves.clear(number, chunks, erase=True)
+        shelves.find_out()
         return len(chunks)
 
     @property
@@ -351,8 +355,13 @@ class KVStore:
         """Copies decided since the last call, with those that memory pressure and rest ask for."""
         if not self._has_tiers:
             return ()
+        orders = self._movement.orders()
+        loads = any(isinstance(order, CopyBatch) and order.target is Tier.DEVICE for order in orders)
+        self._hurries = loads and not self._hurries
+        if self._hurries:
+            return orders  # somebody waits for them; what else is to be copied is decided with the next call
         self._movement.balance(now)
-        return self._movement.orders()
+        return (*orders, *self._movement.orders())
 
     def persist(self, now: float) -> Sequence[TierOrder]:
         """Copies of what this process alone has to a tier that outlives it; none when all is safe, or moving."""
