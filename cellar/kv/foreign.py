@@ -79,5 +79,5 @@ class Foreign:
             before = directory.get(label.parent)
             if before >= 0 and not label.tokens:
                 directory.grown[before] = True
-        shelves.classify(chunks)
+        shelves.leaving.classify(chunks)
         return slots, tuple(taken.values())

@@ -132,7 +132,7 @@ class Movement:
         for slot in target_slots.tolist():
             self._loading[slot] = number
         held = self._shelves.pools[source].chunk[source_slots]
-        self._shelves.classify(held[held >= 0])
+        self._shelves.leaving.classify(held[held >= 0])
         return number
 
     # -- outwards ---------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ class Movement:
         """Copy ahead of time what will have to leave soon, and what has come to rest."""
         self._now = now
         for tier in range(len(self._shelves.tiers) - 1):
-            pool, only = self._shelves.pools[tier], self._shelves.only[tier]
-            safe = pool.num_free + len(self._shelves.spare[tier])
+            pool, only = self._shelves.pools[tier], self._shelves.leaving.only[tier]
+            safe = pool.num_free + len(self._shelves.leaving.spare[tier])
             missing = int(RECLAIMABLE_SHARE * pool.num_slots) - safe
             if missing > 0:
                 missing -= self._num_leaving(tier)
@@ -197,7 +197,7 @@ class Movement:
         """
         if missing <= 0 or self._seconds_out(missing, bool(loads), now) > again:
             return False
-        leaving, only = self._num_leaving(0), self._shelves.only[0]
+        leaving, only = self._num_leaving(0), self._shelves.leaving.only[0]
         count = min(missing - leaving, most, len(only), self._room(0, 1))
         if count > 0:
             lowest = only.lowest(count, now)
@@ -246,7 +246,7 @@ class Movement:
         shelves = self._shelves
         chunks = shelves.device.chunk[slots]
         chunks = chunks[chunks >= 0]
-        chunks = chunks[shelves.only[0].has(chunks)]
+        chunks = chunks[shelves.leaving.only[0].has(chunks)]
         if len(shelves.tiers) > 1 and not shelves.tiers[1].persistent and len(chunks):
             self._save(0, 1, [(np.inf, chunk) for chunk in chunks.tolist()], now)
 
@@ -258,14 +258,14 @@ class Movement:
         """
         shelves = self._shelves
         pool = shelves.pools[below]
-        easy = min(len(leaving), pool.num_free + len(shelves.spare[below]))
+        easy = min(len(leaving), pool.num_free + len(shelves.leaving.spare[below]))
         rest = leaving[: len(leaving) - easy]
-        displaced = shelves.only[below].lowest(min(len(rest), len(shelves.only[below])), now)
+        displaced = shelves.leaving.only[below].lowest(min(len(rest), len(shelves.leaving.only[below])), now)
         won = 0
         while won < len(displaced) and displaced[won][0] < rest[len(rest) - 1 - won][0]:
             won += 1
         lost = np.array([chunk for _, chunk in displaced], np.int32)
-        shelves.only[below].add(lost)
+        shelves.leaving.only[below].add(lost)
         shelves.clear(below, lost[:won])
         saved = np.array([chunk for _, chunk in leaving[len(rest) - won :]], np.int32)
         if not len(saved):
@@ -279,7 +279,7 @@ class Movement:
         shelves.pools[tier].move(slots, SAVING)
         number = self._order(tier, slots, below, targets, saved)
         self.outwards[below].ordered(number, len(saved), now)
-        shelves.classify(saved)
+        shelves.leaving.classify(saved)
         return number
 
     # -- results ----------------------------------------------------------------------------------
@@ -321,8 +321,8 @@ class Movement:
             shelves.vacated(moving.target, batch.target_slots),
             left[(shelves.directory.slot[:, left] >= 0).any(0)],
         )
-        shelves.classify(np.unique(np.concatenate(held)))
-        shelves.find_out()
+        shelves.leaving.classify(np.unique(np.concatenate(held)))
+        shelves.leaving.find_out()
         return failed
 
     def _count(self, moving: Moving, result: CopyResult) -> None:

@@ -77,7 +77,7 @@ class Names:
         if chunk >= 0:
             found = np.array([chunk], np.int32)
             shelves.settle(np.array([slot], np.int32), found)
-            shelves.classify(found)
+            shelves.leaving.classify(found)
             return chunk
         if not tail:
             slots, ends = np.array([slot], np.int32), np.array([end])

@@ -28,7 +28,7 @@ def restore(shelves: Shelves, kept: Mapping[Tier, Sequence[KeptChunk]], now: flo
     numbers = enter(shelves, labels, ages, now)
     for tier, chunks in kept.items():
         _place(shelves, shelves.tiers.index(tier), chunks, numbers)
-    shelves.classify(np.fromiter(numbers.values(), np.int32, len(numbers)))
+    shelves.leaving.classify(np.fromiter(numbers.values(), np.int32, len(numbers)))
 
 
 def enter(

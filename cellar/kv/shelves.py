@@ -1,35 +1,26 @@
-"""Shelves: which chunk lies in which tier, and which may leave.
-
-A slot of a tier that nobody uses is in one of three classes:
-
-    spare   it may go first: the next tier has the chunk, or the device is using its own copy of it
-    only    it may go after those; what is lost by that is the chunk, or the faster way to it
-    kept    it stays, because a cached chunk of a faster tier relies on it
-"""
+"""Shelves: which chunk lies in which tier, for whom, and what it is worth."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cellar.core.errors import IntegrityError
 from cellar.core.messages import ChunkLabel, Tier
-from cellar.kv.candidates import Candidates
 from cellar.kv.conversations import Conversations
 from cellar.kv.costs import Floats
 from cellar.kv.directory import Directory
+from cellar.kv.leaving import Leaving, resident
 from cellar.kv.policy import Policy
 from cellar.kv.pool import Chunks, SlotPool, Slots
-from cellar.kv.states import LOADING, PRIVATE, RESIDENT, SAVING, State
+from cellar.kv.states import LOADING, PRIVATE, RESIDENT, State
 
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 AT_ONCE = 16
 """Slots that are reclaimed beyond those needed now, if nothing is lost by it."""
-
-_KEPT, _SPARE, _ONLY = 0, 1, 2
 
 
 class Shelves:
@@ -43,40 +34,21 @@ class Shelves:
         self.directory = Directory(capacity, len(self.tiers))
         self.conversations = Conversations(policy.next_turns)
 
-        def candidates() -> Candidates:
-            return Candidates(capacity, self.directory, self.conversations, policy)
-
-        self._spare = [candidates() for _ in self.tiers]
-        self._only = [candidates() for _ in self.tiers]
+        self.leaving = Leaving(self.pools, self.directory, self.conversations, policy, capacity)
         self._policy = policy
-        self._class = np.zeros((len(self.tiers), capacity), np.int8)
-        self._doubtful: list[Chunks] = []  # whose classes are to be found out before somebody asks for them
         # The first tier that outlives the process; past the last one if there is none.
         self.persistent = next((k for k, tier in enumerate(self.tiers) if tier.persistent), len(self.tiers))
 
-    @property
-    def spare(self) -> Sequence[Candidates]:
-        """By tier, what may go first."""
-        self.find_out()
-        return self._spare
-
-    @property
-    def only(self) -> Sequence[Candidates]:
-        """By tier, what may go after those."""
-        self.find_out()
-        return self._only
-
     def num_available(self, tier: int) -> int:
         """Slots that `take` could hand out."""
-        return self.pools[tier].num_free + len(self.spare[tier]) + len(self.only[tier])
+        return self.pools[tier].num_free + len(self.leaving.spare[tier]) + len(self.leaving.only[tier])
 
     def num_without_loss(self, slots: Slots) -> int:
         """Slots of the device that could be taken so that no chunk is lost by it, beside `slots`, which somebody uses
         from now on.
         """
-        chunks, spare = self.device.chunk[slots], self.spare[0]
-        used = int(np.count_nonzero(self._class[0, chunks[chunks >= 0]] == _SPARE))
-        return self.device.num_free + len(spare) - used
+        chunks, spare = self.device.chunk[slots], self.leaving.spare[0]
+        return self.device.num_free + len(spare) - int(np.count_nonzero(spare.has(chunks[chunks >= 0])))
 
     # -- slots ------------------------------------------------------------------------------------
 
@@ -87,18 +59,13 @@ class Shelves:
         missing = count - self.pools[tier].num_free
         if missing > 0:
             # Of those that a slower tier has, too, some more at once: a choice costs much the same for one or for many.
-            more = min(len(self.spare[tier]) - missing, AT_ONCE, self.pools[tier].num_slots // 64)
+            more = min(len(self.leaving.spare[tier]) - missing, AT_ONCE, self.pools[tier].num_slots // 64)
             self.reclaim(tier, missing + max(0, more), now)
         return self.pools[tier].take(count, state)
 
     def reclaim(self, tier: int, count: int, now: float) -> None:
         """`count` slots become free: of spare chunks, then of others, which are lost there."""
-        spare = min(count, len(self.spare[tier]))
-        leaving = self.spare[tier].lowest(spare, now)
-        leaving += self.only[tier].lowest(count - spare, now)
-        chunks = np.array([chunk for _, chunk in leaving], np.int32)
-        self._class[tier, chunks] = _KEPT
-        self.clear(tier, chunks)
+        self.clear(tier, self.leaving.take(tier, count, now))
 
     def clear(self, tier: int, chunks: Chunks, erase: bool = False) -> None:
         """Chunks lose their slots in a tier; those without any other are gone. Slots that nobody uses are free.
@@ -109,7 +76,7 @@ class Shelves:
         if not len(chunks):
             return
         pool, directory = self.pools[tier], self.directory
-        self._declassify(tier, chunks)
+        self.leaving.keep(tier, chunks)
         slots = directory.slot[tier, chunks]
         directory.slot[tier, chunks] = -1
         pool.chunk[slots] = -1
@@ -126,7 +93,7 @@ class Shelves:
         for chunk in chunks[gone].tolist():
             self.conversations.count(int(directory.audience[chunk]), -1)
             directory.remove(chunk)
-        self.classify(chunks[~gone])
+        self.leaving.classify(chunks[~gone])
 
     def settle(self, slots: Slots, chunks: Chunks) -> None:
         """Private slots of the device hold these chunks from now on."""
@@ -143,23 +110,16 @@ class Shelves:
         self.device.chunk[slots] = chunks
         self.directory.slot[0, chunks] = slots
 
-    def may_leave(self, tier: int, slots: Slots) -> NDArray[np.bool_]:
-        """Which slots could be reclaimed now."""
-        self.find_out()
-        chunks = self.pools[tier].chunk[slots]
-        found: NDArray[np.bool_] = (chunks >= 0) & (self._class[tier, chunks] != _KEPT)
-        return found
-
     def hold(self, slots: Slots) -> None:
         """A sequence uses slots of the device that hold chunks."""
         if len(slots):
             self.device.hold(slots)
-            self.classify(self.device.chunk[slots])
+            self.leaving.classify(self.device.chunk[slots])
 
     def drop(self, slots: Slots) -> None:
         """A sequence uses slots of the device no more."""
         self.device.drop(slots)
-        self.classify(self.vacated(0, slots))
+        self.leaving.classify(self.vacated(0, slots))
 
     def remove(self, chunks: Chunks) -> None:
         """Chunks are gone from every tier."""
@@ -179,10 +139,7 @@ class Shelves:
 
     def resident(self, tier: int, chunks: Chunks) -> NDArray[np.bool_]:
         """Which of `chunks` a tier has, whole."""
-        slots = self.directory.slot[tier].take(chunks)
-        state = self.pools[tier].state.take(slots)
-        found: NDArray[np.bool_] = (slots >= 0) & ((state == RESIDENT) | (state == SAVING))
-        return found
+        return resident(self.directory, self.pools, tier, chunks)
 
     def values(self, chunks: Chunks, now: float) -> Floats:
         """What it is worth to keep each chunk, by the policy."""
@@ -238,64 +195,11 @@ class Shelves:
     def _belong(self, chunks: Chunks, before: int, audience: int) -> None:
         """Chunks of one audience are another's from now on."""
         for tier in range(len(self.tiers)):
-            self._declassify(tier, chunks)
+            self.leaving.keep(tier, chunks)
         self.directory.audience[chunks] = audience
         self.conversations.count(audience, len(chunks))
         self.conversations.count(before, -len(chunks))
-        self.classify(chunks)
-
-    def classify(self, chunks: Chunks) -> None:
-        """Which of `chunks` (distinct) may leave which tier is to be found out anew, by whoever asks next."""
-        if len(chunks):
-            self._doubtful.append(chunks)
-
-    def find_out(self) -> None:
-        """Do that: for all at once, as one change after another touches the same chunks. What is called first pays for
-        those before it, so whoever has the time does it.
-        """
-        if not self._doubtful:
-            return
-        doubtful, self._doubtful = self._doubtful, []
-        chunks = doubtful[0] if len(doubtful) == 1 else np.unique(np.concatenate(doubtful))
-        directory, pools = self.directory, self.pools
-        for tier, pool in enumerate(pools):
-            slots = directory.slot[tier].take(chunks)
-            idle = (slots >= 0) & (pool.state.take(slots) == RESIDENT) & pool.unused(slots)
-            kind = np.where(idle, np.int8(_ONLY), np.int8(_KEPT))
-            if len(pools) > 1 and idle.any():
-                kind[idle] = self._classes(tier, chunks[idle])
-            changed = self._class[tier].take(chunks) != kind
-            if changed.any():
-                chunks_, kind = (chunks, kind) if changed.all() else (chunks[changed], kind[changed])
-                self._declassify(tier, chunks_)
-                for number, candidates in ((_SPARE, self._spare[tier]), (_ONLY, self._only[tier])):
-                    part = chunks_[kind == number]
-                    if len(part):
-                        candidates.add(part)
-                self._class[tier, chunks_] = kind
-
-    def _classes(self, tier: int, chunks: Chunks) -> NDArray[np.int8]:
-        """Of chunks that a tier holds and nobody uses there."""
-        below = tier + 1
-        slower = self.resident(below, chunks) if below < len(self.tiers) else np.zeros(len(chunks), np.bool_)
-        if tier == 0:
-            return np.where(slower, np.int8(_SPARE), np.int8(_ONLY))
-        above = self.directory.slot[0].take(chunks)
-        in_use = (above >= 0) & (self.device.references.take(above) > 0)
-        relied_on = (self.directory.slot[:tier, chunks] >= 0).any(0)
-        # What a faster tier relies on stays, though a slower one has it: else it would be copied here again at once.
-        rest = np.where(relied_on, np.int8(_KEPT), np.where(slower, np.int8(_SPARE), np.int8(_ONLY)))
-        return np.where(in_use, np.int8(_SPARE), rest)
-
-    def _declassify(self, tier: int, chunks: Chunks) -> None:
-        kind = self._class[tier].take(chunks)
-        if not kind.any():
-            return  # all are kept
-        for number, candidates in ((_SPARE, self._spare[tier]), (_ONLY, self._only[tier])):
-            part = chunks[kind == number]
-            if len(part):
-                candidates.discard(part)
-        self._class[tier, chunks] = _KEPT
+        self.leaving.classify(chunks)
 
     # -- checks -----------------------------------------------------------------------------------
 
@@ -305,7 +209,6 @@ class Shelves:
         """
         directory = self.directory
         directory.check()
-        self.find_out()
         there = np.flatnonzero((directory.slot >= 0).any(0)).astype(np.int32)
         self.conversations.check(directory.audience[there])
         for tier, pool in enumerate(self.pools):
@@ -315,14 +218,4 @@ class Shelves:
                 (directory.slot[tier] >= 0).sum()
             ):
                 raise IntegrityError(f"chunks and slots of tier {pool.tier.name} do not map one to one")
-            kind = np.zeros(directory.slot.shape[1], np.int8)
-            idle = there[
-                (directory.slot[tier, there] >= 0)
-                & (pool.state[directory.slot[tier, there]] == RESIDENT)
-                & pool.unused(directory.slot[tier, there])
-            ]
-            kind[idle] = self._classes(tier, idle)
-            if not np.array_equal(kind, self._class[tier]):
-                raise IntegrityError(f"chunks of tier {pool.tier.name} are in the wrong class")
-            self.spare[tier].check(kind == _SPARE)
-            self.only[tier].check(kind == _ONLY)
+        self.leaving.check(there)

@@ -206,7 +206,7 @@ class KVStore:
             hit_tokens += np.bincount(found.tier[hits_of], found.tokens[hits_of], len(hit_tokens)).astype(np.int64)
         hits = slots[slots >= 0]
         new = (slots < 0) & ~load
-        left = shelves.num_available(0) - int(np.count_nonzero(shelves.may_leave(0, hits)))
+        left = shelves.num_available(0) - int(np.count_nonzero(shelves.leaving.may(0, hits)))
         needed = int(new.sum()) + int(load.sum())
         if left - needed < keep_free:
             self.put_off = False
@@ -263,7 +263,7 @@ class KVStore:
         shelves.conversations.leave(conversation, now)
         chunks = shelves.device.chunk[slots]
         shelves.drop(slots)
-        shelves.find_out()  # now, rather than when the next request comes
+        shelves.leaving.find_out()  # now, rather than when the next request comes
         self._movement.behind.add(chunks[chunks >= 0], now)
 
     def forget(self, slots: Slots) -> None:
@@ -337,7 +337,7 @@ class KVStore:
         slots = np.flatnonzero(pool.state == RESIDENT).astype(np.int32)
         chunks = pool.chunk[slots[pool.unused(slots)]]
         shelves.clear(number, chunks, erase=True)
-        shelves.find_out()
+        shelves.leaving.find_out()
         return len(chunks)
 
     @property

@@ -16,6 +16,7 @@ from cellar.kv.candidates import Candidates
 from cellar.kv.conversations import Conversations
 from cellar.kv.directory import Directory
 from cellar.kv.identity import chunk_identity
+from cellar.kv.leaving import Leaving
 from cellar.kv.names import Names
 from cellar.kv.policy import LeastRecentlyUsed, RetentionValue
 from cellar.kv.pool import SlotPool
@@ -88,7 +89,20 @@ def released_chunk_is_free_and_cached(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def hits_are_counted_as_available(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shelves, "may_leave", lambda shelves, tier, slots: np.zeros(len(slots), np.bool_))
+    patch.setattr(Leaving, "may", lambda leaving, tier, slots: np.zeros(len(slots), np.bool_))
+
+
+@bug
+def classes_are_as_old_as_the_last_end(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks between two ends finds what was true then."""
+    release, find_out = KVStore.release, Leaving.find_out
+    patch.setattr(Leaving, "find_out", lambda leaving: None)
+
+    def ends(store: KVStore, *rest: object) -> None:
+        release(store, *rest)  # type: ignore[arg-type]
+        find_out(store._shelves.leaving)
+
+    patch.setattr(KVStore, "release", ends)
 
 
 @bug

@@ -133,7 +133,7 @@ def test_nobody_goes_below_a_share_while_another_is_above(talks: list[tuple[int,
     store = KVStore(60, CHUNK)
     for now, (who, number, chunks) in enumerate(talks):
         talk(store, ("", "a", "b", "c")[who], 10 * who + number, float(now), chunks)
-    only, now = store._shelves.only[0], float(len(talks))
+    only, now = store._shelves.leaving.only[0], float(len(talks))
     directory, conversations = store._shelves.directory, store._shelves.conversations
 
     def held() -> dict[int, int]:

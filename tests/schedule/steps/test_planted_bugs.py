@@ -16,6 +16,7 @@ from cellar.kv import restored
 from cellar.kv import store as store_module
 from cellar.kv.behind import WriteBehind
 from cellar.kv.directory import Directory, Tails
+from cellar.kv.leaving import Leaving
 from cellar.kv.movement import Movement
 from cellar.kv.pool import SlotPool
 from cellar.kv.shelves import Shelves
@@ -649,14 +650,14 @@ def restored_chunks_are_looked_for_in_the_next_slot(patch: pytest.MonkeyPatch) -
 
 @bug(tiers=True, disk=60)
 def restored_chunk_may_never_leave(patch: pytest.MonkeyPatch) -> None:
-    classify = Shelves.classify
+    classify = Leaving.classify
 
-    def some(shelves: Shelves, chunks: np.ndarray) -> None:
-        if not shelves.device.num_referenced and not (shelves.directory.slot[0] >= 0).any():
+    def some(leaving: Leaving, chunks: np.ndarray) -> None:
+        if not leaving._pools[0].num_referenced and not (leaving._directory.slot[0] >= 0).any():
             return
-        classify(shelves, chunks)
+        classify(leaving, chunks)
 
-    patch.setattr(Shelves, "classify", some)
+    patch.setattr(Leaving, "classify", some)
 
 
 @bug(tiers=True, disk=60)
