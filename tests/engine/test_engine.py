@@ -393,12 +393,13 @@ def test_work_that_a_message_ends_is_told_before_the_loop_waits() -> None:
 
 def test_a_request_that_waits_for_a_copy_or_a_moment_is_no_stall() -> None:
     engine, quiet = quiet_engine(now=10.0)
-    for quiet.event in (Event(EventKind.COPY), Event(EventKind.TIMER, 12.5), Event(EventKind.TIMER, 7.0)):
+    copies = Event(EventKind.COPY), Event(EventKind.COPY, 11.0)
+    for quiet.event in (*copies, Event(EventKind.TIMER, 12.5), Event(EventKind.TIMER, 7.0)):
         engine.turn(None)
     engine.turn(0.25)
     quiet.event = Event(EventKind.TIMER, 12.5)
     engine.turn(0.25)
-    assert quiet.waited == [None, 2.5, 0.0, 0.0, 0.25]
+    assert quiet.waited == [None, 1.0, 2.5, 0.0, 0.0, 0.25]
     quiet.event = None
     with pytest.raises(IntegrityError, match="nothing is awaited"):
         engine.turn(None)

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 import torch
 
-from cellar.core.config import CacheConfig
+from cellar import demo
+from cellar.core.config import CacheConfig, EngineConfig
 from cellar.core.errors import CapacityError, ConfigError, DeviceError
 from cellar.core.messages import CopyBatch, CopyResult, KeptChunk, Tier
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.runtime.memory import host_available, resident
 from cellar.runtime.steps.arena import Arena
+from cellar.runtime.steps.local import open_local
 from cellar.runtime.tiers.arena import ArenaChunks
 from cellar.runtime.tiers.copier import Copier
 from cellar.runtime.tiers.host import HostTier
@@ -369,3 +371,38 @@ def test_chunk_comes_back_as_it_left_on_an_accelerator() -> None:
     assert world.host.chunks[1].tobytes()[: len(flat)] == flat
     world.copier.close()
     assert not world.host._registered, "what was registered is given back to the driver"
+
+
+def test_memory_is_taken_before_the_weights_and_given_back_if_they_cannot_be_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events = list[str]()
+
+    def unreadable(*_: object) -> None:
+        events.append("weights")
+        raise OSError("made to fail")
+
+    class Watched(HostTier):
+        def __init__(self, *arguments: Any) -> None:
+            events.append("taken")
+            super().__init__(*arguments)
+
+        def close(self) -> None:
+            events.append("given back")
+            super().close()
+
+    monkeypatch.setattr("cellar.runtime.tiers.opened.HostTier", Watched)
+    monkeypatch.setattr("cellar.runtime.steps.local.loader.assembled", unreadable)
+    with pytest.raises(OSError, match="made to fail"):
+        open_local(EngineConfig.of(model=str(demo.path()), device="cpu", kv_offloading_size=0.01))
+    assert events == ["taken", "weights", "given back"]
+
+
+def test_memory_gives_way_once_requests_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = list[HostTier]()
+    monkeypatch.setattr(HostTier, "give_way", lambda tier: called.append(tier))
+    opened = open_local(EngineConfig.of(model=str(demo.path()), device="cpu", kv_offloading_size=0.01))
+    try:
+        assert len(called) == 1
+    finally:
+        opened.runtime.close()

@@ -12,7 +12,22 @@ from hypothesis import strategies as st
 
 from cellar.core.config import ScheduleConfig
 from cellar.core.errors import CapacityError, IntegrityError, RequestError
-from cellar.core.messages import Emit, FinishReason, Request, Source, StepOutput, StepPlan, StepResult
+from cellar.core.messages import (
+    Emit,
+    Event,
+    EventKind,
+    FinishReason,
+    Request,
+    Source,
+    StepOutput,
+    StepPlan,
+    StepResult,
+    Tier,
+)
+from cellar.core.sampling import SamplingParams
+from cellar.kv.movement import Movement
+from cellar.kv.recovery import Recovery
+from cellar.kv.store import KVStore
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.protocol import Scheduler
@@ -1053,3 +1068,21 @@ def test_tail_ends_before_the_end_symbol() -> None:
     bench.add(request("b", [*range(4), *said[:end], other, 1], 1))
     bench.plan()
     assert bench.commit().num_cached_tokens == {"b": 4 + end}
+
+
+def test_who_waits_alone_for_copies_is_looked_at_again_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of the copies, which may take longer than anybody expected."""
+    config = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=256)
+    scheduler = StepScheduler(8, 4, 32, 200, config, tiers={Tier.HOST: 8})
+    prompt, params = np.arange(3, 103, dtype=np.int32), SamplingParams(max_tokens=2, seed=0)
+    scheduler.add(Request("alone", prompt, params, frozenset({1}), 2), now=10.0)
+    monkeypatch.setattr(Recovery, "least_seconds", lambda recovery, missing: 1.0)
+    monkeypatch.setattr(Movement, "puts_off", lambda movement, missing, most, again, *_: again > 0)
+    monkeypatch.setattr(KVStore, "num_moving", 1)
+    assert scheduler.next_event(10.0) == Event(EventKind.COPY), "nobody waits yet"
+    assert scheduler.plan(0, 10.0) is None
+    assert scheduler.next_event(10.25) == Event(EventKind.COPY, 11.0)
+    assert scheduler.plan(0, 10.5) is None
+    assert scheduler.next_event(10.5) == Event(EventKind.COPY, 11.0), "in all, not from the last look on"
+    assert scheduler.plan(0, 11.0) is not None
+    assert scheduler.next_event(11.0) == Event(EventKind.COPY)
