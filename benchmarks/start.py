@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PHASES = ("import", "load", "compile", "rehearse", "capture", "rest")
+PHASES = ("import", "load", "compile", "rehearse", "capture", "memory", "rest")
 TARGETS = {"cold": 12.0, "warm": 4.0}
 
 

@@ -125,6 +125,8 @@ class Recovery:
         asked = [t for t in np.unique(tier).tolist() if t > 0 and links[t].known]
         if rate is None or not asked:
             return load
+        if len(asked) == 1 and self._gains_throughout(links[asked[0]], cost[tier == asked[0]], rate, now, floor):
+            return load
         orders, times, gains = [], [], []
         for t in asked:
             places = np.flatnonzero(tier == t)
@@ -145,6 +147,15 @@ class Recovery:
                 number = _asked_again(links[t], gain[-1], ready, now)
             load[order[number:]] = False
         return load
+
+    def _gains_throughout(self, link: Link, cost: Floats, rate: float, now: float, floor: float) -> bool:
+        """Whether loading all chunks of one tier is best, as it mostly is: each of them is loaded faster than computed,
+        and together they make up for what a load takes anyhow.
+        """
+        fixed, each = link.rate()
+        gain = rate * (1 + MARGIN) * cost
+        end = link.wait(now) + fixed + each * len(cost)
+        return bool(each <= gain.min() and max(end, floor) - gain.sum() < floor)
 
 
 def _asked_again(link: Link, compute: float, ready: Floats, now: float) -> int:

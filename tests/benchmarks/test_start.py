@@ -19,6 +19,7 @@ SECONDS = {
     "compile": 0.5,
     "rehearse": 0.5,
     "capture": 0.5,
+    "memory": 0.0,
     "rest": 0.25,
     "ready": 5.0,
     "behind": 0.0,
@@ -30,7 +31,7 @@ def test_phases_add_up_to_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     left = [2, 1, 0]
     executor = SimpleNamespace(missing=lambda: SimpleNamespace(missing=left.pop(0)))
     runtime = SimpleNamespace(close=lambda: closed.append(True), executor=executor)
-    times = {"load": 0.0, "compile": 0.0, "rehearse": 0.0, "capture": 0.0}
+    times = {"load": 0.0, "compile": 0.0, "rehearse": 0.0, "capture": 0.0, "memory": 0.0}
     opened = SimpleNamespace(start_seconds=times, runtime=runtime)
     monkeypatch.setattr(local, "open_local", lambda config: opened)
     found = start.start("llama-3.2-1b", "cpu", 64)

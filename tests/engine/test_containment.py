@@ -54,7 +54,7 @@ def in_find(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime)
 
 
 def in_fill(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:
-    failing(patch, Rows, "_fill", lambda rows, row, state, slots: state.request.id == VICTIM)
+    failing(patch, Rows, "_fill", lambda rows, row, state, slots, named: state.request.id == VICTIM)
 
 
 def in_open(patch: pytest.MonkeyPatch, engine: StepEngine, runtime: FakeRuntime) -> None:

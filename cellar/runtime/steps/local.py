@@ -252,7 +252,7 @@ class OpenedModel:
 
     `fingerprint` is that of the weights: see `models/fingerprint.py`. `start_seconds`: by phase: load (weights, while
     kernels are listed and compiled), compile (what was left of it), rehearse (the largest steps, which say what
-    memory is left), capture.
+    memory is left), capture, memory (waiting for the host's, if a tier lies there).
     """
 
     runtime: LocalRuntime
@@ -453,7 +453,7 @@ def _open(
         )
         undo.pop_all()
     if isinstance(below := tiers.get(Tier.HOST), HostTier):
-        below.give_way()
+        below.settle()
     assert runtime.executor is not None
     arena = runtime.executor.arena
     placed: PlacedBytes | None = None

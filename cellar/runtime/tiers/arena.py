@@ -19,7 +19,13 @@ from cellar.runtime.steps.arena import Arena
 from cellar.runtime.tiers.storage import Bytes
 
 _MOST_PARTS = 12
-"""And those that the last of them is cut into."""
+"""Of a chunk, before its end is cut finer."""
+
+_LAST = 4
+"""The layers from the last quarter on are cut finer,"""
+
+_MOST_LAST_PARTS = 8
+"""into so many at most."""
 
 _PART_NBYTES = 256 * 2**10
 """Many copies of so much at once are as fast as of twice as much: 55 GB/s (H200)."""
@@ -29,15 +35,17 @@ _FIRST = 64
 
 
 def parted(num_layers: int, chunk_nbytes: int, part_nbytes: int) -> list[int]:
-    """The part of each layer of a chunk: runs of layers of `part_nbytes` or more. What a step computes of the last part
-    comes behind the load, so that part, if there are others, is cut into up to three, of half as much or more.
+    """The part of each layer of a chunk: runs of layers of `part_nbytes` or more, and in the last quarter of half as
+    much or more. A step computes a layer faster than its KV is loaded, but begins a part only when all of it is there:
+    behind a load comes what it computes of the last part, if it has caught up with the load by then.
     """
     count = max(1, min(_MOST_PARTS, num_layers, chunk_nbytes // part_nbytes))
     parts = [j * count // num_layers for j in range(num_layers)]
     if count > 1:
-        begin = parts.index(count - 1)
-        run = max(-(-part_nbytes * num_layers // (2 * chunk_nbytes)), -(-(num_layers - begin) // 3))
-        parts[begin:] = [count - 1 + k // run for k in range(num_layers - begin)]
+        begin = min(parts.index(count - 1), num_layers - num_layers // _LAST)
+        least = -(-part_nbytes * num_layers // (2 * chunk_nbytes))
+        run = max(least, -(-(num_layers - begin) // _MOST_LAST_PARTS))
+        parts[begin:] = [parts[begin - 1] + 1 + k // run for k in range(num_layers - begin)]
     return parts
 
 

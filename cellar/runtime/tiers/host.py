@@ -5,9 +5,9 @@ it afterwards how much it has given. On an accelerator the ranges are registered
 and overlap with steps; until its range is registered, and if the driver registers no more (a limit of locked memory), a
 chunk is copied through the driver's own buffer, which is slower and as right.
 
-Whoever else asks the driver for something waits while it registers: under requests, steps took up to 1.9 times as
-long. So ranges are small, their pages are there, a pause follows each, most of it is done beside the start, and once
-requests run (`give_way`) pauses are longer.
+Whoever else asks the driver or the system for memory waits while that is done: under requests steps took 1.07 to 1.9
+times as long. So ranges are small, their pages are there before they are registered, and a pause follows each. It is
+done beside the start, which waits for what is left (`settle`), but not for ever: then it goes on slowly.
 """
 
 from __future__ import annotations
@@ -37,8 +37,14 @@ _TAKEN_AT_ONCE = 8 * 2**20
 """While pages are taken, nobody else in this process maps or unmaps memory."""
 _TAKERS = 4
 """Threads that take pages at most: each takes 2 to 4 GB a second, which others hardly notice."""
-_PAUSES = {False: 1, True: 9}
-"""Times as long as registering a range took: so long the driver is left to a start, and to those who run requests."""
+_BESIDE_A_START = 1
+"""Times as long as registering a range took: so long the driver is left to others, as long as weights are loaded,"""
+_ALONE = 0
+"""when nothing is left to do but that,"""
+_UNDER_REQUESTS = 49
+"""and when requests run: what one tenth of the time costs them 7 to 12 % costs them 1 to 2 % (H200)."""
+_PATIENCE_SECONDS = 10.0
+"""So long a start waits for it: 20 to 100 GiB, whether the machine has to get the memory itself or has it."""
 _GIVEN = 0.98
 """Of what was asked for, what the system must have given for it to be all."""
 _RESERVE = 0.05
@@ -61,7 +67,8 @@ class HostTier:
         self._num_slots = num_slots
         self.chunks: Bytes = zeros(nbytes).reshape(num_slots, chunk_nbytes)
         self._closing = threading.Event()
-        self._gives_way = False
+        self._reached = 0  # chunks whose memory is there
+        self._pause: float = _BESIDE_A_START
         self._registered = Registered(device)
         self._registers = device.type == "cuda"
         self._thread = threading.Thread(target=self._take, name="cellar-host-memory", daemon=True)
@@ -92,9 +99,19 @@ class HostTier:
     def erase(self, slot: int) -> None:
         """What nobody knows of is found by nobody, and gone with the process."""
 
-    def give_way(self) -> None:
-        """Requests run from now on; what is left to be registered takes longer."""
-        self._gives_way = True
+    def settle(self) -> None:
+        """All else of a start is done. Take what is left, with nothing to wait for; after some seconds requests run
+        none the less, and the rest comes slowly.
+        """
+        self._pause = _ALONE
+        self._thread.join(_PATIENCE_SECONDS)
+        if self._thread.is_alive():
+            logger.info(
+                "host memory of KV: %s of %s are taken; the rest comes slowly, so that requests do not wait for it",
+                human(self._reached * self.chunks.shape[1]),
+                human(self.chunks.nbytes),
+            )
+        self._pause = _UNDER_REQUESTS
 
     def taken(self) -> int | None:
         """Bytes that the system counts of it, once all have been asked for; None where it does not say."""
@@ -118,6 +135,7 @@ class HostTier:
                 registers = registers and self._register(part)
                 if not registers and not given:
                     break
+                self._reached += len(part)
         self._read_back(time.perf_counter() - begin)
 
     def _given(self, threads: ThreadPoolExecutor) -> Iterator[tuple[Bytes, bool]]:
@@ -140,7 +158,7 @@ class HostTier:
         """Register a range with the driver, and leave it to others for a while; False if it does not."""
         begin = time.perf_counter()
         done = self._registered.add(part)
-        self._closing.wait(_PAUSES[self._gives_way] * (time.perf_counter() - begin))
+        self._closing.wait(self._pause * (time.perf_counter() - begin))
         return done
 
     def _read_back(self, seconds: float) -> None:

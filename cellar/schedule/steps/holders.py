@@ -83,7 +83,7 @@ class Holders:
 
     def open(self, state: RequestState, reservation: Reservation) -> None:
         """A request gets a row for its memory."""
-        row = self.rows.open(state, reservation.slots)
+        row = self.rows.open(state, reservation.slots, reservation.compute[0][0] // self.store.chunk_size)
         if state.forgotten:
             self.rows.next_named[row] = NEVER
         state.row, state.phase = row, Phase.RUNNING

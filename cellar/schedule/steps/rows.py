@@ -67,21 +67,22 @@ class Rows:
         """Rows that no request owns."""
         return len(self._free)
 
-    def open(self, state: RequestState, slots: IntArray) -> int:
-        """Give a free row to a request whose chunks lie in `slots`; nothing is planned or computed yet.
+    def open(self, state: RequestState, slots: IntArray, named: int = 0) -> int:
+        """Give a free row to a request whose chunks lie in `slots`; nothing is planned or computed yet. The first
+        `named` of them were found by their identities.
 
         Whatever it raises, the row is free.
         """
         row = self._free[-1]
         try:
-            self._fill(row, state, slots)
+            self._fill(row, state, slots, named)
         except Exception:
             self._blank(row)
             raise
         self._free.pop()
         return row
 
-    def _fill(self, row: int, state: RequestState, slots: IntArray) -> None:
+    def _fill(self, row: int, state: RequestState, slots: IntArray, named: int) -> None:
         known, request = state.known, state.request
         count = len(known)
         self.tokens[row, :count] = known
@@ -93,7 +94,7 @@ class Rows:
         self.min_length[row] = state.num_prompt + request.params.min_tokens
         self.num_chunks[row] = len(slots)
         self.capacity[row] = len(slots) * self.chunk_size
-        self.next_named[row] = self.chunk_size
+        self.next_named[row] = (named + 1) * self.chunk_size
         self.decodes[row] = False
         self.accepts[row] = True
         self.masked[row] = request.params.masked

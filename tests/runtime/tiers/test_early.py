@@ -90,14 +90,15 @@ def test_parts_are_runs_of_layers_of_some_size() -> None:
 @pytest.mark.parametrize(
     ("layers", "chunk_kib", "part_kib", "wanted"),
     [
-        (32, 4096, 256, [3, 3, 2, 3, 3, 2, 3, 3, 2, 3, 3, 1, 1]),  # Llama-3-8B
-        (80, 10_240, 256, [7, 7, 6, 7, 7, 6, 7, 7, 6, 7, 7, 2, 2, 2]),
+        (32, 4096, 256, [3, 3, 2, 3, 3, 2, 3, 3, 2, *[1] * 8]),  # Llama-3-8B
+        (80, 10_240, 256, [7, 7, 6, 7, 7, 6, 7, 7, 6, *[3] * 6, 2]),
         (16, 1024, 256, [4, 4, 4, 2, 2]),
-        (28, 1568, 256, [5, 5, 4, 5, 5, 3, 1]),
+        (28, 1568, 256, [5, 5, 4, 5, 2, 3, 3, 1]),
+        (32, 512, 256, [16, 8, 8]),
         (32, 256, 256, [32]),  # small chunks come whole
     ],
 )
-def test_parts_are_runs_of_layers_and_the_last_is_cut(
+def test_parts_are_runs_of_layers_and_the_last_are_shorter(
     layers: int, chunk_kib: int, part_kib: int, wanted: list[int]
 ) -> None:
     parts = parted(layers, chunk_kib * 1024, part_kib * 1024)

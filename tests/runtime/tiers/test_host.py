@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -274,21 +275,19 @@ def test_a_driver_that_registers_less_than_was_asked_for(
     assert not driver.registered
 
 
-@pytest.mark.parametrize("gives_way", [False, True])
+@pytest.mark.parametrize("settles", ["never", "in time", "too late"])
 def test_a_driver_that_registers_is_left_to_those_who_run_requests(
-    gives_way: bool, monkeypatch: pytest.MonkeyPatch
+    settles: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Who asks it for something waits for one range; it is free half of the time, or nine tenths under requests; and
-    pages are there before it is asked.
+    """Who asks it for something waits for one range. It is free half of the time beside a start, which waits for what
+    is left, for some time; then it is free under requests; and pages are there before it is asked.
     """
     driver, events = Driver(limit=2**30), list[tuple[str, float]]()
     register = driver.cudaHostRegister
 
     def slowly(address: int, nbytes: int, flags: int) -> int:
         events.append(("begin", time.perf_counter()))
-        if gives_way:
-            host.give_way()
-        time.sleep(0.02)
+        time.sleep(0.05)
         events.append(("end", time.perf_counter()))
         return register(address, nbytes, flags)
 
@@ -305,14 +304,21 @@ def test_a_driver_that_registers_is_left_to_those_who_run_requests(
     monkeypatch.setattr("cellar.runtime.tiers.host._REGISTERED_AT_ONCE", 4 * 2**20)
     monkeypatch.setattr("cellar.runtime.tiers.host._TAKEN_AT_ONCE", 2**20)
     opened = threading.Event()
+    monkeypatch.setattr("cellar.runtime.tiers.host._UNDER_REQUESTS", 9)
+    monkeypatch.setattr("cellar.runtime.tiers.host._PATIENCE_SECONDS", 0.08 if settles == "too late" else 10.0)
     host = HostTier(19, 2**20, torch.device("cuda", 0))
     opened.set()
-    host.taken()
+    with caplog.at_level(logging.INFO):
+        if settles != "never":
+            host.settle()
+            assert (len(driver.registered) == 5) == (settles == "in time")
+        host.taken()
+    assert ("the rest comes slowly" in caplog.text) == (settles == "too late")
     assert sorted(driver.registered.values()) == [3 * 2**20, *[4 * 2**20] * 4]
     begun, ended = ([at for name, at in events if name == kind] for kind in ("begin", "end"))
     free = sum(later - before for before, later in zip(ended, begun[1:], strict=False))
-    assert free >= 4 * 0.02 * (9 if gives_way else 1)
-    assert free < 4 * 0.02 * 9 or gives_way
+    assert free >= {"never": 4 * 0.05, "in time": 0.0, "too late": 2 * 9 * 0.05}[settles]
+    assert free < {"never": 4 * 9 * 0.05, "in time": 0.05 + 0.1, "too late": math.inf}[settles]
     names = [name for name, _ in events]
     for k, at in enumerate(k for k, name in enumerate(names) if name == "begin"):
         assert names[:at].count("taken") >= min(19, 4 * (k + 1))
@@ -398,9 +404,9 @@ def test_memory_is_taken_before_the_weights_and_given_back_if_they_cannot_be_rea
     assert events == ["taken", "weights", "given back"]
 
 
-def test_memory_gives_way_once_requests_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_waits_for_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     called = list[HostTier]()
-    monkeypatch.setattr(HostTier, "give_way", lambda tier: called.append(tier))
+    monkeypatch.setattr(HostTier, "settle", lambda tier: called.append(tier))
     opened = open_local(EngineConfig.of(model=str(demo.path()), device="cpu", kv_offloading_size=0.01))
     try:
         assert len(called) == 1
