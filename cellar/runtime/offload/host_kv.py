@@ -4,7 +4,7 @@
              (a share of the sequences is attended to by the device at the same time, over the link: in fewer bits,
              whose rows are read in small pieces, what they hold is brought to a staged cache first)
     prompt:  attention over a staged cache on the device, of this pass alone; its chunks --> host memory
-             (a prompt that goes on, or shares chunks of others, is attended to in host memory, over the link)
+             (one that goes on, or shares chunks of others, is attended to in host memory, over the link, beside those)
 
 A decode reads its sequence's whole cache once, and the processor's memory is nearer to it than the link (FlexGen §4.3,
 "delegate attention computation"); a prompt's K and V are made where it is attended to.
@@ -82,18 +82,27 @@ Plan = Callable[[IntArray, IntArray, IntArray, torch.device], list[AttentionWork
 @dataclass(frozen=True, slots=True)
 class Divided:
     """The spans of a GPU batch, divided: decodes alone in their rows for the CPU, by `cpu_works`, whose rows are those
-    of `table`; the rest for the device, by `works`. `tokens` and `rest` are their tokens among the batch's.
-
-    `staged`: the rest begins at position 0, one span a row, so that it needs no chunk of before, or what it needs is
-    brought: the slots of its chunks, and each token's place among these. None: the rest attends to host memory.
+    of `table`; the rest for the device, in `parts`. `tokens` and `rest` are their tokens among the batch's.
     """
 
     table: IntArray
     cpu_works: list[AttentionWork]
-    works: list[AttentionWork]
+    parts: list[DevicePart]
     tokens: LongArray
     rest: LongArray
-    staged: Staged | None
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePart:
+    """Spans that the device attends to together, by `works`. `tokens` are theirs among those of the device.
+
+    `staged`: they begin at position 0, one span a row, so that they need no chunk of before, or what they need is
+    brought: the slots of their chunks, and each token's place among these. None: they attend to host memory.
+    """
+
+    works: list[AttentionWork]
+    tokens: LongArray
+    staged: Staged | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +130,9 @@ def divided(
     brings: bool = False,
 ) -> Divided:
     """Divide spans; `table` [rows, columns] says the slots of their chunks of `size`, and is kept. `by_cpu`: the CPU
-    attends, but to the share `over_link` of the positions of decodes, if no fresh prompts are beside them: these are
-    staged. `brings`: so are decodes of the device that have nothing else beside them, and what they attend to is
-    brought.
+    attends, but to the share `over_link` of the positions of decodes, if no fresh prompts are beside them. Those are
+    staged, and what goes on is apart from them: it reads chunks of before. `brings`: decodes of the device that have
+    nothing else beside them are staged, too, and what they attend to is brought.
     """
     _, inverse, counts = np.unique(row, return_inverse=True, return_counts=True)
     alone, length = counts[inverse] == 1, stop - start
@@ -133,23 +142,28 @@ def divided(
         positions = np.where(here, stop, 0)
         seen = positions.cumsum()
         here &= seen - positions / 2 <= (1 - over_link) * seen[-1]
-    there = ~here
-    fresh = bool((alone & (start == 0))[there].all()) and there.any()
-    brought = brings and by_cpu and there.any() and bool(decodes[there].all())
-    works: list[AttentionWork] = []
-    staged = None
-    if fresh or brought:
-        staged = (_brought if brought else _staged)(row[there], stop[there], table, size)
-        works = plan(np.arange(int(there.sum()), dtype=np.int32), start[there], stop[there], device)
-    elif there.any():
-        works = plan(row[there], start[there], stop[there], device)
+    fresh = ~here & alone & (start == 0)
+    going = ~here & ~fresh
+    brought = brings and by_cpu and bool(decodes[~here].all())
+    parts: list[DevicePart] = []
+    rest = length[~here]
+    for spans, stage in ((fresh, _staged), (going, _brought if brought else None)):
+        if not spans.any():
+            continue
+        own = row[spans] if stage is None else np.arange(int(spans.sum()), dtype=np.int32)
+        parts.append(
+            DevicePart(
+                plan(own, start[spans], stop[spans], device),
+                np.flatnonzero(spans[~here].repeat(rest)),
+                None if stage is None else stage(row[spans], stop[spans], table, size),
+            )
+        )
     return Divided(
         table,
         plan(row[here], start[here], stop[here], HOST) if here.any() else [],
-        works,
+        parts,
         np.flatnonzero(here.repeat(length)),
-        np.flatnonzero(there.repeat(length)),
-        staged,
+        np.flatnonzero((~here).repeat(length)),
     )
 
 
@@ -283,6 +297,29 @@ class DividedContext:
         return lambda: out.index_copy_(0, tokens, attended())
 
 
+class PartedContext:
+    """A `LayerContext` of which each part is attended to by one of its own: `tokens` of it, a tensor or a slice."""
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Tensor | slice, LayerContext]],
+        positions: Tensor,
+        cos_sin: Tensor | None,
+        comm: Comm | None,
+    ) -> None:
+        self.positions = positions
+        self.cos_sin = cos_sin
+        self.comm = comm
+        self._parts = parts
+
+    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
+        """Part after part."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for tokens, context in self._parts:
+            out[tokens] = context.attend(j, q[tokens], k[tokens], v[tokens], rotate=rotate)
+        return out
+
+
 class StagedChunks:
     """A cache on the device of one pass, a layer at a time. Its chunk n is that of slot `slots[n]`: of prompts all are
     written there; of decodes all are brought from there, and those that are `grown` are written.
@@ -318,8 +355,8 @@ class StagedChunks:
 
     def _cache(self, j: int) -> tuple[Tensor, Tensor]:
         count, like = len(self._slots), self._there.k[j]
-        # Of decodes there are a few more in every pass: memory in large pieces is found again.
-        room = count if self._grown is None else -(-count // _CHUNKS_AT_ONCE) * _CHUNKS_AT_ONCE
+        # There are a few more or less in every pass: memory in large pieces is found again.
+        room = -(-count // _CHUNKS_AT_ONCE) * _CHUNKS_AT_ONCE
         shape = (room, *like.shape[1:])
         if shape not in self._held:
             made = torch.zeros((2, *shape), dtype=like.dtype, device=like.device)

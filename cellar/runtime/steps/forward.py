@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,9 +32,11 @@ from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_kv import (
     CpuAttention,
     CpuShare,
+    DevicePart,
     Divided,
     DividedContext,
     HostKV,
+    PartedContext,
     StagedChunks,
     StagedContext,
     divided,
@@ -406,20 +408,20 @@ class Forward:
     ) -> LayerContext:
         """Attention where the cache lies, of the pass's GPU batch `number`."""
         arrays: list[NDArray[Any]] = [parts.tokens, parts.rest]
-        if parts.staged is not None:
-            arrays += [parts.staged.slots, parts.staged.mapping, parts.staged.table]
-            arrays += [] if parts.staged.grown is None else [parts.staged.grown]
-        tokens, rest, *staged = self._upload(arrays)
-        inner: LayerContext | None = None
-        if parts.works:
-            own = positions.index_select(0, rest)
-            if staged:
-                chunks = StagedChunks(self.arena, staged[0], *staged[3:])
-                context = self._context(parts.works, chunks, own, staged[1], staged[2], self._comm)
-                inner = StagedContext(context, chunks)
-            else:
-                mapping = slot_mapping.index_select(0, rest)
-                inner = self._context(parts.works, self.arena, own, mapping, table, self._comm)
+        for part in parts.parts:
+            arrays += [part.tokens]
+            if part.staged is not None:
+                arrays += [part.staged.slots, part.staged.mapping, part.staged.table]
+                arrays += [] if part.staged.grown is None else [part.staged.grown]
+        arrived = iter(self._upload(arrays))
+        tokens, rest = next(arrived), next(arrived)
+        own, own_mapping = positions, slot_mapping
+        if parts.cpu_works and parts.parts:
+            own, own_mapping = positions.index_select(0, rest), slot_mapping.index_select(0, rest)
+        found = [self._attending(part, arrived, own, own_mapping, table) for part in parts.parts]
+        inner: LayerContext | None = found[0][1] if found else None
+        if len(found) > 1:
+            inner = PartedContext(found, own, self._cos_sin, self._comm)
         if not parts.cpu_works:
             assert inner is not None, "a batch has tokens"
             return inner
@@ -427,6 +429,20 @@ class Forward:
         works = [parts.cpu_works[shape] for shape in self._shape_of_layer]
         share = CpuShare(self._cpu, works, torch.from_numpy(parts.table), tokens, rest, number)
         return DividedContext(share, inner, positions, self._cos_sin, self._comm)
+
+    def _attending(
+        self, part: DevicePart, arrived: Iterator[Tensor], positions: Tensor, slot_mapping: Tensor, table: Tensor
+    ) -> tuple[Tensor | slice, LayerContext]:
+        """The tokens of a part of what the device attends to, and their attention. `arrived` brings its arrays."""
+        tokens = next(arrived)
+        own = _run_of(part.tokens) or tokens
+        if part.staged is None:
+            return own, self._context(part.works, self.arena, positions[own], slot_mapping[own], table, self._comm)
+        slots, mapping, numbers = next(arrived), next(arrived), next(arrived)
+        chunks = StagedChunks(self.arena, slots, None if part.staged.grown is None else next(arrived))
+        return own, StagedContext(
+            self._context(part.works, chunks, positions[own], mapping, numbers, self._comm), chunks
+        )
 
     def _context(
         self,
@@ -506,6 +522,12 @@ class Forward:
     def final_hidden(self, h: Hidden, places: LongArray | None = None, index: Tensor | None = None) -> Tensor:
         """[n, hidden] after the last norm, likewise."""
         return self.model.final_hidden(self.weights.head, h if index is None else select(h, index))
+
+
+def _run_of(places: LongArray) -> slice | None:
+    """The same as a slice, if they follow each other: ascending int64 [n], n >= 1."""
+    first, last = int(places[0]), int(places[-1])
+    return slice(first, last + 1) if last - first + 1 == len(places) else None
 
 
 def leading_decodes(inputs: StepInputs) -> int:

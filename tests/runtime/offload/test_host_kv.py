@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.ops.attention import AttentionWork
 from cellar.ops.kv_format import as_bytes
-from cellar.runtime.offload.host_kv import Divided, StagedChunks, divided
+from cellar.runtime.offload.host_kv import Divided, Staged, StagedChunks, divided
 from cellar.runtime.steps.arena import Arena
 
 SIZE = 16
@@ -28,13 +28,20 @@ def parts(spans: list[tuple[int, int]], over_link: float, *, by_cpu: bool = True
     return divided(row, start, stop, table, SIZE, plan, torch.device("cpu"), by_cpu, over_link, brings)
 
 
+def staged(found: Divided) -> Staged | None:
+    """Of what the device attends to, if it is one part."""
+    (part,) = found.parts
+    assert part.tokens.tolist() == list(range(len(found.rest)))
+    return part.staged
+
+
 def test_the_device_attends_to_a_share_of_the_positions() -> None:
     decodes = [(29, 30), (9, 10), (39, 40), (19, 20)]
     for share, by_cpu in ((0.0, [0, 1, 2, 3]), (0.05, [0, 1, 2, 3]), (0.2, [0, 1, 2]), (0.5, [0, 1]), (0.9, [])):
         found = parts(decodes, share)
         assert found.tokens.tolist() == by_cpu
         assert found.rest.tolist() == [n for n in range(4) if n not in by_cpu]
-        assert found.staged is None
+        assert [part.staged for part in found.parts] == [None] * (len(by_cpu) < 4)
     assert parts(decodes, 0.5, by_cpu=False).tokens.tolist() == []
 
 
@@ -42,26 +49,40 @@ def test_beside_fresh_prompts_the_cpu_attends_to_all_decodes() -> None:
     """The prompts are staged on the device, and what lies in host memory is not; one that goes on is not staged."""
     found = parts([(29, 30), (9, 10), (0, 20)], 0.5)
     assert found.tokens.tolist() == [0, 1]
-    assert found.staged is not None
-    assert found.staged.slots.tolist() == [16, 17]
+    assert (brought := staged(found)) is not None
+    assert brought.slots.tolist() == [16, 17]
     found = parts([(29, 30), (9, 10), (5, 20)], 0.5)
     assert found.tokens.tolist() == [0]
     assert found.rest.tolist() == list(range(1, 17))
-    assert found.staged is None
+    assert staged(found) is None
+
+
+def test_prompts_that_go_on_are_apart_from_fresh_ones() -> None:
+    """What goes on reads chunks of before in host memory; the others need none, and are staged."""
+    found = parts([(29, 30), (16, 20), (0, 20), (0, 3), (40, 41)], 0.5)
+    assert found.tokens.tolist() == [0, 28]
+    assert found.rest.tolist() == list(range(1, 28))
+    fresh, going = found.parts
+    assert fresh.tokens.tolist() == list(range(4, 27))
+    assert fresh.staged is not None
+    assert fresh.staged.slots.tolist() == [16, 17, 24]
+    assert fresh.staged.table.tolist() == [[0, 1], [2, -1]]
+    assert going.tokens.tolist() == [0, 1, 2, 3]
+    assert going.staged is None
 
 
 def test_what_decodes_of_the_device_attend_to_is_brought() -> None:
     """All chunks of their rows, numbered anew; the last one of each is written. Not beside anything else."""
     found = parts([(29, 30), (9, 10), (39, 40), (16, 17)], 0.75, brings=True)
     assert found.tokens.tolist() == [0]
-    assert found.staged is not None
-    assert found.staged.slots.tolist() == [8, 16, 17, 18, 24, 25]
-    assert found.staged.table.tolist() == [[0, -1, -1], [1, 2, 3], [4, 5, -1]]
-    assert found.staged.grown is not None
-    assert found.staged.grown.tolist() == [0, 3, 5]
-    assert found.staged.mapping.tolist() == [9, 16 + 39, 4 * 16 + 16]
-    assert parts([(29, 30), (9, 10)], 0.5, by_cpu=False, brings=True).staged is None
-    assert parts([(29, 30), (9, 10), (5, 20)], 0.5, brings=True).staged is None
+    assert (brought := staged(found)) is not None
+    assert brought.slots.tolist() == [8, 16, 17, 18, 24, 25]
+    assert brought.table.tolist() == [[0, -1, -1], [1, 2, 3], [4, 5, -1]]
+    assert brought.grown is not None
+    assert brought.grown.tolist() == [0, 3, 5]
+    assert brought.mapping.tolist() == [9, 16 + 39, 4 * 16 + 16]
+    assert staged(parts([(29, 30), (9, 10)], 0.5, by_cpu=False, brings=True)) is None
+    assert staged(parts([(29, 30), (9, 10), (5, 20)], 0.5, brings=True)) is None
 
 
 def test_staged_chunks_are_brought_and_those_that_grew_go_back() -> None:

@@ -227,7 +227,7 @@ def test_kv_attended_to_by_jobs_of_the_cpu(
 
     def seen(self: Forward, inputs: Any) -> Any:
         found = batches(self, inputs)
-        alone[0] = not any(batch.divided.works for batch in found)  # the device's table is the same memory
+        alone[0] = not any(batch.divided.parts for batch in found)  # the device's table is the same memory
         return found
 
     def late(self: Forward, *rest: Any) -> Any:
