@@ -30,6 +30,7 @@ PROCESSORS = {
 CHOSEN = (
     "tests/ops/test_rows_alone.py",
     "tests/ops/test_linear.py",
+    "tests/ops/test_linear_plain.py",
     "tests/quant/test_matrix.py",
     "tests/e2e/test_against_transformers.py",
     "tests/runtime/steps/test_local.py",

@@ -25,6 +25,7 @@ from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
 from cellar.ops.cpu import panels as panels_cpu
 from cellar.ops.cpu import pieces as pieces_cpu
+from cellar.ops.cpu import plain as plain_cpu
 from cellar.ops.cpu import planes as planes_cpu
 from cellar.ops.cpu import quantized as quantized_cpu
 from cellar.ops.cpu import sparse as sparse_cpu
@@ -269,12 +270,12 @@ _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types
 # Numba looks at the file of the function alone; these are all that it may be made of.
 _PARTS = (
     lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, panels_cpu, sparse_cpu,
-    tiles_cpu, decodes_cpu, fours_cpu, attention_cpu,
+    tiles_cpu, decodes_cpu, fours_cpu, attention_cpu, plain_cpu,
 )  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
 _KERNELS = _entries(_SOURCE)
-for _part in (attention_cpu, gates_cpu, quantized_cpu, planes_cpu, panels_cpu, sparse_cpu, decodes_cpu):
+for _part in (attention_cpu, gates_cpu, quantized_cpu, planes_cpu, panels_cpu, sparse_cpu, decodes_cpu, plain_cpu):
     _KERNELS |= _part.entries(_SOURCE)
 
 
