@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -377,3 +378,25 @@ def test_load_that_ends_before_the_prompts_ahead_costs_nothing() -> None:
     held = bench.store.reserve(found, 9, now=bench.now, before=[(0, 40)])
     assert held is not None
     assert held.compute == ((8, 9),), "five seconds of prompts are computed first, the load takes two"
+
+
+def test_the_short_way_to_load_all_decides_as_the_long_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random costs, links, queues and floors; the short way is taken in a quarter of them, or more."""
+    rng, taken, short = np.random.default_rng(0), 0, Recovery._gains_throughout
+    for _ in range(2000):
+        recovery = Recovery("faster", {1: 1.0, 1024: 1.5})
+        recovery.measured(100.0, 10 ** rng.uniform(-3, 0))
+        count = int(rng.integers(1, 40))
+        cost, tier = rng.uniform(0.5, 3, count), rng.integers(0, 2, count)
+        rate, wait = (10 ** rng.uniform(-5, -1), 10 ** rng.uniform(-6, -1)), rng.choice([0.0, 10 ** rng.uniform(-4, 0)])
+        way_in: Any = SimpleNamespace(known=True, last=0.0, rate=lambda r=rate: r, wait=lambda now, w=wait: w)
+        floor = float(rng.choice([0.0, 10 ** rng.uniform(-4, 0)]))
+        found = []
+        for way in (short, lambda *_: False):
+            monkeypatch.setattr(Recovery, "_gains_throughout", way)
+            found.append(recovery.loads(tier, cost, [way_in, way_in], 100.0, floor).tolist())
+        assert found[0] == found[1]
+        known = recovery.seconds_per_cost
+        assert known is not None
+        taken += bool((tier > 0).any()) and short(recovery, way_in, cost[tier == 1], known, 100.0, floor)
+    assert taken >= 500
