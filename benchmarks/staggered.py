@@ -3,20 +3,22 @@
     python -m benchmarks.staggered opt-30b --load-format dummy --device cuda --device-memory 16 --host-memory 96
 
 For a zig-zag and a diagonal block (FlexGen §A.2) in the same memory, one engine after the other. A diagonal one begins
-with as many sequences as its plan has, the k-th of n as if it had generated k / n of its tokens already, and whoever
-ends makes room for a new one. A zig-zag block has as many of one age, half of the output less half of the passes, so
-that its passes are those of the middle of its life; what its prompts take is not counted, while those of the new ones
-are. Passes are counted from the first one in which all sequences have a token. Prints one JSON object.
+with as many sequences of these lengths as its KV has room for, the k-th of n as if it had generated k / n of its tokens
+already, and whoever ends makes room for a new one. A zig-zag block has as many of one age, half of the output less half
+of the passes, so that its passes are those of the middle of its life; what its prompts take is not counted, while those
+of the new ones are. Passes are counted from the first one in which nobody has a part of a prompt. Prints one JSON
+object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,14 +27,27 @@ from cellar.core.config import EngineConfig
 from cellar.core.messages import Request, StepPlan, StepResult
 from cellar.core.sampling import SamplingParams
 from cellar.engine.opened import Opened, open_front
+from cellar.planner.offload import Job, Schedule
+from cellar.planner.passes import decode_seconds, diagonal_seconds, kv_sequences
 from cellar.schedule.steps.stagger import Stagger
 
 SCHEDULES = ("zigzag", "diagonal")
 
+TOLD = 16
+"""Passes after which it says how far it has come."""
+
+
+class Step(NamedTuple):
+    """When a pass had ended, its tokens, and those that it gave."""
+
+    ended: float
+    tokens: int
+    sampled: int
+
 
 @dataclass(frozen=True)
 class Block:
-    """A run of one schedule: sequences that the plan has and that there were at most, counted passes, and rates."""
+    """A run of one schedule: sequences that it began with and that there were at most, counted passes, and rates."""
 
     planned: int
     most: int
@@ -79,10 +94,13 @@ def requests(order: str, rows: int, prompt: int, generate: int, passes: int) -> 
 
 def run(config: EngineConfig, prompt: int, generate: int, passes: int) -> Block:
     """One schedule. Raises ValueError if the model fits, or its requests end too early."""
-    steps: list[tuple[float, int]] = []
+    steps: list[Step] = []
 
     def observe(plan: StepPlan, result: StepResult) -> None:
-        steps.append((time.perf_counter(), record(plan, result).num_sampled))
+        found = record(plan, result)
+        steps.append(Step(time.perf_counter(), found.num_tokens, found.num_sampled))
+        if len(steps) % TOLD == 0:
+            print(f"{len(steps)} passes", file=sys.stderr, flush=True)
 
     opened = open_front(config, wrap=lambda runtime: MeteredRuntime(runtime, observe))
     try:
@@ -91,13 +109,12 @@ def run(config: EngineConfig, prompt: int, generate: int, passes: int) -> Block:
         opened.front.engine.close()
 
 
-def _counted(
-    opened: Opened, order: str, steps: Sequence[tuple[float, int]], prompt: int, generate: int, passes: int
-) -> Block:
-    if opened.plan is None:
+def _counted(opened: Opened, order: Schedule, steps: Sequence[Step], prompt: int, generate: int, passes: int) -> Block:
+    plan, engine, job = opened.plan, opened.front.engine, Job(prompt, generate)
+    if plan is None or plan.limits is None or plan.cost is None:
         raise ValueError("the model fits its device; give it less device memory.")
-    engine, predicted = opened.front.engine, opened.plan.figures["predicted"]
-    rows = int(predicted["sequences"])
+    kv = plan.placement.num_chunks * opened.spec.kv.chunk_nbytes()
+    rows = kv_sequences(opened.spec, plan.limits, kv, job if order == "diagonal" else None)
     stagger = engine.scheduler._prompts._stagger  # type: ignore[attr-defined]
     if stagger is not None:
         stagger.__class__ = Freely
@@ -107,17 +124,21 @@ def _counted(
     begun = 0
     while engine.has_work() and (not begun or len(steps) < begun + passes):
         engine.turn(None)
-        begun = begun or next((i + 1 for i, (_, sampled) in enumerate(steps) if sampled >= rows), 0)
+        begun = begun or next((i + 1 for i, step in enumerate(steps) if step.tokens == step.sampled), 0)
     if len(steps) < begun + passes or not begun:
-        raise ValueError(f"the {order} block ended after {len(steps)} passes, {begun} of which filled it.")
+        raise ValueError(f"the {order} block ended after {len(steps)} passes, of which it was filled by {begun}.")
     window = steps[begun : begun + passes]
+    if order == "diagonal":
+        seconds = diagonal_seconds(plan.cost, job, rows)
+    else:
+        seconds = decode_seconds(plan.cost, rows, prompt + generate / 2)
     return Block(
         planned=rows,
-        most=max(sampled for _, sampled in steps),
+        most=max(step.sampled for step in window),
         passes=passes,
-        seconds=window[-1][0] - steps[begun - 1][0],
-        tokens=sum(sampled for _, sampled in window),
-        predicted_tokens_per_second=float(predicted["tokens_per_second"]),
+        seconds=window[-1].ended - steps[begun - 1].ended,
+        tokens=sum(step.sampled for step in window),
+        predicted_tokens_per_second=rows / seconds,
     )
 
 

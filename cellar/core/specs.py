@@ -273,6 +273,15 @@ class ModelSpec:
             if not (self.tied_head and t.name == "lm_head"):
                 yield t.name, t
 
+    @property
+    def tables(self) -> tuple[TensorSpec, ...]:
+        """Of the embedding what is only looked up, plain: of each a step reads as many rows as it has tokens."""
+        return tuple(
+            t
+            for t in self.embedding
+            if t.axes[0] in _TABLES and not t.formats and not (self.tied_head and t.name == "embed")
+        )
+
     def num_parameters(self) -> int:
         """Parameters; a tied head counts once."""
         return sum(t.size for _, t in self.named_tensors())

@@ -39,6 +39,9 @@ MEASURED_NBYTES_OF_A_HOST = 2**30
 MEASURED_SECONDS = 0.05
 """For each of them."""
 
+MEASURED_SECONDS_OF_A_HOST = 0.2
+"""The same beside an accelerator: cores that had nothing to do are slow at first."""
+
 MEASURED_SECONDS_OF_A_DISK = 0.2
 """For each where the disk is read beside it: a record takes tens of milliseconds."""
 
@@ -207,7 +210,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
 
     def measured(reads: DiskReads | None) -> MeasuredRates:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
-            seconds = MEASURED_SECONDS if reads is None else MEASURED_SECONDS_OF_A_DISK
+            alone = MEASURED_SECONDS if kind == "cpu" else MEASURED_SECONDS_OF_A_HOST
+            seconds = alone if reads is None else MEASURED_SECONDS_OF_A_DISK
             how = (nbytes, seconds, threads, sparse_v, reads, ranks)
             return thread.submit(measured_rates, spec, device, *how).result()
 

@@ -1,11 +1,12 @@
 """A model on a device that holds only a part of it, planned from bytes alone: weights may lie elsewhere.
 
-What must be on the device comes first: tables, head and vectors, the ring (two slots of what comes of one layer),
-the KV cache, a step's activations and logits. Then as many rows of every layer as fit, its matrices one after another,
-the same ones in all layers; then host memory, then disk: so at most two matrices of a layer are cut. All else being
-fixed, a byte in a faster place is never worse, so this is what the linear program of `linear.py` finds where only
-weights may leave the device; it needs no rates. They say how much KV the device has, or whether the host has it, what
-is predicted (`passes.py`), and how many sequences end within a bound.
+What must be on the device comes first: head and vectors, the ring (two slots of what comes of one layer), the KV
+cache, a step's activations and logits; on a processor tables, too. Beside an accelerator these lie in host memory if it
+has room, since a step reads as many of their rows as it has tokens. Then as many rows of every layer as fit, its
+matrices one after another, the same ones in all layers; then host memory, then disk: so at most two matrices of a layer
+are cut. All else being fixed, a byte in a faster place is never worse, so this is what the linear program of
+`linear.py` finds where only weights may leave the device; it needs no rates. They say how much KV the device has, or
+whether the host has it, what is predicted (`passes.py`), and how many sequences end within a bound.
 """
 
 from __future__ import annotations
@@ -61,8 +62,13 @@ BATCH_TOKENS = 8192
 MOST_BATCHES = 16
 """Of a pass: each is a launch of everything."""
 
-LIBRARIES = 3 * 2**28
-"""Bytes of an accelerator's memory that its libraries, pieces of an allocator and the choice of tokens take beside."""
+LIBRARIES = 3 * 2**27
+"""Bytes of an accelerator's memory that its libraries and the choice of tokens take beside, with a margin: of steps of
+128 tokens of Llama-3-8B they took 0.23 GiB, the activations counted in.
+"""
+
+PIECES = 3 * 2**27
+"""So much more, at most, stays with its allocator in pieces; no more than the activations that it serves."""
 
 MOST_IN_CODES = 192
 """Tokens up to which an accelerator multiplies by codes of every format; of more it writes the matrix out."""
@@ -137,7 +143,7 @@ def capped_plan(
     if room.kind != "cpu":
         left *= cpu_share(spec, rates, best.away) if cpu_tokens(spec, limits) else 0.0
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
-    weights, on_disk = _placed(spec, room.kind, *cuts)
+    weights, on_disk = _placed(spec, room.kind, division.tables, *cuts)
     if on_disk > room.disk:
         raise CapacityError(
             f"beside {_gib(room.device)} of device_memory and {_gib(room.host or 0)} of host_memory {_gib(on_disk)} of "
@@ -220,7 +226,7 @@ def _best(
             missing = missing or error
             continue
         if place == "host" and room.host is not None:
-            kv = min(kv, room.host - division.in_host)
+            kv = min(kv, room.host - division.in_host - division.table_nbytes)
         away = Away(division.in_host, max(0, division.away - division.in_host), place, room.kind)
         at_once = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
         count = -(-at_once // passes)
@@ -248,12 +254,16 @@ def _best(
 
 @dataclass(frozen=True, slots=True)
 class _Division:
-    """The share of each layer's bytes on the device, and in host memory; and bytes of weights away, and in host."""
+    """The share of each layer's bytes on the device, and in host memory; and bytes of layers away, and in host. The
+    `tables` there, by name, are `table_nbytes`.
+    """
 
     kept: float
     warm: float
     away: int
     in_host: int
+    tables: frozenset[str]
+    table_nbytes: int
 
 
 def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str, brought: int = 0) -> _Division:
@@ -276,7 +286,17 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str, br
         a_layer = spec.kv.chunk_nbytes() // len(spec.layers)
         fresh = -(-limits.max_num_batched_tokens // spec.kv.chunk_size) + limits.max_num_seqs
         fixed += max(fresh, brought * needed) * a_layer
-    rest_of_model = ((n, t) for n, t in spec.named_tensors() if not (_in_layer(n) and t.name in matrices))
+    limit = room.host
+    if limit is not None and place == "host":
+        limit -= needed * spec.kv.chunk_nbytes()
+    tables = frozenset(t.name for t in spec.tables) if room.kind != "cpu" else frozenset()
+    table_nbytes = sum(_aligned(t.nbytes) for t in spec.tables if t.name in tables)
+    if limit is not None and table_nbytes > limit:
+        tables, table_nbytes = frozenset(), 0
+    elif limit is not None:
+        limit -= table_nbytes
+    elsewhere = {n for n, t in spec.named_tensors() if _in_layer(n) and t.name in matrices} | tables
+    rest_of_model = ((n, t) for n, t in spec.named_tensors() if n not in elsewhere)
     fixed += sum(_aligned(_nbytes(t, 0, t.shape[0], room.kind)) for _, t in rest_of_model)
     layers = _kinds(spec.layers)
     apart = max((_apart(t, room.kind) for layer in layers for t in layer), default=0)
@@ -304,10 +324,6 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str, br
         found = sum(count * _aligned(_nbytes(t, first, last, room.kind)) for t, first, last, count in cuts)
         return found + len(spec.layers) * apart
 
-    limit = room.host
-    if limit is not None and place == "host":
-        limit -= needed * spec.kv.chunk_nbytes()
-
     def warm(kept: float) -> float:
         rest = 1.0 - kept
         held = rest if limit is None else _largest(lambda share: in_host(kept, share * rest) <= limit)
@@ -316,13 +332,14 @@ def _divide(spec: ModelSpec, room: Room, limits: Limits, kv: int, place: str, br
     kept = _largest(lambda share: on_device(share) <= room.device)
     if kept is None:
         raise CapacityError(
-            f"tables, head, the ring of two layers, KV and buffers take {_gib(on_device(0.0))}, but device_memory is "
+            f"{'' if tables else 'tables, '}head, the ring of two layers, KV and buffers take "
+            f"{_gib(on_device(0.0))}, but device_memory is "
             f"{_gib(room.device)}; raise it, or lower max_num_batched_tokens, max_num_seqs, max_model_len or "
             "kv_cache_memory_bytes."
         )
 
     share = warm(kept)
-    return _Division(kept, share, in_host(kept, 1.0 - kept), in_host(kept, share))
+    return _Division(kept, share, in_host(kept, 1.0 - kept), in_host(kept, share), tables, table_nbytes)
 
 
 def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -> list[tuple[str, int]]:
@@ -349,9 +366,11 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     return [*found, *(("device", less) for less in few if bounded and less < min(wanted, left))]
 
 
-def _placed(spec: ModelSpec, kind: str, first: float, second: float, third: float) -> tuple[tuple[Placed, ...], int]:
+def _placed(
+    spec: ModelSpec, kind: str, tables: frozenset[str], first: float, second: float, third: float
+) -> tuple[tuple[Placed, ...], int]:
     """Rows of each layer up to the share `first` on the device, up to `third` in host memory, from `second` on for the
-    CPU to multiply; and bytes on disk.
+    CPU to multiply; `tables` in host memory; and bytes on disk.
     """
     found, on_disk = [], 0
     cuts = {
@@ -362,7 +381,7 @@ def _placed(spec: ModelSpec, kind: str, first: float, second: float, third: floa
     }
     for name, tensor in spec.named_tensors():
         whole = tensor.shape[0]
-        a, b, c = cuts.get(name, (whole,) * 3)
+        a, b, c = cuts.get(name, (0, whole, whole) if name in tables else (whole,) * 3)
         parts = (("device", 0, a, "device"), ("host", a, b, "device"), ("host", b, c, "host"))
         for place, start, stop, compute in (*parts, ("disk", c, whole, "device")):
             if start < stop:
@@ -450,7 +469,8 @@ def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
         return math.ceil(working_bytes(d, tokens) * elements + logits)
     # Gate and up are products; what comes of both is made when no other product is there any more.
     working = working_bytes(replace(d, mlp=d.mlp * 2 // 3) if d.gated else d, tokens) * elements
-    return math.ceil(CUT * working + between + 6 * logits + LIBRARIES + _expanded_nbytes(spec, limits))
+    activations = CUT * working + between + 6 * logits
+    return math.ceil(activations + LIBRARIES + min(PIECES, activations) + _expanded_nbytes(spec, limits))
 
 
 def _expanded_nbytes(spec: ModelSpec, limits: Limits) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cellar.core.messages import BlockSchedule, Placement
+from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
 from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
@@ -14,7 +15,7 @@ from tests.tiny_checkpoint import CONFIG
 BIG = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 64, "vocab_size": 500}
 SPEC = open_model(BIG, "float32", 16, 256).spec
 LIMITS = Limits(64, 64, 256)
-LIBRARIES = 800 * 2**20
+LIBRARIES = 416 * 2**20
 
 
 @pytest.mark.long
@@ -120,8 +121,45 @@ def test_sequences_share_the_device_in_equal_parts() -> None:
     many weights as one of many.
     """
     spec = open_model(shipped_config("llama-3-70b"), "bfloat16", 16, 640, "int4", "int4").spec
-    room, rates = Room(16 * 2**30, 110 * 2**30, 0, None, "gpu"), Rates(52e9, 64e9, 5e9)
-    for tokens, together in ((4096, 128), (8192, 64)):
+    rates = Rates(52e9, 64e9, 5e9)
+    for gib, tokens, together in ((16, 4096, 128), (14, 8192, 64)):
+        room = Room(gib * 2**30, 110 * 2**30, 0, None, "gpu")
         plan = capped_plan(spec, room, Limits(128, tokens, 640), model="m", machine="any", rates=rates)
         assert plan.figures["decode_pass"]["sequences"] == together
         assert [part.device for part in plan.placement.kv] == ["device"]
+
+
+def test_tables_lie_in_host_memory_where_it_has_room() -> None:
+    """Beside an accelerator, which gets as many more rows of the layers; no pass moves them. A head that is the table,
+    too, stays, as all of it does on a processor, or where the host is too small.
+    """
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 32, 152).spec
+    table, limits = 128256 * 4096 * 2, Limits(1, 128, 152)
+    assert [t.nbytes for t in spec.tables] == [table]
+
+    def planned(spec: ModelSpec, kind: str, host: int, disk: int = 0) -> tuple[dict[str, str], dict[str, int], float]:
+        room = Room(6 * 2**30, host, disk, 2**27, kind)
+        plan = capped_plan(spec, room, limits, model="m", machine="any", rates=Rates(multiply=70e9))
+        tensors, nbytes, ends = dict(spec.named_tensors()), {"device": 0, "host": 0, "disk": 0}, {}
+        for part in plan.placement.weights:
+            tensor = tensors[part.tensor]
+            if part.tensor.startswith("layers."):
+                nbytes[part.device] += (part.stop - part.start) * tensor.nbytes // tensor.shape[0]
+            else:
+                ends[part.tensor] = part.device
+        return ends, nbytes, plan.figures["moves"]["link"]
+
+    ends, with_it, link = planned(spec, "gpu", 2**36)
+    assert ends == {"embed": "host", "norm": "device", "lm_head": "device"}
+    assert link * Rates().link == pytest.approx(with_it["host"], rel=1e-3), "of layers alone"
+    ends, without, _ = planned(spec, "gpu", table - 1, 2**36)
+    assert ends["embed"] == "device"
+    assert with_it["device"] - without["device"] == pytest.approx(table, rel=0.1), "and a smaller ring"
+    ends, narrow, _ = planned(spec, "gpu", 2 * table, 2**36)
+    assert ends["embed"] == "host"
+    assert narrow["host"] <= table
+    assert planned(spec, "cpu", 2**36)[0]["embed"] == "device"
+    tied = open_model(shipped_config("opt-6.7b"), "bfloat16", 32, 152).spec
+    assert planned(tied, "gpu", 2**36)[0] == {
+        "embed": "device", "positions": "host", "norm": "device", "norm_bias": "device",
+    }  # fmt: skip

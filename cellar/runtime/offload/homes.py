@@ -77,6 +77,8 @@ class Homes:
         ]
         self._host = HeldMemory("host", sum(aligned(lay.record_nbytes["host"]) for lay in self.layouts))
         self._records = [self._host.carve(lay.record_nbytes["host"]) for lay in self.layouts]
+        away = [part.nbytes for t in spec.tables for part in rows[t.name] if part.place == "host"]
+        self._tables = HeldMemory("host", sum(map(aligned, away)))
         sizes = [lay.record_nbytes["disk"] for lay in self.layouts]
         self.file = WeightFile(directory, sizes) if any(sizes) else None
         size = aligned(max(sizes, default=0), PAGE)
@@ -87,10 +89,12 @@ class Homes:
         if device.type != "cpu":
             self._host.register(device)
             self._buffers.register(device)
+            self._tables.register(device)
         # One thread reads a tenth of what the link brings; a processor's rate is that of its loader, which is one.
         self._threads = ThreadPoolExecutor(1 if device.type == "cpu" else NUM_THREADS, "cellar-digest")
         self._digests: dict[tuple[str, int], Future[int]] = {}
         self.resident: dict[tuple[str, int], Tensor] = {}
+        self.tables: dict[tuple[str, int], Tensor] = {}
         self._scales: dict[tuple[str, int], torch.dtype] = {}
 
     def close(self) -> None:
@@ -100,7 +104,9 @@ class Homes:
             self.file.close()
         self._host.close()
         self._buffers.close()
+        self._tables.close()
         self.resident.clear()
+        self.tables.clear()
 
     def place(self, make: Make) -> None:
         """Make the tensors one by one and put their rows where they belong; of each no more is kept.
@@ -123,8 +129,9 @@ class Homes:
             rows = self._bytes(name, part, made)
             if part.place == "device":
                 home = self.resident[name, part.start] = self._memory.carve(len(rows))
+            elif layout is None:  # a table
+                home = self.tables[name, part.start] = self._tables.carve(len(rows))
             else:
-                assert layout is not None, "tables and head are on the device"
                 home = self._record(layout, part, tensor.name)
             if rows.is_cpu and home.is_cpu:
                 np.copyto(home.numpy(), rows.numpy())
@@ -186,6 +193,7 @@ class Homes:
         begin = time.perf_counter()
         found["device"] = self._compare(self.resident)
         seconds["device"] = time.perf_counter() - begin
+        found["host"] = tables = self._compare(self.tables)
         for layout in self.layouts:
             for place in ("host", "disk"):
                 if not layout.record_nbytes[place]:
@@ -205,7 +213,8 @@ class Homes:
                     seconds[place] += time.perf_counter() - begin
         if found != planned:
             raise IntegrityError(f"weights lie in {found} bytes, but the plan says {planned}")
-        return ReadBack(found, {place: n / seconds[place] for place, n in found.items() if n and seconds[place] > 0})
+        read = found | {"host": found["host"] - tables}  # its rate is that of what every pass reads
+        return ReadBack(found, {place: n / seconds[place] for place, n in read.items() if n and seconds[place] > 0})
 
     def _compare(self, homes: Mapping[tuple[str, int], Tensor]) -> int:
         """Bytes of pieces that are what was placed, all of them."""

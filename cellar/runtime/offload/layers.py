@@ -25,6 +25,7 @@ from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
 from cellar.runtime.offload.layout import PAGE, Copy, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
+from cellar.runtime.registered import mapped
 
 NUM_SLOTS = 2
 """One layer computes while the next is on its way."""
@@ -239,7 +240,12 @@ class LayerWeights:
         return found
 
     def whole(self, name: str, tensor: TensorSpec) -> Weight:
-        """A tensor that lies on the device, all of it: a plain one as it is, a quantized one to multiply by."""
+        """A tensor that lies on the device, all of it: a plain one as it is, a quantized one to multiply by; or a table
+        in host memory, of which the device's kernels read rows over the link.
+        """
+        table = self._homes.tables.get((name, 0))
+        if table is not None:
+            return mapped(_typed(table, tensor), self._homes.device)
         there = self._resident(name)
         if not tensor.formats:
             ((_, rows),) = there
@@ -278,7 +284,7 @@ class LayerWeights:
 
 
 def loaded_ends(spec: ModelSpec, homes: Homes) -> LoadedWeights:
-    """Embedding and head, as they lie on the device; layers come from elsewhere."""
+    """Embedding and head, as they lie; layers come from elsewhere."""
     weights = LayerWeights(homes)
     embedding = {
         tensor.name: _multiplied(weights.whole(tensor.name, tensor), tensor.name == "project_in")

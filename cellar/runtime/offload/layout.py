@@ -2,6 +2,7 @@
 
     device:  [rows of tensor a] [rows of tensor b] ...      each in a place of its own
     host:    layer j: [rows of a][vectors][rows of c]       one record a layer, rows that the CPU may multiply last
+             [a table]                                      whole, of which the device reads rows over the link
     disk:    layer j: [rows of a][rows of b][vectors]       one record a layer, at a multiple of 4 KiB
     slot:    [record of the disk, whole pages]              as it is, so that reads may go straight here
              [rows from host ...]                           as they are, so that one copy moves them
@@ -108,9 +109,9 @@ def placed_rows(placement: Placement, spec: ModelSpec, kind: str = "cpu") -> dic
     one part is cut where formats differ. `kind` of device: cpu or gpu.
 
     Raises ConfigError unless every row of every tensor of the model is placed once, in its own format, in a place that
-    there is, no group of rows cut, with the tables and the head on the device.
+    there is, no group of rows cut, with the head on the device, and each table whole there or in host memory.
     """
-    tensors = dict(spec.named_tensors())
+    tensors, tables = dict(spec.named_tensors()), {table.name for table in spec.tables}
     found: dict[str, list[PlacedRows]] = {name: [] for name in tensors}
     for part in placement.weights:
         if part.tensor not in tensors:
@@ -123,13 +124,20 @@ def placed_rows(placement: Placement, spec: ModelSpec, kind: str = "cpu") -> dic
                 f"the plan has {part.tensor} in {part.format}, but the model has it in {format_name(tensor)}; plan "
                 "again with the dtype and the quantization that it runs in."
             )
-        if part.device != "device" and not part.tensor.startswith("layers."):
+        is_table = part.device == "host" and part.tensor in tables
+        if part.device != "device" and not part.tensor.startswith("layers.") and not is_table:
             raise ConfigError(
-                f"the plan places {part.tensor} on {part.device}, but tables and head stay on the device yet; plan "
-                "with more device_memory."
+                f"the plan places {part.tensor} on {part.device}, but the head stays on the device yet, and a table "
+                "there or in host memory; plan with more device_memory."
+            )
+        if is_table and part.stop - part.start != tensor.shape[0]:
+            raise ConfigError(
+                f"the plan cuts {part.tensor} at rows {part.start} and {part.stop}, but a table lies in one place; "
+                "plan this model again."
             )
         by_cpu = part.compute == "host"
-        if part.compute not in ("device", "host") or (by_cpu and (part.device != "host" or len(tensor.shape) < 2)):
+        is_matrix = len(tensor.shape) > 1 and not is_table
+        if part.compute not in ("device", "host") or (by_cpu and not (part.device == "host" and is_matrix)):
             raise ConfigError(
                 f"the plan has {part.tensor} on {part.device} multiplied by {part.compute}, but beside the device the "
                 "host alone multiplies, and rows of matrices in its own memory alone; plan this model again."

@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from statistics import median
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
 from cellar.ops.kv_format import quantized_cache
-from cellar.ops.linear.dense import DenseWeight
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.pieces import weight_of
@@ -39,8 +39,8 @@ from cellar.runtime.steps.arena import cache_type
 CONTEXT = 512
 MANY = 64
 """Tokens of a product that memory does not bound."""
-CHAINED = 16
-"""Exchanges in a row: the last one, for which a thread waits, is a small part of them."""
+CHAINED = 8
+"""Products in a row, each of what the one before gave: the last one, for which a thread waits, is a part of them."""
 ONE, ONE_EXPONENT = 0x38, 127
 """Codes of 1 in e4m3, and of the scale 1 in MXFP4: none of them subnormal, which processors multiply slowly."""
 
@@ -49,8 +49,8 @@ ONE, ONE_EXPONENT = 0x38, 127
 class MeasuredRates:
     """Bytes/s: `alone` over the link, or of a processor's disk; the same while the CPU multiplies; of its products, and
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
-    x comes from the accelerator and a product of few rows goes back. What there is not has 0. `runs_ahead`: launches go
-    on while the CPU computes for the accelerator (`signal.py`).
+    x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
+    `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`).
     """
 
     alone: float
@@ -103,12 +103,18 @@ def measured_rates(
             others = [torch.device(device.type, k) for k in range(ranks)] if ranks > 1 else [device]
             beside = _Link(moved, others)
         alone = beside.rate_while(lambda: time.sleep(seconds))[0]
-        over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
         exchange, runs_ahead = 0.0, False
-        if device.type != "cpu":
-            signal = signal_for(device)
-            exchange = beside.rate_while(lambda: _exchange(spec, device, signal, threads, seconds))[1]
-            runs_ahead = signal.runs_ahead
+        if device.type == "cpu":
+            over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
+        else:
+            signal, both = signal_for(device), list[Left]()
+            weights, runs_ahead = matrices(spec, read), signal.runs_ahead
+            over, _ = beside.rate_while(
+                lambda: both.append(
+                    measured_left(weights, getattr(torch, spec.dtype), device, signal, threads * ranks, seconds)
+                )
+            )
+            products, exchange = both[0]
         alone_here = device.type != "cpu"  # what is left to the CPU are decodes
         attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v, alone=alone_here))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
@@ -180,7 +186,14 @@ def fill_with_ones(memory: Tensor, dtype: torch.dtype) -> None:
 
 
 def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> float:
-    """Products of so many tokens with the largest matrix of a layer, as it is placed for a processor."""
+    """Products of so many tokens with the largest matrix of a layer."""
+    weights = matrices(spec, memory)
+    x = torch.ones(tokens, weights[0].in_features, dtype=getattr(torch, _largest(spec).dtype))
+    return _rate(lambda k: weights[k % len(weights)].multiply(x), weights[0].nbytes, seconds)
+
+
+def matrices(spec: ModelSpec, memory: Tensor) -> list[LinearWeight]:
+    """As often as it fits into `memory`, the largest matrix of a layer as it is placed for a processor."""
     tensor = _largest(spec)
     run, start, stop = next(pieces(tensor, 0, tensor.shape[0]))
     dtype: torch.dtype = getattr(torch, tensor.dtype)
@@ -198,30 +211,51 @@ def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> f
         assert isinstance(weight, QuantizedWeight)
         weight.matrix.scales.fill_(ONE_EXPONENT if run.format.name == "mxfp4" else 1)
         weights.append(weight)
-    x = torch.ones(tokens, tensor.shape[1], dtype=dtype)
-    return _rate(lambda k: weights[k % len(weights)].multiply(x), each, seconds)
+    return weights
 
 
-def _exchange(spec: ModelSpec, device: torch.device, signal: Signal, threads: int, seconds: float) -> float:
-    """Seconds of one product of a token with a few rows in host memory, for the device: of several, each of which is of
-    what the one before gave, so that launches run ahead of them as they do in a pass. `threads`: of the CPU.
+class Left(NamedTuple):
+    """Bytes/s of the CPU's products for a device, and the seconds between them."""
+
+    multiply: float
+    exchange: float
+
+
+def measured_left(
+    weights: Sequence[LinearWeight],
+    dtype: torch.dtype,
+    device: torch.device,
+    signal: Signal,
+    threads: int,
+    seconds: float,
+) -> Left:
+    """What is left to `threads` of the CPU, measured as in a pass: products of a token, each of what the one before
+    gave on the device, so that launches run ahead of them, and long enough to hide what those take.
     """
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    columns = _largest(spec).shape[1]
-    jobs = CpuJobs(signal, threads)
-    step = jobs.begin()
-    weight = HostRows(DenseWeight(torch.ones((16, columns), dtype=dtype)), Exchange(device, Channel(), jobs))
+    jobs, channel, turns = CpuJobs(signal, threads), Channel(), count()
+    step, exchange = jobs.begin(), Exchange(device, channel, jobs)
+    rows = [HostRows(weight, exchange) for weight in weights]
+    few, columns = min(16, weights[0].out_features), weights[0].in_features
     x = torch.ones((1, columns), dtype=dtype, device=device)
 
     def chained() -> None:
         for _ in range(CHAINED):
             jobs.part()
-            x[:, :16] = weight.multiply(x) / columns
-        torch.cuda.current_stream(device).synchronize()  # not what is copied beside
+            product = rows[next(turns) % len(rows)].multiply(x)
+            x[:, :few] = product[:, :few] / columns
+        if device.type != "cpu":
+            torch.cuda.current_stream(device).synchronize()  # not what is copied beside
         step.check()
 
     try:
-        return usual_seconds(chained, seconds) / CHAINED
+        chained()
+        busy, between = list[float](), list[float]()
+        while sum(busy) + sum(between) < seconds or not busy:
+            before, begin = channel.seconds, time.perf_counter()
+            chained()
+            busy.append(channel.seconds - before)
+            between.append(time.perf_counter() - begin - busy[-1])
+        return Left(CHAINED * weights[0].nbytes / median(busy), max(0.0, median(between)) / CHAINED)
     finally:
         jobs.close()
 
@@ -283,10 +317,6 @@ def usual_seconds(work: Callable[[], object], seconds: float) -> float:
 
 
 def _rate(work: Callable[[int], object], nbytes: int, seconds: float) -> float:
-    """Bytes/s of calls that read so many each; the first one is not counted."""
-    work(0)
-    begin, count = time.perf_counter(), 0
-    while time.perf_counter() - begin < seconds:
-        work(count)
-        count += 1
-    return count * nbytes / (time.perf_counter() - begin)
+    """Bytes/s of calls that read so many each, one piece of memory after another."""
+    turns = count()
+    return nbytes / usual_seconds(lambda: work(next(turns)), seconds)

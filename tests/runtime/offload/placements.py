@@ -39,14 +39,17 @@ def random_placement(
     order: Literal["zigzag", "diagonal"] = "zigzag",
 ) -> Placement:
     """Every tensor of a layer is cut into one to four runs of rows (`whole`: into none), each in any place, vectors
-    too; the CPU may multiply some of those in host memory. `kv`: where it lies, and who attends to it (both: half).
+    too; the CPU may multiply some of those in host memory. Tables lie there or on the device. `kv`: where it lies, and
+    who attends to it (both: half).
     """
     random = np.random.default_rng(seed)
     weights: list[Placed] = []
+    tables = {table.name for table in spec.tables} if "host" in places else set()
     for name, tensor in spec.named_tensors():
         rows, form = tensor.shape[0], format_name(tensor)
         if not name.startswith("layers."):
-            weights.append(Placed(name, "device", 0, rows, form))
+            where = "host" if name in tables and (seed + len(weights)) % 3 else "device"
+            weights.append(Placed(name, where, 0, rows, form))
             continue
         allowed = rows_to_cut_at(tensor)
         cuts = 0 if whole else min(len(allowed), int(random.integers(0, 4)))

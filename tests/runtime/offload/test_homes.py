@@ -126,7 +126,18 @@ def with_weight(*more: Placed, without: str = "") -> Placement:
             with_weight(Placed("layers.1.qkv", "disk", 0, 24, "int4")),
             "layers.1.qkv in int4, but the model has it in float32",
         ),
-        (with_weight(Placed("embed", "host", 0, 23, "float32"), without="embed"), "tables and head stay on the device"),
+        (with_weight(Placed("embed", "disk", 0, 23, "float32"), without="embed"), "the head stays on the device yet"),
+        (with_weight(Placed("lm_head", "host", 0, 23, "float32"), without="lm_head"), "lm_head on host, but the head"),
+        (
+            with_weight(
+                Placed("embed", "host", 0, 20, "float32"), Placed("embed", "device", 20, 23, "float32"), without="embed"
+            ),
+            "cuts embed at rows 0 and 20, but a table lies in one place",
+        ),
+        (
+            with_weight(Placed("embed", "host", 0, 23, "float32", "host"), without="embed"),
+            "embed on host multiplied by host",
+        ),
         (changed(kv=(PlacedUnits("disk", 9, "device"),)), "has KV in 1 ways .on disk, attended to by device."),
         (changed(kv=(PlacedUnits("device", 9, "host"),)), "has KV in 1 ways .on device, attended to by host."),
         (

@@ -11,9 +11,11 @@ import torch
 
 from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
+from cellar.ops.linear.dense import DenseWeight
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.rates import fill_with_ones, measured_rates, usual_seconds
+from cellar.runtime.offload.rates import CHAINED, fill_with_ones, matrices, measured_left, measured_rates, usual_seconds
 from cellar.runtime.offload.reads import DiskReads
+from cellar.runtime.offload.signal import WaitingSignal
 from tests.limits import until
 from tests.tiny_checkpoint import CONFIG
 
@@ -72,3 +74,39 @@ def test_what_is_multiplied_and_attended_to_are_ones(dtype: torch.dtype) -> None
 def test_a_call_that_stood_still_does_not_make_all_of_them_long() -> None:
     calls = iter([0.0, 0.002, 0.3, *[0.002] * 1000])
     assert 0.002 <= usual_seconds(lambda: time.sleep(next(calls)), 0.4) < 0.02
+
+
+class LateSignal(WaitingSignal):
+    """What the CPU has made comes to the device so many seconds later."""
+
+    late = 0.0
+
+    def hold(self, value: int) -> None:
+        super().hold(value)
+        time.sleep(self.late)
+
+
+@pytest.mark.parametrize("late", [0.0, 0.02])
+def test_what_is_left_to_the_cpu_has_a_rate_and_seconds_between(late: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 10 ms each, of one matrix after another, each of the device's x; what passes between them is not
+    theirs.
+    """
+    spec, cpu = open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cpu")
+    memory = torch.zeros(2**22, dtype=torch.uint8)
+    fill_with_ones(memory, torch.bfloat16)
+    weights, seen = matrices(spec, memory), list[int]()
+    plain = DenseWeight.multiply
+
+    def slow(self: DenseWeight, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        time.sleep(0.01)
+        seen.append(id(self))
+        return plain(self, x, bias)
+
+    monkeypatch.setattr(DenseWeight, "multiply", slow)
+    signal = LateSignal(cpu)
+    signal.late = late
+    found = measured_left(weights, torch.bfloat16, cpu, signal, 1, 0.05)
+    assert len(weights) > 1
+    assert set(seen[:CHAINED]) == {id(weight) for weight in weights[:CHAINED]}
+    assert 0.3 < found.multiply / (weights[0].nbytes / 0.01) <= 1
+    assert late <= found.exchange < late + 0.01
