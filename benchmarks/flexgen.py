@@ -2,8 +2,9 @@
 
     python -m benchmarks.flexgen [--plot docs/performance/flexgen.png]
 
-Nothing is run: published figures are FlexGen's on a T4 (its tables 2 to 5), all others the planner's predictions, for
-that machine and for an H200 held to 16 GiB beside 110 GiB of host memory and a disk of 2 GB/s. The last line is JSON.
+Nothing is run here: published figures are FlexGen's on a T4 (its tables 2 to 5), those named as measured are of
+`docs/performance/h200-offload.md`, all others the planner's predictions, for that machine and for an H200 held to 16
+GiB beside 110 GiB of host memory and a disk of 2 GB/s. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -53,10 +54,16 @@ REACHED = {"30B": [(7.32, 64 * 2), (6.93, 64 * 2)], "175B": [(0.69, 32 * 8), (0.
 """Its figures with known blocks: tokens/s and sequences, from which a block's seconds follow."""
 
 OTHERS = {
-    "30B": {"FlexGen, 4 bits": 8.38, "Accelerate": 0.62, "DeepSpeed": 0.60, "FlexGen 0.1.8 on the H200": 10.3},
+    "30B": {"FlexGen, 4 bits": 8.38, "Accelerate": 0.62, "DeepSpeed": 0.60},
     "175B": {"FlexGen, 4 bits": 1.12, "Accelerate, DeepSpeed": 0.01},
 }
-"""Measured, with a block that nobody names; the last of 30B on an H200 held to 16 GiB."""
+"""Measured, with a block that nobody names."""
+
+RUN = {
+    "30B": {"Cellar, 16 bits": (77, 70.4), "Cellar, 4 bits": (200, 274.0), "FlexGen 0.1.8, 16 bits": (8, 5.39)},
+    "175B": {"Cellar, 4 bits": (32, 15.9)},
+}
+"""Measured on H200s held to 16 GiB: sequences of a block, tokens/s."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,13 @@ def frontier(model: str, machine: Machine, formats: Formats) -> list[Point]:
     return _best_of(points)
 
 
-def engines_frontier(model: str) -> list[Point]:
-    """Of the plans that an engine makes for `--device-memory 16` and `--latency`: those that run."""
+def engines_frontier(model: str, bits: str | None = None) -> list[Point]:
+    """Of the plans that an engine makes for `--device-memory 16` and `--latency`: those that run. `bits`: of weights, K
+    and V.
+    """
     raw = shipped_config(f"opt-{model.lower()}")
     assert raw is not None
-    spec = open_model(raw, "bfloat16", 32, JOB.prompt + JOB.generate).spec
+    spec = open_model(raw, "bfloat16", 32, JOB.prompt + JOB.generate, bits, bits or "auto").spec
     room = Room(HELD["device"], HELD["host"], HELD["disk"], None, "gpu")
     points = []
     for most in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -157,10 +166,10 @@ def _best_of(points: Sequence[Point]) -> list[Point]:
 
 
 def plot(file: Path, curves: dict[str, dict[str, list[Point]]]) -> None:
-    """FlexGen's figure 1: lines are predicted, points and dotted lines were measured by others."""
+    """FlexGen's figure 1: lines are predicted, large points and dotted lines were measured."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(curves), figsize=(12, 6), layout="constrained")
+    figure, axes = plt.subplots(1, len(curves), figsize=(12, 8), layout="constrained")
     for axis, (model, lines) in zip(axes, curves.items(), strict=True):
         for name, points in lines.items():
             if len(points) < 2:
@@ -168,12 +177,15 @@ def plot(file: Path, curves: dict[str, dict[str, list[Point]]]) -> None:
             axis.plot(*zip(*points, strict=True), "-o", markersize=3, label=f"{name} (Cellar, predicted)")
         reached = [(block * JOB.generate / rate, rate) for rate, block in REACHED[model]]
         axis.plot(*zip(*reached, strict=True), "k*", markersize=11, label="FlexGen on a T4 (published)")
-        for style, (name, rate) in zip((":", "--", "-.", (0, (1, 5))), OTHERS[model].items(), strict=False):
+        for marker, (name, (block, rate)) in zip("DsX", RUN[model].items(), strict=False):
+            seconds, label = block * JOB.generate / rate, f"{name}, H200 held to 16 GiB (measured)"
+            axis.plot([seconds], [rate], marker, markersize=9, markeredgecolor="black", label=label)
+        for style, (name, rate) in zip((":", "--", "-."), OTHERS[model].items(), strict=False):
             axis.axhline(rate, color="gray", linestyle=style, linewidth=1, label=f"{name} (measured)")
         axis.set(xscale="log", yscale="log", title=f"OPT-{model}, 512 + 32 tokens")
         axis.set(xlabel="seconds of a block", ylabel="tokens a second")
-        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
-    figure.suptitle("Latency against throughput: Cellar's lines are its planner's predictions, not runs")
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.suptitle("Latency against throughput: lines are predictions by Cellar's planner, large points were measured")
     figure.savefig(file, dpi=120)
 
 
@@ -211,6 +223,7 @@ def main() -> None:
                 "planner, T4, 4 bits": frontier(model, t4, INT4_KV4),
                 "planner, H200 held to 16 GiB, 16 bits": frontier(model, capped, BF16),
                 "engine's plans, H200 held to 16 GiB, 16 bits": engines_frontier(model),
+                "engine's plans, H200 held to 16 GiB, 4 bits": engines_frontier(model, "int4"),
             }
             for model in ("175B", "30B")
         }
