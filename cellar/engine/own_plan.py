@@ -65,11 +65,13 @@ def with_own_plan(
         return _resident(config, spec, room, limits), None
     if not spared:
         _warn_of_loss(config, raw, spec, room, limits)
-    rates = _rates(config, spec, room.kind)
+    rates, threads = _rates(config, spec, room.kind)
     plan = _planned(asked, spec, room, limits, rates=rates, latency=config.offload.latency)
     assert plan.limits is not None
     _LOG.info("%s", predicted_line(plan))
-    return replace(config, schedule=replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)), plan
+    device = replace(config.device, num_threads=threads)
+    schedule = replace(config.schedule, max_num_seqs=plan.limits.max_num_seqs)
+    return replace(config, device=device, schedule=schedule), plan
 
 
 def with_rank_plans(
@@ -109,7 +111,7 @@ def with_rank_plans(
             "tensor_parallel_size or quantization out, take pipeline_parallel_size, or raise device_memory."
         )
     device = replace(asked.config.device, num_threads=threads_of_rank(config.device, room.kind, size))
-    rates = _rates(replace(asked.config, device=device), largest, room.kind, size)
+    rates, _ = _rates(replace(asked.config, device=device), largest, room.kind, size)
     wishes: dict[str, Any] = {"rates": rates, "passes": stages}
     first = _planned(asked, largest, room, limits, latency=config.offload.latency, **wishes)
     assert first.limits is not None
@@ -185,7 +187,7 @@ def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits)
         )
     latency = config.offload.latency
     if latency is not None:
-        cost = pass_cost(spec, _rates(config, spec, room.kind), Away(0, 0, "device", room.kind))
+        cost = pass_cost(spec, _rates(config, spec, room.kind)[0], Away(0, 0, "device", room.kind))
         most = most_within(latency, cost, longest(limits), limits)
         if most == 0:
             raise too_slow(latency, block_seconds(cost, longest(limits), 1, limits), longest(limits))
@@ -196,9 +198,10 @@ def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits)
     return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv))
 
 
-def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> Rates:
-    """Those of each of so many ranks. The host's are measured now, in a thread that takes its OpenMP team with it
-    (`open_local` says why). A GPU's own are an H200's: they are not what such a pass waits for.
+def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> tuple[Rates, int | None]:
+    """Those of each of so many ranks, and the threads of the CPU that they are for; None: the engine chooses. The
+    host's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why). A GPU's own are an
+    H200's: they are not what such a pass waits for.
     """
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.rates import MeasuredRates, measured_rates
@@ -225,13 +228,13 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     idle = max(1.0, found.alone / beside) if beside else 1.0
     if kind == "cpu":
         here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops, idle=idle)
-        return here.shared(ranks)
+        return here.shared(ranks), threads
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
     rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, idle=idle, **shared)
-    return rates.shared(ranks, kind)
+    return rates.shared(ranks, kind), threads if found.threads == 0 else found.threads
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import NamedTuple, Protocol
@@ -41,6 +42,10 @@ MANY = 64
 """Tokens of a product that memory does not bound."""
 CHAINED = 8
 """Products in a row, each of what the one before gave: the last one, for which a thread waits, is a part of them."""
+WORTH = 1.03
+"""Times the rate of all threads, what fewer of them must have to be taken: attention, which computes more than it
+reads, is not asked.
+"""
 ONE, ONE_EXPONENT = 0x38, 127
 """Codes of 1 in e4m3, and of the scale 1 in MXFP4: none of them subnormal, which processors multiply slowly."""
 
@@ -50,7 +55,8 @@ class MeasuredRates:
     """Bytes/s: `alone` over the link, or of a processor's disk; the same while the CPU multiplies; of its products, and
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
-    `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`).
+    `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
+    which all this was measured beside an accelerator.
     """
 
     alone: float
@@ -61,6 +67,7 @@ class MeasuredRates:
     flops: float
     exchange: float
     runs_ahead: bool = False
+    threads: int = 0
 
 
 def measured_rates(
@@ -74,8 +81,8 @@ def measured_rates(
     ranks: int = 1,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
-    less than a matrix) each, with so many threads of the CPU (None: torch's number; beside an accelerator those that
-    its jobs get).
+    less than a matrix) each, with so many threads of the CPU (None: torch's number; beside one accelerator as many as
+    read most together with the link, of those that its jobs may get).
     With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
     are those of all ranks' threads together.
     With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
@@ -84,9 +91,7 @@ def measured_rates(
     Raises CapacityError if the host has not so much.
     """
     threads = threads_beside(num_threads)
-    if device.type != "cpu":
-        use_threads(threads * ranks)
-    elif num_threads is not None:
+    if device.type == "cpu" and num_threads is not None:
         use_threads(num_threads)
     largest = _largest(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
@@ -107,24 +112,40 @@ def measured_rates(
         if device.type == "cpu":
             over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
         else:
-            signal, both = signal_for(device), list[Left]()
-            weights, runs_ahead = matrices(spec, read), signal.runs_ahead
-            over, _ = beside.rate_while(
-                lambda: both.append(
-                    measured_left(weights, getattr(torch, spec.dtype), device, signal, threads * ranks, seconds)
-                )
-            )
-            products, exchange = both[0]
+            work = partial(measured_left, matrices(spec, read), getattr(torch, spec.dtype), device)
+
+            def left(count: int, seconds: float) -> tuple[float, Left]:
+                """The link's rate, and what so many threads have beside it."""
+                found = list[Left]()
+                return beside.rate_while(lambda: found.append(work(count * ranks, seconds)))[0], found[0]
+
+            if num_threads is None and ranks == 1:
+                rates = {count: left(count, seconds / 2) for count in shares_of(threads)}
+                threads = chosen({count: link + one.multiply for count, (link, one) in rates.items()})
+            over, (products, exchange, runs_ahead) = left(threads, seconds)
+            use_threads(threads * ranks)
         alone_here = device.type != "cpu"  # what is left to the CPU are decodes
         attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v, alone=alone_here))[1]
         many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
         link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
         flops = many * 2 * MANY * largest.size / largest.nbytes
-        return MeasuredRates(alone, link, disk, products, attention, flops, exchange, runs_ahead)
+        used = 0 if device.type == "cpu" else threads
+        return MeasuredRates(alone, link, disk, products, attention, flops, exchange, runs_ahead, used)
     finally:
         for other in others:
             torch.cuda.synchronize(other)
         memory.close()
+
+
+def shares_of(threads: int) -> list[int]:
+    """A half, three quarters and all of them."""
+    return sorted({max(1, threads * part // 4) for part in (2, 3, 4)})
+
+
+def chosen(rates: Mapping[int, float]) -> int:
+    """Of numbers of threads the one with the best rate, if that is worth it, else the largest."""
+    best, most = max(rates, key=lambda number: rates[number]), max(rates)
+    return best if rates[best] >= WORTH * rates[most] else most
 
 
 class _Beside(Protocol):
@@ -215,26 +236,29 @@ def matrices(spec: ModelSpec, memory: Tensor) -> list[LinearWeight]:
 
 
 class Left(NamedTuple):
-    """Bytes/s of the CPU's products for a device, and the seconds between them."""
+    """Bytes/s of the CPU's products for a device, and the seconds between them; `runs_ahead`: see `MeasuredRates`."""
 
     multiply: float
     exchange: float
+    runs_ahead: bool
 
 
 def measured_left(
     weights: Sequence[LinearWeight],
     dtype: torch.dtype,
     device: torch.device,
-    signal: Signal,
     threads: int,
     seconds: float,
+    signal: Signal | None = None,
 ) -> Left:
     """What is left to `threads` of the CPU, measured as in a pass: products of a token, each of what the one before
-    gave on the device, so that launches run ahead of them, and long enough to hide what those take.
+    gave on the device, so that launches run ahead of them, and long enough to hide what those take. `signal`: a new
+    one, since its jobs are counted from the first on; by default the device's.
     """
+    signal = signal or signal_for(device)
     jobs, channel, turns = CpuJobs(signal, threads), Channel(), count()
-    step, exchange = jobs.begin(), Exchange(device, channel, jobs)
-    rows = [HostRows(weight, exchange) for weight in weights]
+    step, between_both = jobs.begin(), Exchange(device, channel, jobs)
+    rows = [HostRows(weight, between_both) for weight in weights]
     few, columns = min(16, weights[0].out_features), weights[0].in_features
     x = torch.ones((1, columns), dtype=dtype, device=device)
 
@@ -255,7 +279,8 @@ def measured_left(
             chained()
             busy.append(channel.seconds - before)
             between.append(time.perf_counter() - begin - busy[-1])
-        return Left(CHAINED * weights[0].nbytes / median(busy), max(0.0, median(between)) / CHAINED)
+        rate, exchange = CHAINED * weights[0].nbytes / median(busy), max(0.0, median(between)) / CHAINED
+        return Left(rate, exchange, signal.runs_ahead)
     finally:
         jobs.close()
 

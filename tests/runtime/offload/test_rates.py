@@ -13,7 +13,16 @@ from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
 from cellar.ops.linear.dense import DenseWeight
 from cellar.runtime.offload.file import WeightFile
-from cellar.runtime.offload.rates import CHAINED, fill_with_ones, matrices, measured_left, measured_rates, usual_seconds
+from cellar.runtime.offload.rates import (
+    CHAINED,
+    chosen,
+    fill_with_ones,
+    matrices,
+    measured_left,
+    measured_rates,
+    shares_of,
+    usual_seconds,
+)
 from cellar.runtime.offload.reads import DiskReads
 from cellar.runtime.offload.signal import WaitingSignal
 from tests.limits import until
@@ -105,8 +114,20 @@ def test_what_is_left_to_the_cpu_has_a_rate_and_seconds_between(late: float, mon
     monkeypatch.setattr(DenseWeight, "multiply", slow)
     signal = LateSignal(cpu)
     signal.late = late
-    found = measured_left(weights, torch.bfloat16, cpu, signal, 1, 0.05)
+    found = measured_left(weights, torch.bfloat16, cpu, 1, 0.05, signal)
     assert len(weights) > 1
     assert set(seen[:CHAINED]) == {id(weight) for weight in weights[:CHAINED]}
     assert 0.3 < found.multiply / (weights[0].nbytes / 0.01) <= 1
     assert late <= found.exchange < late + 0.01
+    assert not found.runs_ahead
+
+
+@pytest.mark.parametrize(
+    ("rates", "threads"),
+    [({7: 117.0, 11: 130.0, 15: 138.0}, 15), ({7: 60.0, 11: 82.0, 15: 80.0}, 15), ({7: 90.0, 11: 70.0, 15: 50.0}, 7)],
+)
+def test_fewer_threads_are_taken_where_they_read_more(rates: dict[int, float], threads: int) -> None:
+    """The first are GB/s of an H200's host, with the link's."""
+    assert shares_of(15) == list(rates)
+    assert chosen(rates) == threads
+    assert shares_of(1) == [1]
