@@ -79,10 +79,10 @@ def _widen(matrix, at, count, tile, to):  # type: ignore[no-untyped-def]
 @piece
 def _four_tokens(x, at0, at1, at2, at3, tile, first, second, count, sums, s):  # type: ignore[no-untyped-def]
     """The products of four rows of x with two of the tile, added to eight sums of sixteen lanes each."""
-    s0, s1, s2, s3 = wide_load(sums, s), wide_load(sums, s + 16), wide_load(sums, s + 32), wide_load(sums, s + 48)
-    t0, t1, t2, t3 = (
-        wide_load(sums, s + 64), wide_load(sums, s + 80), wide_load(sums, s + 96), wide_load(sums, s + 112)
-    )  # fmt: skip
+    s0, s1 = wide_load(sums, s), wide_load(sums, s + SIZE)
+    s2, s3 = wide_load(sums, s + 2 * SIZE), wide_load(sums, s + 3 * SIZE)
+    t0, t1 = wide_load(sums, s + 4 * SIZE), wide_load(sums, s + 5 * SIZE)
+    t2, t3 = wide_load(sums, s + 6 * SIZE), wide_load(sums, s + 7 * SIZE)
     for d in range(0, count, SIZE):
         v, w = wide_load(tile, first + d), wide_load(tile, second + d)
         y = wide_load(x, at0 + d)
@@ -94,13 +94,13 @@ def _four_tokens(x, at0, at1, at2, at3, tile, first, second, count, sums, s):  #
         y = wide_load(x, at3 + d)
         s3, t3 = wide_fma(y, v, s3), wide_fma(y, w, t3)
     wide_store(sums, s, s0)
-    wide_store(sums, s + 16, s1)
-    wide_store(sums, s + 32, s2)
-    wide_store(sums, s + 48, s3)
-    wide_store(sums, s + 64, t0)
-    wide_store(sums, s + 80, t1)
-    wide_store(sums, s + 96, t2)
-    wide_store(sums, s + 112, t3)
+    wide_store(sums, s + SIZE, s1)
+    wide_store(sums, s + 2 * SIZE, s2)
+    wide_store(sums, s + 3 * SIZE, s3)
+    wide_store(sums, s + 4 * SIZE, t0)
+    wide_store(sums, s + 5 * SIZE, t1)
+    wide_store(sums, s + 6 * SIZE, t2)
+    wide_store(sums, s + 7 * SIZE, t3)
 
 
 # x, matrix, out (float32); tokens, rows, columns, numbers from one row of the matrix to the next; rows per turn

@@ -42,14 +42,25 @@ class HeldMemory:
                 f"{human(capacity)} of {name} memory cannot be had ({error}); lower {name}_memory."
             ) from error
 
-    def register(self, device: torch.device) -> None:
-        """Have copies between this host memory and an accelerator done by the accelerator, which takes all pages."""
+    def register(self, device: torch.device) -> bool:
+        """Have copies between this host memory and an accelerator done by the accelerator, which takes all pages. False
+        if its driver does not: then copies are slower, and its kernels do not reach this memory.
+        """
         memory = self._bytes.numpy()
         with ThreadPoolExecutor(NUM_THREADS) as threads:  # a thread takes 2 GB of pages a second
             list(threads.map(lambda at: memory[at : at + AT_ONCE : PAGE].fill(0), range(0, len(memory), AT_ONCE)))
         self._registered = Registered(device)
         # At once: a copy may not cross the border of two registrations.
-        self._registered.add(memory)
+        return self._registered.add(memory)
+
+    def share(self, device: torch.device, what: str) -> None:
+        """`register` it for kernels of the device, which read `what` in it. Raises CapacityError if they cannot."""
+        if not self.register(device):
+            raise CapacityError(
+                f"the driver of {device} does not register the {human(self.capacity)} of host memory for {what}, so "
+                "the device cannot read them there; free host memory, raise what may be locked (ulimit -l), or plan "
+                "with less host_memory."
+            )
 
     def carve(self, nbytes: int, alignment: int = 64) -> Tensor:
         """The next `nbytes`, uint8, zero at first. Raises CapacityError if they do not fit."""

@@ -87,9 +87,10 @@ class Homes:
         self._buffers = HeldMemory("host", count * size)
         self.staging = [self._buffers.carve(size, PAGE) for _ in range(count)]
         if device.type != "cpu":
+            if away:  # first: of the others copies would only be slower
+                self._tables.share(device, "tables")
             self._host.register(device)
             self._buffers.register(device)
-            self._tables.register(device)
         # One thread reads a tenth of what the link brings; a processor's rate is that of its loader, which is one.
         self._threads = ThreadPoolExecutor(1 if device.type == "cpu" else NUM_THREADS, "cellar-digest")
         self._digests: dict[tuple[str, int], Future[int]] = {}

@@ -48,7 +48,7 @@ class HostKV:
     `by_cpu`: the CPU attends to them for decodes, and `channel` says how long; `over_link`: the share of the positions
     that the device attends to instead, in passes without fresh prompts.
 
-    Raises CapacityError if the host has not so much memory.
+    Raises CapacityError if the host has not so much memory, or the device's driver does not let it read that.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class HostKV:
         self.channel = channel
         self._memory = HeldMemory("host", num_slots * spec.chunk_nbytes() + 64 * len(spec.groups))
         if device.type != "cpu":
-            self._memory.register(device)
+            self._memory.share(device, "K and V")
         self.here = Arena(spec, num_slots, HOST, self._memory.carve)
         self.there = self.here.seen([mapped(buffer, device) for buffer in self.here.buffers])
 

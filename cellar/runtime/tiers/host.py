@@ -38,11 +38,11 @@ _TAKEN_AT_ONCE = 8 * 2**20
 _TAKERS = 4
 """Threads that take pages at most: each takes 2 to 4 GB a second, which others hardly notice."""
 _BESIDE_A_START = 1
-"""Times as long as registering a range took: so long the driver is left to others, as long as weights are loaded,"""
+"""While weights are loaded, the driver is left to others for so many times as long as registering a range took."""
 _ALONE = 0
-"""when nothing is left to do but that,"""
+"""The same when nothing is left of the start but that."""
 _UNDER_REQUESTS = 49
-"""and when requests run: what one tenth of the time costs them 7 to 12 % costs them 1 to 2 % (H200)."""
+"""The same when requests run: a tenth of the time would cost them 7 to 12 %, so much costs 1 to 2 % (H200)."""
 _PATIENCE_SECONDS = 10.0
 """So long a start waits for it: 20 to 100 GiB, whether the machine has to get the memory itself or has it."""
 _GIVEN = 0.98

@@ -23,6 +23,7 @@ from cellar.runtime.offload.channels import Channel, Channels
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes, digest_by_pieces, opened_homes
+from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.offload.layout import PAGE, layer_layout, placed_rows, planned_nbytes
 from cellar.runtime.offload.opened import check_host, check_offloaded, device_nbytes, open_offloaded
 from tests.limits import until
@@ -185,6 +186,33 @@ def test_host_memory_that_was_named_is_believed_beside_an_accelerator(
     assert not caplog.records
     check_host(2**31, torch.device("cuda"), named=True)
     assert "takes 2 GiB, but this machine shows 1 GiB" in caplog.text
+
+
+def test_memory_that_a_device_must_read_and_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is only copied from may stay unregistered, tables and K and V may not."""
+    asked: list[int] = []
+
+    def refused(self: HeldMemory, device: torch.device) -> bool:
+        asked.append(self.capacity)
+        return False
+
+    monkeypatch.setattr(HeldMemory, "register", refused)
+    gpu, sizes = torch.device("cuda"), {}
+    for seed in range(20):
+        placement = random_placement(SPEC, seed, places=("device", "host"))
+        rows = placed_rows(placement, SPEC, "gpu")
+        there = rows["embed"][0].place
+        sizes[there] = sizes.get(there, 0) + 1
+        memory = HeldMemory("device", device_nbytes(SPEC, rows, 0))
+        if there == "device":
+            Homes(SPEC, rows, memory, None, gpu).close()
+            continue
+        with pytest.raises(CapacityError, match=r"cuda does not register the .* for tables, so the device"):
+            Homes(SPEC, rows, memory, None, gpu)
+    assert len(sizes) == 2
+    with pytest.raises(CapacityError, match="for K and V, so the device cannot read them there; free host memory"):
+        HostKV(SPEC.kv, 4, gpu, by_cpu=True, channel=Channel())
+    assert asked[-1] >= 4 * SPEC.kv.chunk_nbytes()
 
 
 def test_a_row_that_is_not_where_it_was_put_is_found(tmp_path: Path) -> None:
