@@ -362,6 +362,7 @@ def test_a_control_group_with_less_memory_than_was_asked_for(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
 def test_chunk_comes_back_as_it_left_on_an_accelerator() -> None:
     device = torch.device("cuda", 0)
     world = World(device)
