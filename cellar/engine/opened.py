@@ -16,7 +16,7 @@ from cellar.core.errors import BuffersError, CapacityError, ConfigError
 from cellar.core.messages import Outlook, StepPlan, Tier
 from cellar.core.specs import ModelSpec
 from cellar.engine.front import Front
-from cellar.engine.own_plan import with_own_plan, with_rank_plans
+from cellar.engine.own_plan import held_if_too_large, with_own_plan, with_rank_plans
 from cellar.engine.plan import check_here, with_plan
 from cellar.engine.prompts import PromptReader
 from cellar.engine.steps import step_engine
@@ -93,6 +93,8 @@ def open_front(
     checkpoint = _directory(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
+    if plan is None and config.offload.device_memory is None:
+        config = held_if_too_large(config, checkpoint)
     asked = config if plan is None and config.offload.device_memory is not None else None
     plans = [] if plan is None else [plan]
     if asked is not None:

@@ -49,6 +49,33 @@ HOST_SHARE = 0.9
 """Of the host's memory that is free, what an accelerator's weights and KV may take if nobody says how much."""
 
 
+def held_if_too_large(config: EngineConfig, checkpoint: Path | None) -> EngineConfig:
+    """The options, with a `device_memory` if the weights alone are more than an accelerator has free: as much as
+    `gpu_memory_utilization` leaves. What a processor's memory does not hold would lie on disk, for which it must be
+    asked; and ranks have a share each. Raises ConfigError for options that do not go together.
+    """
+    from cellar.runtime.device import resolve_device
+    from cellar.runtime.memory import device_free, device_total, device_used, human
+
+    device = resolve_device(config.device.device)
+    if device.type == "cpu" or config.device.num_ranks > 1:
+        return config
+    _, _, spec = _model(config, checkpoint, device.type)
+    free = device_free(device)
+    held = int(device_total(device) * config.cache.gpu_memory_utilization) - device_used(device)
+    if spec.nbytes() <= free or held <= 0:
+        return config
+    _LOG.warning(
+        "the weights take %s, but %s has %s free: those that it does not hold are streamed from host memory, as with "
+        "--device-memory %.3g.",
+        human(spec.nbytes()),
+        device,
+        human(free),
+        held / 2**30,
+    )
+    return replace(config, offload=replace(config.offload, device_memory=held / 2**30))
+
+
 def with_own_plan(
     config: EngineConfig, checkpoint: Path | None, spared: int = 0
 ) -> tuple[EngineConfig, SavedPlan | None]:
@@ -145,8 +172,6 @@ class _Asked:
 
 
 def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
-    from cellar.engine.plan import DEMO
-    from cellar.models import registry
     from cellar.runtime.device import resolve_device
     from cellar.runtime.memory import host_available
 
@@ -154,13 +179,7 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
     held = sizes["device"]
     assert held is not None, "whoever calls has looked"
     device = resolve_device(config.device.device)
-    name = config.model.model or DEMO
-    raw = registry.shipped_config(name) if checkpoint is None else registry.read_config(checkpoint)
-    assert raw is not None, "a model without a checkpoint is a shipped config"
-    dtype = registry.auto_dtype(raw, device.type) if config.model.dtype == "auto" else config.model.dtype
-    chunk, longest = config.cache.block_size, config.model.max_model_len
-    kept = config.cache.kv_cache_dtype
-    spec = registry.open_model(raw, dtype, chunk, longest, config.model.quantization, kept).spec
+    name, raw, spec = _model(config, checkpoint, device.type)
     config = config.on(device.type)
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
@@ -171,6 +190,20 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
         host = int(HOST_SHARE * host_available())
     room = Room(held, host, sizes["disk"] or 0, config.cache.kv_cache_memory_bytes, kind)
     return _Asked(config, name, raw, spec, str(device), room, limits)
+
+
+def _model(config: EngineConfig, checkpoint: Path | None, kind: str) -> tuple[str, Mapping[str, Any], ModelSpec]:
+    """The model's name, its config.json, and what it is with these options on a `kind` of device: cpu or cuda."""
+    from cellar.engine.plan import DEMO
+    from cellar.models import registry
+
+    name = config.model.model or DEMO
+    raw = registry.shipped_config(name) if checkpoint is None else registry.read_config(checkpoint)
+    assert raw is not None, "a model without a checkpoint is a shipped config"
+    dtype = registry.auto_dtype(raw, kind) if config.model.dtype == "auto" else config.model.dtype
+    chunk, longest = config.cache.block_size, config.model.max_model_len
+    kept = config.cache.kv_cache_dtype
+    return name, raw, registry.open_model(raw, dtype, chunk, longest, config.model.quantization, kept).spec
 
 
 def _planned(asked: _Asked, spec: ModelSpec, room: Room, limits: Limits, **wishes: Any) -> SavedPlan:

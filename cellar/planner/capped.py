@@ -68,7 +68,9 @@ LIBRARIES = 3 * 2**27
 """
 
 PIECES = 3 * 2**27
-"""So much more, at most, stays with its allocator in pieces; no more than the activations that it serves."""
+"""So much more, at most, stays with its allocator in pieces, no more than the activations that it serves; all of it is
+left to a model that fits, whose steps are captured.
+"""
 
 MOST_IN_CODES = 192
 """Tokens up to which an accelerator multiplies by codes of every format; of more it writes the matrix out."""
@@ -105,7 +107,7 @@ def fits(spec: ModelSpec, room: Room, limits: Limits) -> bool:
     kv = _kv_nbytes(spec, room)
     if room.kind != "cpu" and room.kv is None:
         kv = -(-limits.max_model_len // spec.kv.chunk_size) * spec.kv.chunk_nbytes()
-    return spec.nbytes() + second + kv + _buffers(spec, limits, room.kind) <= room.device
+    return spec.nbytes() + second + kv + _buffers(spec, limits, room.kind, captured=True) <= room.device
 
 
 def capped_plan(
@@ -454,10 +456,11 @@ def _sequences_at_a_time(limits: Limits, kind: str) -> int:
     return min(most, max(1, -(-most // MOST_BATCHES), BATCH_TOKENS // limits.max_model_len))
 
 
-def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
-    """A step's activations and logits. On an accelerator the products of a cut matrix stand there twice, side by side
-    and put together; its allocator keeps what it had, and the choice of tokens has tensors as large as the logits.
-    Between layers the hidden rows of all GPU batches are there, and in the end all of them once more, side by side.
+def _buffers(spec: ModelSpec, limits: Limits, kind: str, *, captured: bool = False) -> int:
+    """A step's activations and logits; `captured`: steps are, which those of streamed models are not. On an accelerator
+    the products of a cut matrix stand there twice, side by side and put together; its allocator keeps what it had, and
+    the choice of tokens has tensors as large as the logits. Between layers the hidden rows of all GPU batches are
+    there, and in the end all of them once more, side by side.
     """
     d, elements = dimensions(spec), 2 if spec.dtype == "float32" else 1
     tokens, between = limits.max_num_batched_tokens, 0
@@ -470,7 +473,8 @@ def _buffers(spec: ModelSpec, limits: Limits, kind: str) -> int:
     # Gate and up are products; what comes of both is made when no other product is there any more.
     working = working_bytes(replace(d, mlp=d.mlp * 2 // 3) if d.gated else d, tokens) * elements
     activations = CUT * working + between + 6 * logits
-    return math.ceil(activations + LIBRARIES + min(PIECES, activations) + _expanded_nbytes(spec, limits))
+    pieces = PIECES if captured else min(PIECES, activations)
+    return math.ceil(activations + LIBRARIES + pieces + _expanded_nbytes(spec, limits))
 
 
 def _expanded_nbytes(spec: ModelSpec, limits: Limits) -> int:

@@ -7,7 +7,7 @@ import pytest
 from cellar.core.messages import BlockSchedule, Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
-from cellar.planner.capped import Room, capped_plan
+from cellar.planner.capped import Room, capped_plan, fits
 from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
@@ -163,3 +163,15 @@ def test_tables_lie_in_host_memory_where_it_has_room() -> None:
     assert planned(tied, "gpu", 2**36)[0] == {
         "embed": "device", "positions": "host", "norm": "device", "norm_bias": "device",
     }  # fmt: skip
+
+
+def test_a_model_that_fits_leaves_room_for_captured_steps() -> None:
+    """Three quarters of a GiB in all beside activations, half of which a plan of few tokens leaves."""
+    spec, limits = open_model(shipped_config("llama-3-8b"), "bfloat16", 32, 152).spec, Limits(1, 128, 152)
+    kv = 5 * spec.kv.chunk_nbytes()
+    activations = 2**26
+    least = spec.nbytes() + kv + 3 * 2**28
+    assert not fits(spec, Room(least, None, 0, None, "gpu"), limits)
+    assert fits(spec, Room(least + activations, None, 0, None, "gpu"), limits)
+    plan = capped_plan(spec, Room(least, 2**36, 0, None, "gpu"), limits, model="m", machine="any")
+    assert {part.tensor for part in plan.placement.weights if part.device != "device"} == {"embed"}

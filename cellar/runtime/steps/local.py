@@ -536,5 +536,6 @@ def _check_fits(spec: ModelSpec, device: torch.device) -> None:
     if spec.nbytes() > free:
         raise CapacityError(
             f"the weights take {human(spec.nbytes())} in {spec.dtype}, but {device} has {human(free)} of memory free; "
-            "take a smaller model, quantize it (quantization), or take another device."
+            "take a smaller model, quantize it (quantization), take another device, or give device_memory, which lets "
+            "weights lie elsewhere."
         )
