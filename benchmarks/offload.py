@@ -159,6 +159,7 @@ def main() -> None:
         seconds, tokens = _seconds(llm, prompts, options.generate)
         said = forecast.report(options.batch * options.generate, seconds)
         print("\n".join([] if said is None else said.lines()), flush=True)
+        found["forecast"] = None if said is None else said.to_dict()
         found["channel_seconds"] = {name: s - before[name] for name, s in _channels(report).items()}
         passes = options.generate - 1
         found["decode_channel_seconds_a_pass"] = {
