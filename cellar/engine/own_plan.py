@@ -50,30 +50,30 @@ HOST_SHARE = 0.9
 
 
 def held_if_too_large(config: EngineConfig, checkpoint: Path | None) -> EngineConfig:
-    """The options, with a `device_memory` if the weights alone are more than an accelerator has free: as much as
-    `gpu_memory_utilization` leaves. What a processor's memory does not hold would lie on disk, for which it must be
+    """The options, with a `device_memory` if the weights alone are more than an accelerator has free: the share
+    `gpu_memory_utilization` of that. What a processor's memory does not hold would lie on disk, for which it must be
     asked; and ranks have a share each. Raises ConfigError for options that do not go together.
     """
     from cellar.runtime.device import resolve_device
-    from cellar.runtime.memory import device_free, device_total, device_used, human
+    from cellar.runtime.memory import device_free, human
 
     device = resolve_device(config.device.device)
     if device.type == "cpu" or config.device.num_ranks > 1:
         return config
     _, _, spec = _model(config, checkpoint, device.type)
     free = device_free(device)
-    held = int(device_total(device) * config.cache.gpu_memory_utilization) - device_used(device)
-    if spec.nbytes() <= free or held <= 0:
+    if spec.nbytes() <= free:
         return config
+    held = free * config.cache.gpu_memory_utilization / 2**30
     _LOG.warning(
         "the weights take %s, but %s has %s free: those that it does not hold are streamed from host memory, as with "
         "--device-memory %.3g.",
         human(spec.nbytes()),
         device,
         human(free),
-        held / 2**30,
+        held,
     )
-    return replace(config, offload=replace(config.offload, device_memory=held / 2**30))
+    return replace(config, offload=replace(config.offload, device_memory=held))
 
 
 def with_own_plan(

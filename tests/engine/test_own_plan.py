@@ -53,27 +53,23 @@ def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(
 def test_a_model_that_a_gpu_does_not_hold_is_streamed_unasked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As within what `gpu_memory_utilization` leaves. One that fits stays as it is, and what a processor does not hold
-    is not written to a disk that nobody named.
+    """As within `gpu_memory_utilization` of what is free. One that fits stays as it is, and what a processor does not
+    hold is not written to a disk that nobody named.
     """
     path, memory = write_checkpoint(tmp_path), "cellar.runtime.memory."
     weights = registry.open_model(registry.read_config(path), "float32", 32, 64).spec.nbytes()
-    total, used = 10 * weights, 8 * weights
 
     def config(device: str = "cuda", **more: Any) -> EngineConfig:
         return EngineConfig.of(model=str(path), device=device, max_model_len=64, dtype="float32", **more)
 
     monkeypatch.setattr("cellar.runtime.device.resolve_device", lambda name: torch.device(name))
-    monkeypatch.setattr(memory + "device_total", lambda _: total)
-    monkeypatch.setattr(memory + "device_used", lambda _: used)
     monkeypatch.setattr(memory + "device_free", lambda _: weights)
     assert own_plan.held_if_too_large(config(), path) == config(), "just fits"
     monkeypatch.setattr(memory + "device_free", lambda _: weights - 1)
     assert own_plan.held_if_too_large(config("cpu"), path) == config("cpu")
     assert own_plan.held_if_too_large(config(tensor_parallel_size=2), path) == config(tensor_parallel_size=2)
-    assert own_plan.held_if_too_large(config(gpu_memory_utilization=0.8), path).offload.device_memory is None
     assert not caplog.records
-    held = own_plan.held_if_too_large(config(gpu_memory_utilization=0.85), path)
-    assert held.offload.nbytes["device"] == pytest.approx(0.5 * weights, abs=1)
-    assert held == replace(config(gpu_memory_utilization=0.85), offload=held.offload)
+    held = own_plan.held_if_too_large(config(gpu_memory_utilization=0.75), path)
+    assert held.offload.nbytes["device"] == pytest.approx(0.75 * weights, abs=2)
+    assert held == replace(config(gpu_memory_utilization=0.75), offload=held.offload)
     assert "are streamed from host memory, as with --device-memory" in caplog.text
