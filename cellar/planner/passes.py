@@ -28,6 +28,12 @@ CPU_TOKENS_IN_CODES = 4
 """The same where rows are quantized: of more tokens the CPU decodes them more slowly than it reads them."""
 
 
+BY_CODES = 3.8
+"""Times as long as a token of a prompt takes one of up to 192 that are multiplied by codes: 174 decodes of OPT-30B in
+int4 beside 8,018 tokens of prompts on an H200, 17.7 ms in twelve layers with 2.1 in which the weights are read
+(docs/log/offload.md).
+"""
+
 LAYER_LAUNCHES = 8e-4
 """Seconds in which a layer's kernels are launched one by one: on an H200's host 18 to 25 ms for 32 layers, and 0.87 ms
 a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md).
@@ -231,8 +237,10 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         waits = len(spec.layers) * rates.exchange if moves.attends else 0.0
     beside, between = (launches, waits) if rates.runs_ahead else (0.0, launches + waits)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
+    token = 2.0 * d.layers * d.layer_elements / rates.flops
+    in_codes = any(tensor.formats for layer in spec.layers for tensor in layer.tensors)
     return StepCost(
-        token_flops=2.0 * d.layers * d.layer_elements / rates.flops,
+        token_flops=token,
         token_bytes=0.0,
         weights=sum(layer.nbytes for layer in spec.layers) / rates.device,
         attended=0.0,
@@ -249,6 +257,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         few=few if moves.few_rows else 0,
         few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
         beside=moves.attends,
+        apart=(BY_CODES - 1) * token if in_codes and moves.attends else 0.0,
     )
 
 
@@ -267,7 +276,7 @@ def _decodes(cost: StepCost, sequences: int, context: float) -> StepWork:
     seen = context
     if cost.windows:
         seen = sum(min(window or context, context) for window in cost.windows) / len(cost.windows)
-    return StepWork(sequences, sequences, sequences * seen, sequences * seen)
+    return StepWork(sequences, sequences, sequences * seen, sequences * seen, False, sequences)
 
 
 def block_seconds(cost: StepCost, job: Job, sequences: int, limits: Limits, order: Schedule = "zigzag") -> float:
@@ -294,7 +303,8 @@ def diagonal_seconds(cost: StepCost, job: Job, sequences: int) -> float:
     old = sequences - new
     context, prompt = old * (job.prompt + job.generate / 2), new * job.prompt
     tokens = round(old + prompt)
-    return cost.seconds(StepWork(tokens, sequences, context + prompt * job.prompt / 2, context + prompt, True))
+    attended = context + prompt * job.prompt / 2
+    return cost.seconds(StepWork(tokens, sequences, attended, context + prompt, True, round(old)))
 
 
 def most_within(seconds: float, cost: StepCost, job: Job, limits: Limits, order: Schedule = "zigzag") -> int:

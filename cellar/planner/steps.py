@@ -118,7 +118,7 @@ class StepPrices:
         if self.d.windows:
             return step_work(stop - 1, stop, len(stop), self.d.windows)._replace(prompts=False)
         resident = sum(stop.tolist())  # of some tens of rows: NumPy's own sum takes ten times as long
-        return StepWork(len(stop), len(stop), resident, resident, False)
+        return StepWork(len(stop), len(stop), resident, resident, False, len(stop))
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a step; the sum of `timeline`, without making one."""

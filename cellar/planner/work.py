@@ -18,7 +18,7 @@ class StepWork(NamedTuple):
     """Counts of one step, positions averaged over the layers where some have windows.
 
     `attended` sums over the tokens the positions that each attends to, `resident` over the spans those whose K and V
-    are read. `prompts` says that some tokens are a prompt's.
+    are read. `prompts` says that some tokens are a prompt's; so many others are `decodes`, alone in their spans.
     """
 
     tokens: int
@@ -26,6 +26,7 @@ class StepWork(NamedTuple):
     attended: float
     resident: float
     prompts: bool = False
+    decodes: int = 0
 
 
 def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[int | None, ...] = ()) -> StepWork:
@@ -35,9 +36,9 @@ def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[in
     """
     a, b = start.astype(np.int64), stop.astype(np.int64)
     new = b - a
-    tokens = int(new.sum())
+    tokens, decodes = int(new.sum()), int((new == 1).sum())
     if not windows:
-        return StepWork(tokens, sampled, float((new * (a + b + 1)).sum()) / 2, int(b.sum()), True)
+        return StepWork(tokens, sampled, float((new * (a + b + 1)).sum()) / 2, int(b.sum()), True, decodes)
     attended = resident = 0.0
     for window in set(windows):
         share = windows.count(window) / len(windows)
@@ -45,7 +46,7 @@ def step_work(start: Positions, stop: Positions, sampled: int, windows: tuple[in
         whole = np.clip(np.minimum(b, limit) - a, 0, None)  # tokens that see all that is before them
         attended += share * float((whole * (2 * a + whole + 1) / 2 + (new - whole) * limit).sum())
         resident += share * float(np.minimum(b, limit + new - 1).sum())
-    return StepWork(tokens, sampled, attended, resident, True)
+    return StepWork(tokens, sampled, attended, resident, True, decodes)
 
 
 _ALL = 1 << 40  # a window that no context reaches
@@ -72,7 +73,8 @@ class StepCost:
     as well. With `part_most` a step is cut into micro-batches of `part_least` to so many tokens
     (`core/micro_batches.py`): each reads the weights and is launched, and collectives take `part_adding` a token, and
     what products do not hide of `part_copying`.
-    `beside`: a processor attends to decodes while an accelerator computes the prompts beside them.
+    `beside`: a processor attends to decodes while an accelerator computes the prompts beside them. These have products
+    of their own then: `weights` are read once more, and each of them takes `apart` longer than a token of a prompt.
     """
 
     token_flops: float
@@ -104,6 +106,7 @@ class StepCost:
     part_copying: float = 0.0
     part_adding: float = 0.0
     beside: bool = False
+    apart: float = 0.0
 
     def parts(self, tokens: int) -> int:
         """Into how many micro-batches a step is cut."""
@@ -144,7 +147,11 @@ class StepCost:
         if work.sampled:
             flops = self.sampled * work.sampled
             head = max(flops, self.head) + self.unhidden * min(flops, self.head)
-        both = max(products, attention) if self.beside and work.prompts else products + attention
+        if self.beside and work.prompts:
+            more = weights + self.apart * work.decodes if 0 < work.decodes < work.tokens else 0.0
+            both = max(products + more, attention)
+        else:
+            both = products + attention
         found = both + head + self.launches + talk
         streamed = self.few_streamed if work.tokens <= self.few else coming(self.streamed, found, self.idle)
         return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)
