@@ -11,6 +11,7 @@ import torch
 
 from cellar.core.config import EngineConfig
 from cellar.engine import own_plan
+from cellar.engine.opened import open_front
 from cellar.models import registry
 from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, Rates
 from cellar.runtime.offload.rates import MeasuredRates
@@ -73,3 +74,22 @@ def test_a_model_that_a_gpu_does_not_hold_is_streamed_unasked(
     assert held.offload.nbytes["device"] == pytest.approx(0.75 * weights, abs=2)
     assert held == replace(config(gpu_memory_utilization=0.75), offload=held.offload)
     assert "are streamed from host memory, as with --device-memory" in caplog.text
+
+
+def test_opening_asks_whether_a_model_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody has said what the device may hold."""
+    asked: list[EngineConfig] = []
+
+    def held(config: EngineConfig, checkpoint: Path | None) -> EngineConfig:
+        asked.append(config)
+        return replace(config, offload=replace(config.offload, device_memory=0.03))
+
+    monkeypatch.setattr("cellar.engine.opened.held_if_too_large", held)
+    kv = {"kv_cache_memory_bytes": 6_000_000, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    config = EngineConfig.of(model=None, device="cpu", dtype="float32", **kv)
+    for one, times in ((config, 1), (replace(config, offload=replace(config.offload, device_memory=0.03)), 1)):
+        opened = open_front(one)
+        opened.front.engine.close()
+        assert opened.plan is not None
+        assert len(asked) == times
+    assert asked == [config]
