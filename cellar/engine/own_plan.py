@@ -17,6 +17,7 @@ from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
 from cellar.planner.passes import (
     LINK_READS,
     LINK_READS_OF_CODES,
+    PROMPT_SHARE,
     Away,
     Rates,
     block_seconds,
@@ -27,6 +28,7 @@ from cellar.planner.passes import (
     too_slow,
 )
 from cellar.planner.saved import Limits, SavedPlan
+from cellar.planner.work import FEW_TOKENS
 
 _LOG = logging.getLogger(__name__)
 
@@ -233,8 +235,7 @@ def _resident(config: EngineConfig, spec: ModelSpec, room: Room, limits: Limits)
 
 def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> tuple[Rates, int | None]:
     """Those of each of so many ranks, and the threads of the CPU that they are for; None: the engine chooses. The
-    host's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why). A GPU's own are an
-    H200's: they are not what such a pass waits for.
+    machine's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why).
     """
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.rates import MeasuredRates, measured_rates
@@ -243,12 +244,14 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     threads, path, sparse_v = config.device.num_threads, config.offload.disk_path, config.offload.sparse_v
     device = resolve_device(config.device.device)
     nbytes = MEASURED_NBYTES if kind == "cpu" else MEASURED_NBYTES_OF_A_HOST
+    tokens = config.schedule.max_num_batched_tokens
+    assert tokens is not None, "decided by EngineConfig.on"
 
     def measured(reads: DiskReads | None) -> MeasuredRates:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
             alone = MEASURED_SECONDS if kind == "cpu" else MEASURED_SECONDS_OF_A_HOST
             seconds = alone if reads is None else MEASURED_SECONDS_OF_A_DISK
-            how = (nbytes, seconds, threads, sparse_v, reads, ranks)
+            how = (nbytes, seconds, threads, sparse_v, reads, ranks, FEW_TOKENS, tokens)
             return thread.submit(measured_rates, spec, device, *how).result()
 
     if not config.offload.disk:
@@ -263,10 +266,11 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
         here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops, idle=idle)
         return here.shared(ranks), threads
     shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
+    own = {"device": found.device, "flops": PROMPT_SHARE * found.device_flops, "few_flops": found.few_flops}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
-    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, idle=idle, **shared)
+    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, idle=idle, **shared, **own)
     return rates.shared(ranks, kind), threads if found.threads == 0 else found.threads
 
 

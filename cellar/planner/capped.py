@@ -31,8 +31,8 @@ from cellar.planner.passes import (
     cpu_share,
     cpu_tokens,
     decode_seconds,
-    device_rates,
     foreseen,
+    in_formats,
     kv_over_link,
     kv_sequences,
     longest,
@@ -131,9 +131,8 @@ def capped_plan(
     the CPU attends to it. Raises CapacityError, which says how much is missing where; ConfigError if no plan keeps the
     latency, which says what the fastest takes.
     """
-    rates, job = rates or Rates(), job or longest(limits)
-    if room.kind != "cpu":
-        rates = device_rates(rates, spec)
+    job = job or longest(limits)
+    rates = rates or (Rates() if room.kind == "cpu" else in_formats(Rates(), spec))
     best = _best(spec, room, limits, rates, job, latency, order, passes)
     limits, division, cost, kv = best.limits, best.division, best.cost, best.kv
     place, batch = best.away.kv_place, _sequences_at_a_time(limits, room.kind)

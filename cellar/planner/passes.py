@@ -29,9 +29,15 @@ CPU_TOKENS_IN_CODES = 4
 
 
 BY_CODES = 3.8
-"""Times as long as a token of a prompt takes one of up to 192 that are multiplied by codes: 174 decodes of OPT-30B in
-int4 beside 8,018 tokens of prompts on an H200, 17.7 ms in twelve layers with 2.1 in which the weights are read
-(docs/log/offload.md).
+"""Times as long as a token of a prompt takes one of few that are multiplied by codes, if nobody has measured it: 174
+decodes of OPT-30B in int4 beside 8,018 tokens of prompts on an H200, 17.7 ms in twelve layers with 2.1 in which the
+weights are read (docs/log/offload.md).
+"""
+
+PROMPT_SHARE = 0.8
+"""Of the FLOP/s of a layer's largest product alone, what a step of prompts has: the smaller ones, attention, norms and
+what is between are in it. From OPT-30B in int4 on two H200, 8,192 tokens, 0.78 and 0.84; judged on others of both,
+which had 0.71 to 0.85 (docs/log/offload.md).
 """
 
 LAYER_LAUNCHES = 8e-4
@@ -43,7 +49,8 @@ a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md)
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
-    device's memory, of the disk; and the FLOP/s of the device's products. `exchange`: seconds in which an x comes to
+    device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
+    nobody has measured them). `exchange`: seconds in which an x comes to
     the CPU and its product goes back, beside the product. `reads`: over the link by kernels that attend to KV in host
     memory; 0: they attend to none of it. `runs_ahead`: launches go on while the CPU computes for the device; if not,
     the CPU waits for them. `idle`: how many times as fast the link is, or a processor's disk, while the CPU has nothing
@@ -59,6 +66,7 @@ class Rates:
     device: float = 4e12
     disk: float = 2e9
     flops: float = 6.2e14
+    few_flops: float = 0.0
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
@@ -92,7 +100,7 @@ QUANTIZED_RATES = {"int4": 2.0e12, "mxfp4": 1.9e12, "int8": 3.7e12, "fp8": 3.7e1
 """
 
 
-def device_rates(rates: Rates, spec: ModelSpec) -> Rates:
+def in_formats(rates: Rates, spec: ModelSpec) -> Rates:
     """Rates of an accelerator for the formats of a model's layers: the slowest of them is that of its memory."""
     formats = {format.name for layer in spec.layers for tensor in layer.tensors for format in tensor.formats}
     found = [QUANTIZED_RATES[name] for name in formats if name in QUANTIZED_RATES]
@@ -238,7 +246,9 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
     beside, between = (launches, waits) if rates.runs_ahead else (0.0, launches + waits)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     token = 2.0 * d.layers * d.layer_elements / rates.flops
-    in_codes = any(tensor.formats for layer in spec.layers for tensor in layer.tensors)
+    few_token = 2.0 * d.layers * d.layer_elements / rates.few_flops if rates.few_flops else token
+    if not rates.few_flops and any(tensor.formats for layer in spec.layers for tensor in layer.tensors):
+        few_token = BY_CODES * token
     return StepCost(
         token_flops=token,
         token_bytes=0.0,
@@ -257,7 +267,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         few=few if moves.few_rows else 0,
         few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
         beside=moves.attends,
-        apart=(BY_CODES - 1) * token if in_codes and moves.attends else 0.0,
+        apart=max(0.0, few_token - token) if away.kind != "cpu" else 0.0,
     )
 
 

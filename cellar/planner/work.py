@@ -14,6 +14,10 @@ from cellar.core.micro_batches import MicroBatchSizes
 Positions = NDArray[np.integer]
 
 
+FEW_TOKENS = 192
+"""Of a product that has a kernel of its own, which reads codes as they lie where a matrix is quantized."""
+
+
 class StepWork(NamedTuple):
     """Counts of one step, positions averaged over the layers where some have windows.
 
@@ -74,7 +78,8 @@ class StepCost:
     (`core/micro_batches.py`): each reads the weights and is launched, and collectives take `part_adding` a token, and
     what products do not hide of `part_copying`.
     `beside`: a processor attends to decodes while an accelerator computes the prompts beside them. These have products
-    of their own then: `weights` are read once more, and each of them takes `apart` longer than a token of a prompt.
+    of their own then: `weights` are read once more, and each of them takes `apart` longer than a token of a prompt, as
+    in a step of up to `FEW_TOKENS` without one.
     """
 
     token_flops: float
@@ -139,6 +144,8 @@ class StepCost:
             weights += (self.chunks(work) - 1) * self.loop_weights
             talk += more - hidden
         flops, nbytes = self.token_flops * work.tokens, weights + self.token_bytes * work.tokens
+        if not work.prompts and work.tokens <= FEW_TOKENS:
+            flops += self.apart * work.tokens
         products = max(flops, nbytes, self.gathers) + self.unhidden * min(flops, nbytes)
         attention = max(self.attended * work.attended, self.resident * work.resident)
         if parts > 1:

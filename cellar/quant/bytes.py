@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cellar.core.formats import Format
 from cellar.ops.activation import gated
-from cellar.ops.cuda.hopper import hopper_serves
+from cellar.ops.cuda.hopper import DTYPES, hopper_serves
 from cellar.ops.linear.alone import FEW_TOKENS, NOTHING, Alone, Inside
 from cellar.ops.linear.bytes import TOKENS, Bytes, bytes_alone, bytes_linear, bytes_source, tokens_of
 from cellar.ops.linear.weight import LinearWeight
@@ -51,13 +51,13 @@ class ByteWeight(LinearWeight):
         return FEW_TOKENS
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The tokens are rounded, then multiplied. In other dtypes than bfloat16 by the dequantized matrix."""
-        if x.dtype != torch.bfloat16:
+        """The tokens are rounded, then multiplied. In float32 by the dequantized matrix."""
+        if x.dtype not in DTYPES:
             out = rounded(x, self.format).to(x.dtype) @ self.dense().to(x.dtype).t()
             return out if bias is None else out + bias
         if (sizes := self._alone(x)) is not None:
             return self._multiply_alone(Alone(x), sizes, bias)[0]
-        return self._product(*byte_tokens(x, self.format.activations, self.format.group), bias)
+        return self._product(*byte_tokens(x, self.format.activations, self.format.group), bias, x.dtype)
 
     def norm_multiply(
         self, residual: Tensor, delta: Tensor | None, norm: Tensor, eps: float, bias: Tensor | None
@@ -117,12 +117,14 @@ class ByteWeight(LinearWeight):
         scales = self._scales if self.format.group else self._scales[:, None]
         return Quantized(replace(self.format, rows=self.format.rows or 1), self._codes, scales)
 
-    def _product(self, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        """Rounded tokens by the matrix: bfloat16 [t, out]."""
+    def _product(
+        self, codes: Tensor, scales: Tensor, bias: Tensor | None, dtype: torch.dtype = torch.bfloat16
+    ) -> Tensor:
+        """Rounded tokens by the matrix: [t, out]."""
         m = codes.shape[0]
         if not m or codes.is_meta:
-            return torch.empty((m, self.out_features), dtype=torch.bfloat16, device=codes.device)
-        return byte_product(codes, scales, self._codes, self._scales, bias, self.product_for(m))
+            return torch.empty((m, self.out_features), dtype=dtype, device=codes.device)
+        return byte_product(codes, scales, self._codes, self._scales, bias, self.product_for(m), dtype)
 
     def _alone(self, x: Tensor) -> Bytes | None:
         """Sizes of the kernel that takes these tokens in 16 bits: if there is one alone."""
@@ -137,16 +139,16 @@ class ByteWeight(LinearWeight):
             return token.x.new_empty((1, self.out_features // 2 if gate else self.out_features)), token.total()
         return bytes_alone(token, self._codes, self._scales, bias, sizes, gate=gate)
 
-    def sources(self, bias: bool, gate: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
+    def sources(self, bias: bool, dtype: torch.dtype, gate: bool = False) -> Iterator[tuple[str, dict[str, int]]]:
         """CUDA C++ of all that may multiply, with the constants that it is compiled with. `gate`: one comes behind."""
         grouped, whole = self.format.group > 0, self.format.name == "int8"
         ways = [(m, NOTHING) for m in (1, *TOKENS)]
-        if not grouped:
+        if not grouped and dtype == torch.bfloat16:
             ways[:1] = [(1, Inside(normed, rounded=True, gated=gate and normed)) for normed in (False, True)]
         for m, inside in ways:
             sizes = self.product_for(m)
             if sizes is not None:
-                yield bytes_source(sizes, self.in_features, tokens_of(m), grouped, whole, bias, torch.bfloat16, inside)
+                yield bytes_source(sizes, self.in_features, tokens_of(m), grouped, whole, bias, dtype, inside)
 
     def product_for(self, m: int) -> Product:
         """What multiplies so many tokens; None: the library."""
@@ -154,14 +156,26 @@ class ByteWeight(LinearWeight):
 
 
 def byte_product(
-    x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, product: Product
+    x: Tensor,
+    x_scales: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    product: Product,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """x W^T + b: x: [m, k] and weight: [n, k], both e4m3 or both int8, with their scales -> bfloat16 [m, n].
+    """x W^T + b: x: [m, k] and weight: [n, k], both e4m3 or both int8, with their scales -> [m, n] in a 16-bit dtype;
+    by the library, which has no other, rounded to bfloat16 first.
 
     x_scales [m, 1] with scales [n], or [m, k / 128] with [n / 128, k / 128].
     """
     if product is not None:
-        return bytes_linear(x, x_scales, weight, scales, bias, torch.bfloat16, product)
+        return bytes_linear(x, x_scales, weight, scales, bias, dtype, product)
+    return _library_product(x, x_scales, weight, scales, bias).to(dtype)
+
+
+def _library_product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """The same in bfloat16, by torch."""
     if x.dtype == torch.int8:
         return scaled_sums(torch._int_mm(x, weight.t()), x_scales, scales, bias)
     if scales.dim() == 1:

@@ -56,6 +56,11 @@ def piece_of(
     return out, matrix.scales.dtype
 
 
+def scales_of(format: Format) -> torch.dtype:
+    """The type of the scales of rows that `quantized` makes, and most checkpoints have."""
+    return {"int4": torch.float16, "mxfp4": torch.uint8}.get(format.name, torch.float32)
+
+
 def weight_of(there: Tensor, shape: tuple[int, int], format: Format, kind: str, scales: torch.dtype) -> LinearWeight:
     """The weight [out, in] over a piece of bytes, whose memory may be filled with another one of the same shape."""
     found = arrays(format, shape, kind)

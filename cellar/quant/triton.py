@@ -2,11 +2,11 @@
 
 - rows: one token, numbers in float32 on the ordinary cores; add, norm and gate can be inside
 - tiles: any number of tokens on tensor cores, with matrix rows as the tall operand. Codes less their zero points are
-  exact in bfloat16; sums of a group are float32 and are multiplied by its scale there. Few rows are split along K, and
+  exact in 16 bits; sums of a group are float32 and are multiplied by its scale there. Few rows are split along K, and
   the last program to arrive adds up
 - expanded: the matrix written out in the dtype of x, for products by the library
 
-With PTX (NVIDIA, bfloat16) two codes become numbers at a time by masks that put their bits where a bfloat16 has them;
+With PTX (NVIDIA, 16 bits) two codes become numbers at a time by masks that put their bits where such a number has them;
 elsewhere the same is computed by operations of the language. `packed.py` says where codes lie.
 """
 
@@ -66,6 +66,47 @@ _PAIRS = {
     ),
 }
 """PTX that makes of two words ($1) the bfloat16 numbers of a part ($0), where codes lie as `packed.py` says."""
+
+_HALF_INT4 = (
+    "{{ .reg .b32 t; shr.b32 t, $1, {0}; lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; add.rn.f16x2 $0, t, $2; }}"
+)
+_HALF_INT8 = (
+    "{{ .reg .b32 t, less; mov.b32 less, 0xe480e480; shr.b32 t, $1, {0}; "
+    "lop3.b32 t, t, 0x00ff00ff, 0x64806480, 0x6a; add.rn.f16x2 $0, t, less; }}"
+)
+_HALF_SHORT_FLOAT = "{{ .reg .b32 s, t, by; mov.b32 by, {0}; {1} mul.rn.f16x2 $0, t, by; }}"
+_HALF_PAIRS = {
+    # 1024 + code has the code as the last bits of its mantissa.
+    "int4": tuple(_HALF_INT4.format(4 * part) for part in range(4)),
+    # The same of 128 + code, which is the byte with its first bit turned, less 1152.
+    "int8": tuple(_HALF_INT8.format(8 * part) for part in range(2)),
+    # Exponents differ by a constant from those of float16, subnormal numbers included: times 2^8, 2^14.
+    "fp8": (
+        _HALF_SHORT_FLOAT.format(
+            "0x5c005c00",
+            "shl.b32 s, $1, 8; and.b32 s, s, 0x80008000; shl.b32 t, $1, 7; lop3.b32 t, t, 0x3f803f80, s, 0xea;",
+        ),
+        _HALF_SHORT_FLOAT.format(
+            "0x5c005c00", "and.b32 s, $1, 0x80008000; shr.u32 t, $1, 1; lop3.b32 t, t, 0x3f803f80, s, 0xea;"
+        ),
+    ),
+    "mxfp4": (
+        *(
+            _HALF_SHORT_FLOAT.format(
+                "0x74007400",
+                f"shl.b32 s, $1, {shift}; and.b32 s, s, 0x80008000; shl.b32 t, $1, {shift + 3}; "
+                "lop3.b32 t, t, 0x0e000e00, s, 0xea;",
+            )
+            for shift in (0, 3, 6)
+        ),
+        _HALF_SHORT_FLOAT.format(
+            "0x74007400",
+            "shl.b32 t, $1, 1; and.b32 t, t, 0x80008000; shr.u32 s, $1, 2; lop3.b32 t, s, 0x08000800, t, 0xea; "
+            "shr.u32 s, $1, 1; lop3.b32 t, s, 0x06000600, t, 0xea;",
+        ),
+    ),
+}
+"""The same for float16."""
 
 # Up to so many tokens sums of a group are multiplied by its scale, beyond that numbers are: rounded to the dtype of x,
 # as the library's product of the expanded matrix has them.
@@ -131,6 +172,7 @@ def _tiles(x: Tensor, matrix: Packed, bias: Tensor | None, sizes: Tiles, arrival
         SPLITS=splits,
         STAGES=sizes.stages,
         FEW=tokens <= _FEW,
+        HALF=x.dtype == torch.float16,
         RAISED_ASM=_PAIRS["raised int4"],
         HAS_BIAS=bias is not None,
         **_constants(matrix, x),
@@ -154,8 +196,8 @@ def _constants(matrix: Packed, x: Tensor) -> dict[str, Any]:
         "SHARING": max(1, matrix.format.rows),
         "HAS_ZEROS": matrix.zeros is not None,
         "UPCAST": interpreted(x),
-        "PTX": x.dtype == torch.bfloat16 and _has_ptx(x),
-        "ASM": _PAIRS[matrix.format.name],
+        "PTX": x.dtype in (torch.bfloat16, torch.float16) and _has_ptx(x),
+        "ASM": (_HALF_PAIRS if x.dtype == torch.float16 else _PAIRS)[matrix.format.name],
     }
 
 
@@ -197,10 +239,16 @@ def _numbers(words, zero, part: tl.constexpr, FORMAT: tl.constexpr):  # type: ig
 
 
 @kernel
-def _pairs(words, less, part: tl.constexpr, ASM: tl.constexpr, HAS_LESS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bfloat16: the same by `_PAIRS`, two at a time. less: bfloat16, what is added to 128 + the code of int4."""
-    if HAS_LESS:
+def _pairs(words, less, part: tl.constexpr, ASM: tl.constexpr, HAS_LESS: tl.constexpr, HALF: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bfloat16 or float16: the same by `_PAIRS`, two at a time. less: what is added to 128 + the code of int4, or to
+    1024 + that.
+    """
+    if HAS_LESS and HALF:
+        found = tl.inline_asm_elementwise(ASM[part], "=r,r,r", [words, less], dtype=tl.float16, is_pure=True, pack=2)
+    elif HAS_LESS:
         found = tl.inline_asm_elementwise(ASM[part], "=r,r,r", [words, less], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif HALF:
+        found = tl.inline_asm_elementwise(ASM[part], "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
     else:
         found = tl.inline_asm_elementwise(ASM[part], "=r,r", [words], dtype=tl.bfloat16, is_pure=True, pack=2)
     return found
@@ -269,6 +317,7 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     FEW: tl.constexpr,
+    HALF: tl.constexpr,
     RAISED_ASM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -288,7 +337,9 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
     TURNS: tl.constexpr = (ALL + SPLITS - 1) // SPLITS
     MIDDLE: tl.constexpr = 8.0 if FORMAT == "int4" else 0.0
     EXACT: tl.constexpr = k == ALL * COLUMNS and TURNS * SPLITS == ALL
-    RAISED: tl.constexpr = PTX and FEW and FORMAT == "int4"
+    # Sums of 1024 + code would lose more than those of 128 + code.
+    RAISED: tl.constexpr = PTX and FEW and FORMAT == "int4" and not HALF
+    BASE: tl.constexpr = 1024.0 if HALF else 128.0
     # What codes have too much, or zero points differ from, is made up for by sums of x.
     BEYOND: tl.constexpr = FEW and (HAS_ZEROS or RAISED)
     tile = tl.program_id(0)
@@ -323,19 +374,20 @@ def _tiles_kernel(  # type: ignore[no-untyped-def]
                 wanted = wanted & (columns < k)[:, None]
             xs = tl.load(x + tokens[None, :] * k + columns[:, None], mask=wanted, other=0.0)
             if RAISED:
-                number = _pairs(here, here, part, RAISED_ASM, False)
+                number = _pairs(here, here, part, RAISED_ASM, False, HALF)
             elif HAS_ZEROS and not FEW:
                 where = rows // SHARING
                 if GROUPS > 0:
                     where += (block * GROUPS + part * GROUPS // PARTS) * ((n + SHARING - 1) // SHARING)
                 zero = tl.load(zeros + where, mask=inside, other=0).to(tl.float32)[:, None]
                 if PTX and FORMAT == "int4":
-                    less = tl.broadcast_to((-128.0 - zero).to(tl.bfloat16), here.shape)
-                    number = _pairs(here, less, part, ASM, True)
+                    less = tl.broadcast_to((-BASE - zero).to(xs.dtype), here.shape)
+                    number = _pairs(here, less, part, ASM, True, HALF)
                 else:
                     number = _numbers(here, zero, part, FORMAT)
             elif PTX:
-                number = _pairs(here, tl.full(here.shape, -136.0, tl.bfloat16), part, ASM, FORMAT == "int4")
+                less = tl.full(here.shape, -BASE - 8.0, xs.dtype)
+                number = _pairs(here, less, part, ASM, FORMAT == "int4", HALF)
             else:
                 number = _numbers(here, MIDDLE, part, FORMAT)
             if GROUPS > 0 and not FEW:

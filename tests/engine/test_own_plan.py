@@ -13,12 +13,22 @@ from cellar.core.config import EngineConfig
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.models import registry
-from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, Rates
+from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, PROMPT_SHARE, Rates
 from cellar.runtime.offload.rates import MeasuredRates
 from tests.tiny_checkpoint import write_checkpoint
 
 FOUND = MeasuredRates(
-    alone=60e9, link=50e9, disk=0.0, multiply=70e9, attention=57e9, flops=1e12, exchange=2e-4, threads=11
+    alone=60e9,
+    link=50e9,
+    disk=0.0,
+    multiply=70e9,
+    attention=57e9,
+    flops=1e12,
+    exchange=2e-4,
+    threads=11,
+    device=9e11,
+    device_flops=8e13,
+    few_flops=2e13,
 )
 
 
@@ -31,10 +41,11 @@ def test_the_device_reads_over_the_link_unless_values_are_left_out(
     monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", lambda *_: FOUND)
     raw = registry.read_config(write_checkpoint(tmp_path))
     spec = registry.open_model(raw, "float32", 16, 64, None, kept).spec
-    config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, sparse_v=sparse_v)
+    config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, sparse_v=sparse_v).on("cuda")
     rates, threads = own_plan._rates(config, spec, "gpu")
     assert threads == 11
     assert (rates.link, rates.attention, rates.reads) == (50e9, 57e9, share * 50e9)
+    assert (rates.device, rates.flops, rates.few_flops) == (9e11, PROMPT_SHARE * 8e13, 2e13)
 
 
 def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(

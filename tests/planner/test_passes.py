@@ -19,7 +19,7 @@ from cellar.planner.passes import (
     block_seconds,
     channel_seconds,
     decode_seconds,
-    device_rates,
+    in_formats,
     longest,
     most_within,
     pass_cost,
@@ -179,7 +179,7 @@ def test_decodes_beside_prompts_have_products_of_their_own(
     raw = shipped_config(model)
     assert raw is not None
     spec = open_model(raw, "bfloat16", 32, 512 + generate, "int4", "int4").spec
-    rates = device_rates(Rates(link=50e9, attention=attention, idle=1.06), spec)
+    rates = in_formats(Rates(link=50e9, attention=attention, idle=1.06), spec)
     cost = pass_cost(spec, rates, Away(int(away), 0, "host", "gpu"), over_link=0.35)
     assert cost.beside
     waiting, ages, found, plain = sequences * 512, list[int](), 0.0, 0.0

@@ -174,6 +174,26 @@ def test_on_hopper_a_product_is_that_of_rounded_tokens(name: str, n: int, k: int
 @pytest.mark.gpu
 @hopper
 @pytest.mark.parametrize("name", FORMATS)
+def test_on_hopper_half_precision_is_multiplied_by_bytes_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At no number of tokens by the matrix written out, and in float16 where our kernels add up."""
+    matrix, weight = on_gpu(FORMATS[name], 1040, 384)
+    exact = dequantized(matrix).double()
+    monkeypatch.setattr(ByteWeight, "dense", lambda self: pytest.fail("the matrix was written out"))
+    bias = torch.randn(1040, device="cuda").half()
+    for m in (1, 2, 8, 17, 33, 64, 129, 1000):
+        x = torch.randn((m, 384), device="cuda").half()
+        wanted, halves = rounded(x, matrix.format).double() @ exact.t(), one_each(x, name)
+        for found, sum in ((weight.multiply(x), wanted), (weight.multiply(x, bias), wanted + bias)):
+            assert found.dtype == torch.float16
+            near(found, sum, halves)
+    residual, norm = torch.randn((8, 384), device="cuda").half(), torch.rand(384, device="cuda").half()
+    normed, total = weight.norm_multiply(residual, None, norm, 1e-5, bias)
+    assert normed.dtype == total.dtype == torch.float16
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("name", FORMATS)
 def test_on_hopper_company_changes_no_number_that_is_summed(name: str) -> None:
     """A token alone, among few and among many: the same but for rounding, far below that of e4m3 (2^-4); of int8 bit
     for bit.

@@ -295,17 +295,18 @@ def test_what_a_device_refuses_is_computed_in_smaller_tiles(monkeypatch: pytest.
 META = torch.device("meta")
 
 
-def launches(format: Format, architecture: int | str, n: int = 4096, k: int = 4096):  # type: ignore[no-untyped-def]
+def launches(format: Format, architecture: int | str, dtype: torch.dtype = torch.bfloat16):  # type: ignore[no-untyped-def]
     """Of every default size, as a weight on that device has them, and of the expanded matrix."""
+    n = k = 4096
     matrix = packed(empty_quantized(format, (n, k), META))
     choice = default_choice(format, n, k).fitting(format, room_on(architecture))
     with noted_launches() as notes:
         for m in (1, 20, 64, 600):
-            multiply_packed(torch.empty((m, k), dtype=torch.bfloat16, device=META), matrix, None, choice.at(m))
+            multiply_packed(torch.empty((m, k), dtype=dtype, device=META), matrix, None, choice.at(m))
     return notes
 
 
-def check(format: Format, architecture: int | str) -> None:
+def check(format: Format, architecture: int | str, dtype: torch.dtype = torch.bfloat16) -> None:
     from triton.backends.compiler import GPUTarget
 
     if isinstance(architecture, int):
@@ -313,7 +314,7 @@ def check(format: Format, architecture: int | str) -> None:
     else:
         target = GPUTarget("hip", architecture, 64 if architecture.startswith("gfx9") else 32)
     room = room_on(architecture)
-    jobs = jobs_of(launches(format, architecture), target)
+    jobs = jobs_of(launches(format, architecture, dtype), target)
     assert {job.kernel.__name__ for job in jobs} == {"_tiles_kernel", "_expand_kernel"}
     for job in jobs:
         compiled = job.compile()
@@ -321,9 +322,12 @@ def check(format: Format, architecture: int | str) -> None:
         assert compiled.metadata.num_warps <= room.warps
 
 
-@pytest.mark.parametrize(("name", "architecture"), [("int4/64 zeros", 90), ("int8", 89)])
-def test_some_products_compile_and_fit(name: str, architecture: int | str) -> None:
-    check(FORMATS[name], architecture)
+@pytest.mark.parametrize(
+    ("name", "architecture", "dtype"),
+    [("int4/64 zeros", 90, torch.bfloat16), ("int8", 89, torch.bfloat16), ("int4/64 zeros", 86, torch.float16)],
+)
+def test_some_products_compile_and_fit(name: str, architecture: int | str, dtype: torch.dtype) -> None:
+    check(FORMATS[name], architecture, dtype)
 
 
 @pytest.mark.long
@@ -336,6 +340,14 @@ def test_some_products_compile_and_fit(name: str, architecture: int | str) -> No
 )
 def test_every_product_compiles_and_fits(name: str, architecture: int | str) -> None:
     check(FORMATS[name], architecture)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("int4/32", 89), ("int8", 86), ("fp8 blocks", 89), ("mxfp4", 80), ("fp8", "gfx942")]
+)
+def test_every_product_compiles_for_half_precision(name: str, architecture: int | str) -> None:
+    check(FORMATS[name], architecture, torch.float16)
 
 
 def test_instructions_of_nvidias_are_left_out_elsewhere() -> None:
@@ -356,3 +368,29 @@ def test_a_matrix_without_memory_has_the_types_of_a_real_one() -> None:
                 a, b = getattr(one, name), getattr(other, name)
                 assert (a is None) == (b is None), (format, name)
                 assert a is None or (a.dtype == b.dtype and a.shape == b.shape), (format, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*FORMATS, "int8 zeros"])
+def test_on_a_device_codes_become_the_numbers_that_they_stand_for(name: str, dtype: torch.dtype) -> None:
+    """A token that is 1 in one place gets the numbers of a column, rounded once; by few tokens and by many."""
+    given = example(name)
+    matrix, columns = given.put(lambda tensor: tensor.cuda()), given.shape[1]
+    wanted = dequantized(given).T.to(dtype).cuda()
+    eye, there = torch.eye(columns, dtype=dtype, device="cuda"), packed(matrix)
+    for at_once, sizes in (
+        (8, Tiles(64, 32, 4, 4)),
+        (32, Tiles(64, 32, 4, 1)),
+        (96, Tiles(64, 128, 3, 1)),
+        (columns, None),
+    ):
+        found = torch.cat([multiply_packed(part, there, None, sizes) for part in eye.split(at_once)])
+        assert torch.equal(found, wanted), (at_once, (found - wanted).abs().max())
+    x = random(20, columns, seed=3).to(dtype).cuda()
+    exact = x.double() @ dequantized(given).T.double().cuda()
+    for few in (x[:1], x[:8], x):
+        found = multiply_packed(few, there, None, Tiles(64, 32, 4, 1)).double()
+        error = (found - exact[: len(few)]).norm() / exact[: len(few)].norm()
+        assert error < (4e-4 if dtype == torch.float16 else 3e-3)

@@ -12,12 +12,9 @@ from cellar.models.loader import Transform
 from cellar.models.quantization import is_linear
 from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight, Weight
-from cellar.quant.pieces import weight_of
+from cellar.quant.pieces import scales_of, weight_of
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.layout import PlacedRows
-
-_SCALES = {"int4": torch.float16, "mxfp4": torch.uint8}
-"""Of pieces; of other formats float32."""
 
 
 def streamed_forms(rows: Mapping[str, Sequence[PlacedRows]]) -> Transform:
@@ -41,4 +38,4 @@ def _part(tensor: TensorSpec, weight: Weight, part: PlacedRows) -> LinearWeight:
     format = part.run.format
     shape = (part.stop - part.start, tensor.shape[1])
     there = torch.empty(part.nbytes, dtype=torch.uint8, device="meta")
-    return weight_of(there, shape, format, part.kind, _SCALES.get(format.name, torch.float32))
+    return weight_of(there, shape, format, part.kind, scales_of(format))

@@ -4,6 +4,7 @@
              (a share of the sequences is attended to by the device at the same time, over the link: in fewer bits,
              whose rows are read in small pieces, what they hold is brought to a staged cache first)
     prompt:  attention over a staged cache on the device, of this pass alone; its chunks --> host memory
+             by copies, while the layer and the next one go on
              (one that goes on, or shares chunks of others, is attended to in host memory, over the link, beside those)
 
 A decode reads its sequence's whole cache once, and the processor's memory is nearer to it than the link (FlexGen §4.3,
@@ -12,7 +13,7 @@ A decode reads its sequence's whole cache once, and the processor's memory is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +25,11 @@ from torch import Tensor
 from cellar.core.specs import KVSpec
 from cellar.models.model import Comm, LayerContext
 from cellar.ops.attention import AttentionWork, decode_attention
-from cellar.ops.kv_format import as_bytes
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HOST, HeldMemory
 from cellar.runtime.offload.rooms import Rooms, fetched
+from cellar.runtime.offload.staged import Stores
 from cellar.runtime.registered import mapped
 from cellar.runtime.steps.arena import Arena
 
@@ -36,8 +37,6 @@ SPUN_TOKENS = 64
 """Decodes of up to so many sequences are waited for by spinning: what is on its way is small, and a thread that sleeps
 is woken late in each layer.
 """
-
-_CHUNKS_AT_ONCE = 64
 
 LongArray = NDArray[np.int64]
 IntArray = NDArray[np.int32]
@@ -68,6 +67,7 @@ class HostKV:
         if device.type != "cpu":
             self._memory.share(device, "K and V")
         self.here = Arena(spec, num_slots, HOST, self._memory.carve)
+        self.stores = Stores(self.here, device)
         self.there = self.here.seen([mapped(buffer, device) for buffer in self.here.buffers])
 
     def close(self) -> None:
@@ -97,12 +97,14 @@ class DevicePart:
     """Spans that the device attends to together, by `works`. `tokens` are theirs among those of the device.
 
     `staged`: they begin at position 0, one span a row, so that they need no chunk of before, or what they need is
-    brought: the slots of their chunks, and each token's place among these. None: they attend to host memory.
+    brought: the slots of their chunks, and each token's place among these. None: they attend to host memory, where
+    they read the slots `reads`.
     """
 
     works: list[AttentionWork]
     tokens: LongArray
     staged: Staged | None = None
+    reads: IntArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +153,12 @@ def divided(
         if not spans.any():
             continue
         own = row[spans] if stage is None else np.arange(int(spans.sum()), dtype=np.int32)
-        parts.append(
-            DevicePart(
-                plan(own, start[spans], stop[spans], device),
-                np.flatnonzero(spans[~here].repeat(rest)),
-                None if stage is None else stage(row[spans], stop[spans], table, size),
-            )
-        )
+        works, tokens = plan(own, start[spans], stop[spans], device), np.flatnonzero(spans[~here].repeat(rest))
+        if stage is None:
+            chunks = zip(own, -(-stop[spans] // size), strict=True)
+            parts.append(DevicePart(works, tokens, reads=np.concatenate([table[r, :count] for r, count in chunks])))
+        else:
+            parts.append(DevicePart(works, tokens, stage(row[spans], stop[spans], table, size)))
     return Divided(
         table,
         plan(row[here], start[here], stop[here], HOST) if here.any() else [],
@@ -167,16 +168,28 @@ def divided(
     )
 
 
+def wait_for_each_other(found: Sequence[Divided]) -> bool:
+    """True if the device reads in host memory, in a layer of this pass, what the same pass stages and keeps there."""
+    parts = [part for one in found for part in one.parts]
+    kept = [part.staged.slots for part in parts if part.staged is not None and part.staged.grown is None]
+    reads = [part.reads for part in parts if part.reads is not None]
+    return bool(kept and reads and np.isin(np.concatenate(kept), np.concatenate(reads)).any())
+
+
 def _staged(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged:
+    """Chunks are numbered as their slots ascend, so that those behind one another are copied together."""
     columns = -(-stop // size)
     first = np.cumsum(columns) - columns
-    numbers = np.full((len(row), int(columns.max())), -1, np.int32)
-    slots, mapping = [], []
-    for n, (r, count, begin, tokens) in enumerate(zip(row, columns, first, stop, strict=True)):
-        numbers[n, :count] = np.arange(begin, begin + count)
-        slots.append(table[r, :count].astype(np.int64))
-        mapping.append(begin * size + np.arange(tokens, dtype=np.int64))
-    return Staged(np.concatenate(slots), numbers, np.concatenate(mapping))
+    slots = np.concatenate([table[r, :count] for r, count in zip(row, columns, strict=True)]).astype(np.int64)
+    order = slots.argsort()
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    numbers, mapping = np.full((len(row), int(columns.max())), -1, np.int32), []
+    for n, (count, begin, tokens) in enumerate(zip(columns, first, stop, strict=True)):
+        own = number[begin : begin + count]
+        numbers[n, :count] = own
+        mapping.append((own[:, None] * size + np.arange(size)).reshape(-1)[:tokens])
+    return Staged(slots[order], numbers, np.concatenate(mapping))
 
 
 def _brought(row: IntArray, stop: IntArray, table: IntArray, size: int) -> Staged:
@@ -317,71 +330,4 @@ class PartedContext:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for tokens, context in self._parts:
             out[tokens] = context.attend(j, q[tokens], k[tokens], v[tokens], rotate=rotate)
-        return out
-
-
-class StagedChunks:
-    """A cache on the device of one pass, a layer at a time. Its chunk n is that of slot `slots[n]`: of prompts all are
-    written there; of decodes all are brought from there, and those that are `grown` are written.
-
-    Implements what `StepContext` asks of an arena: `k[j]` and `v[j]` are the same memory for all j.
-    """
-
-    def __init__(self, there: Arena, slots: Tensor, grown: Tensor | None = None) -> None:
-        self._there = there
-        self._slots = slots
-        self._grown = grown
-        self._written = slots if grown is None else slots.index_select(0, grown)
-        self.chunk_size = there.chunk_size
-        self._held: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-        self.k = [self._cache(j)[0] for j in range(len(there.k))]
-        self.v = [self._cache(j)[1] for j in range(len(there.k))]
-
-    def bring(self, j: int) -> None:
-        """Bring layer j's chunks from host memory, if any are needed: by a kernel whose threads read side by side."""
-        if self._grown is not None:
-            for there, here in self._both(j):
-                torch.index_select(there, 0, self._slots, out=here)
-
-    def keep(self, j: int) -> None:
-        """Bring layer j's chunks to host memory."""
-        for there, here in self._both(j):
-            there.index_copy_(0, self._written, here if self._grown is None else here.index_select(0, self._grown))
-
-    def _both(self, j: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Layer j's keys, then its values, in host memory and here: as words, [chunks, words]."""
-        for there, here in ((self._there.k[j], self.k[j]), (self._there.v[j], self.v[j])):
-            yield _words(there), _words(here)
-
-    def _cache(self, j: int) -> tuple[Tensor, Tensor]:
-        count, like = len(self._slots), self._there.k[j]
-        # There are a few more or less in every pass: memory in large pieces is found again.
-        room = -(-count // _CHUNKS_AT_ONCE) * _CHUNKS_AT_ONCE
-        shape = (room, *like.shape[1:])
-        if shape not in self._held:
-            made = torch.zeros((2, *shape), dtype=like.dtype, device=like.device)
-            self._held[shape] = (made[0, :count], made[1, :count])
-        return self._held[shape]
-
-
-def _words(cache: Tensor) -> Tensor:
-    """The bytes of each chunk in words of eight: of short floats the library copies no rows, and bytes slowly."""
-    return as_bytes(cache).flatten(1).view(torch.int64)
-
-
-class StagedContext:
-    """A `LayerContext` over staged chunks, brought before a layer attends to them, and kept afterwards."""
-
-    def __init__(self, inner: LayerContext, chunks: StagedChunks) -> None:
-        self._inner = inner
-        self._chunks = chunks
-        self.positions = inner.positions
-        self.cos_sin = inner.cos_sin
-        self.comm = inner.comm
-
-    def attend(self, j: int, q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = False) -> Tensor:
-        """Attention on the device, then the chunks to host memory."""
-        self._chunks.bring(j)
-        out = self._inner.attend(j, q, k, v, rotate=rotate)
-        self._chunks.keep(j)
         return out

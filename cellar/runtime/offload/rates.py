@@ -11,30 +11,29 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cellar.core.kv_formats import kv_format
-from cellar.core.pieces import piece_nbytes, pieces, rows_nbytes
-from cellar.core.specs import ModelSpec, TensorSpec
+from cellar.core.pieces import rows_nbytes
+from cellar.core.specs import ModelSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
 from cellar.ops.kv_format import quantized_cache
-from cellar.ops.linear.in_place import in_place
 from cellar.ops.linear.weight import LinearWeight
-from cellar.quant.pieces import weight_of
-from cellar.quant.weight import QuantizedWeight
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
+from cellar.runtime.offload.device_rates import device_rates
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
 from cellar.runtime.offload.mover import mover_for
 from cellar.runtime.offload.reads import DiskReads
 from cellar.runtime.offload.signal import Signal, signal_for
+from cellar.runtime.offload.specimens import largest_matrix, matrices
 from cellar.runtime.steps.arena import cache_type
 
 CONTEXT = 512
@@ -46,8 +45,6 @@ WORTH = 1.03
 """Times the rate of all threads, what fewer of them must have to be taken: attention, which computes more than it
 reads, is not asked.
 """
-ONE, ONE_EXPONENT = 0x38, 127
-"""Codes of 1 in e4m3, and of the scale 1 in MXFP4: none of them subnormal, which processors multiply slowly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,8 @@ class MeasuredRates:
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
     `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
-    which all this was measured beside an accelerator.
+    which all this was measured beside an accelerator. `device`, `device_flops`, `few_flops`: the accelerator's own, see
+    `DeviceRates`.
     """
 
     alone: float
@@ -68,6 +66,9 @@ class MeasuredRates:
     exchange: float
     runs_ahead: bool = False
     threads: int = 0
+    device: float = 0.0
+    device_flops: float = 0.0
+    few_flops: float = 0.0
 
 
 def measured_rates(
@@ -79,6 +80,8 @@ def measured_rates(
     sparse_v: float | None = None,
     reads: DiskReads | None = None,
     ranks: int = 1,
+    few: int = 192,
+    many: int = 4096,
 ) -> MeasuredRates:
     """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
     less than a matrix) each, with so many threads of the CPU (None: torch's number; beside one accelerator as many as
@@ -86,14 +89,15 @@ def measured_rates(
     With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
     are those of all ranks' threads together.
     With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
-    them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing).
+    them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing). `few` and
+    `many`: tokens of products of an accelerator.
 
     Raises CapacityError if the host has not so much.
     """
     threads = threads_beside(num_threads)
     if device.type == "cpu" and num_threads is not None:
         use_threads(num_threads)
-    largest = _largest(spec)
+    largest = largest_matrix(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
     others: list[torch.device] = []
@@ -107,30 +111,24 @@ def measured_rates(
         if device.type != "cpu":
             others = [torch.device(device.type, k) for k in range(ranks)] if ranks > 1 else [device]
             beside = _Link(moved, others)
-        alone = beside.rate_while(lambda: time.sleep(seconds))[0]
-        exchange, runs_ahead = 0.0, False
+        alone, _ = beside.rate_while(lambda: time.sleep(seconds))
+        of_cpu = partial(_attention, spec, read, seconds, sparse_v)
         if device.type == "cpu":
-            over, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
-        else:
-            work = partial(measured_left, matrices(spec, read), getattr(torch, spec.dtype), device)
-
-            def left(count: int, seconds: float) -> tuple[float, Left]:
-                """The link's rate, and what so many threads have beside it."""
-                found = list[Left]()
-                return beside.rate_while(lambda: found.append(work(count * ranks, seconds)))[0], found[0]
-
-            if num_threads is None and ranks == 1:
-                rates = {count: left(count, seconds / 2) for count in shares_of(threads)}
-                threads = chosen({count: link + one.multiply for count, (link, one) in rates.items()})
-            over, (products, exchange, runs_ahead) = left(threads, seconds)
-            use_threads(threads * ranks)
-        alone_here = device.type != "cpu"  # what is left to the CPU are decodes
-        attention = beside.rate_while(lambda: _attention(spec, read, seconds, sparse_v, alone=alone_here))[1]
-        many = beside.rate_while(lambda: _products(spec, read, seconds, MANY))[1]
-        link, disk = (0.0, over) if device.type == "cpu" else (over, 0.0)
-        flops = many * 2 * MANY * largest.size / largest.nbytes
-        used = 0 if device.type == "cpu" else threads
-        return MeasuredRates(alone, link, disk, products, attention, flops, exchange, runs_ahead, used)
+            disk, products = beside.rate_while(lambda: _products(spec, read, seconds, 1))
+            _, attention = beside.rate_while(lambda: of_cpu(alone=False))
+            _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
+            return MeasuredRates(alone, 0.0, disk, products, attention, flops, 0.0)
+        work = partial(measured_left, matrices(spec, read), getattr(torch, spec.dtype), device)
+        if num_threads is None and ranks == 1:
+            rates = {count: beside.rate_while(partial(work, count, seconds / 2)) for count in shares_of(threads)}
+            threads = chosen({count: link + left.multiply for count, (link, left) in rates.items()})
+        link, left = beside.rate_while(partial(work, threads * ranks, seconds))
+        use_threads(threads * ranks)
+        _, attention = beside.rate_while(lambda: of_cpu(alone=True))  # what is left to the CPU are decodes
+        _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
+        own = device_rates(spec, device, few, many)
+        of_host = (alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
+        return MeasuredRates(*of_host, *own)
     finally:
         for other in others:
             torch.cuda.synchronize(other)
@@ -148,19 +146,22 @@ def chosen(rates: Mapping[int, float]) -> int:
     return best if rates[best] >= WORTH * rates[most] else most
 
 
+Found = TypeVar("Found")
+
+
 class _Beside(Protocol):
     """Something that goes on while something else is measured."""
 
-    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
-        """Bytes/s of it while `work` goes on, and those that it says it had."""
+    def rate_while(self, work: Callable[[], Found]) -> tuple[float, Found]:
+        """Bytes/s of it while `work` goes on, and what that found."""
 
 
 class _Nothing:
     """Goes on beside what has the machine for itself."""
 
-    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
-        """None, and those of the work."""
-        return 0.0, work() or 0.0
+    def rate_while(self, work: Callable[[], Found]) -> tuple[float, Found]:
+        """None, and what the work found."""
+        return 0.0, work()
 
 
 class _Link:
@@ -173,8 +174,8 @@ class _Link:
         ]
         self._movers = [mover_for(device) for device in devices]
 
-    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
-        """Bytes/s of copies to each device while `work` goes on, and those that it says it had."""
+    def rate_while(self, work: Callable[[], Found]) -> tuple[float, Found]:
+        """Bytes/s of copies to each device while `work` goes on, and what that found."""
         ended, taken = threading.Event(), list[float]()
 
         def copies() -> None:
@@ -195,7 +196,7 @@ class _Link:
             thread.join()
         # The last one went on alone for a while.
         kept = sorted(taken[:-1] or taken)
-        return self._parts[0].nbytes / kept[len(kept) // 2], found or 0.0
+        return self._parts[0].nbytes / kept[len(kept) // 2], found
 
 
 def fill_with_ones(memory: Tensor, dtype: torch.dtype) -> None:
@@ -209,30 +210,14 @@ def fill_with_ones(memory: Tensor, dtype: torch.dtype) -> None:
 def _products(spec: ModelSpec, memory: Tensor, seconds: float, tokens: int) -> float:
     """Products of so many tokens with the largest matrix of a layer."""
     weights = matrices(spec, memory)
-    x = torch.ones(tokens, weights[0].in_features, dtype=getattr(torch, _largest(spec).dtype))
+    x = torch.ones(tokens, weights[0].in_features, dtype=getattr(torch, largest_matrix(spec).dtype))
     return _rate(lambda k: weights[k % len(weights)].multiply(x), weights[0].nbytes, seconds)
 
 
-def matrices(spec: ModelSpec, memory: Tensor) -> list[LinearWeight]:
-    """As often as it fits into `memory`, the largest matrix of a layer as it is placed for a processor."""
-    tensor = _largest(spec)
-    run, start, stop = next(pieces(tensor, 0, tensor.shape[0]))
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    each = piece_nbytes(tensor, run, start, stop, "cpu")
-    shape = (stop - start, tensor.shape[1])
-    weights: list[LinearWeight] = []
-    for k in range(max(1, memory.nbytes // aligned(each))):
-        there = memory[k * aligned(each) :][:each]
-        if not run.format.is_quantized:
-            weights.append(in_place(there.view(dtype).view(shape)))
-            continue
-        there.fill_(ONE)
-        scales = torch.float16 if run.format.name == "int4" else torch.float32
-        weight = weight_of(there, shape, run.format, "cpu", torch.uint8 if run.format.name == "mxfp4" else scales)
-        assert isinstance(weight, QuantizedWeight)
-        weight.matrix.scales.fill_(ONE_EXPONENT if run.format.name == "mxfp4" else 1)
-        weights.append(weight)
-    return weights
+def _flops(spec: ModelSpec, memory: Tensor, seconds: float) -> float:
+    """FLOP/s of products of many tokens."""
+    largest = largest_matrix(spec)
+    return _products(spec, memory, seconds, MANY) * 2 * MANY * largest.size / largest.nbytes
 
 
 class Left(NamedTuple):
@@ -283,11 +268,6 @@ def measured_left(
         return Left(rate, exchange, signal.runs_ahead)
     finally:
         jobs.close()
-
-
-def _largest(spec: ModelSpec) -> TensorSpec:
-    """Of a layer's matrices."""
-    return max((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: t.nbytes)
 
 
 def _attention(spec: ModelSpec, memory: Tensor, seconds: float, sparse_v: float | None, *, alone: bool) -> float:

@@ -7,11 +7,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from cellar.core.errors import DeviceError
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.layout import PAGE, aligned
+
+Found = TypeVar("Found")
 
 
 class DiskReads:
@@ -41,8 +44,8 @@ class DiskReads:
         self._file.close()
         self._memory.close()
 
-    def rate_while(self, work: Callable[[], float | None]) -> tuple[float, float]:
-        """Bytes/s of reads while `work` goes on, and those that it says it had."""
+    def rate_while(self, work: Callable[[], Found]) -> tuple[float, Found]:
+        """Bytes/s of reads while `work` goes on, and what that found."""
         ended, found = threading.Event(), list[float | DeviceError]()
         thread = threading.Thread(target=self._read, args=(ended, found), name="cellar-rates", daemon=True)
         thread.start()
@@ -54,7 +57,7 @@ class DiskReads:
         (rate,) = found
         if isinstance(rate, DeviceError):
             raise rate
-        return rate, had or 0.0
+        return rate, had
 
     def _read(self, ended: threading.Event, found: list[float | DeviceError]) -> None:
         """The thread: a record is queued when another has come, until nobody wants more."""

@@ -37,10 +37,10 @@ from cellar.runtime.offload.host_kv import (
     DividedContext,
     HostKV,
     PartedContext,
-    StagedChunks,
-    StagedContext,
     divided,
+    wait_for_each_other,
 )
+from cellar.runtime.offload.staged import MOST_RUNS, CopiedChunks, StagedChunks, StagedContext, Stores, runs_of
 from cellar.runtime.pace import Pace
 from cellar.runtime.ranks.stages import Stages
 from cellar.runtime.steps.arena import Arena
@@ -255,6 +255,7 @@ class Forward:
         self._shape_of_layer = [self.shapes.index(shape) for shape in shapes]
         self._cpu: CpuAttention | None = None
         self._over_link = 0.0
+        self._stores: Stores | None = None
         self._brings = any(shape.kv_format != "plain" for shape in self.shapes)
         self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
@@ -273,7 +274,7 @@ class Forward:
 
     def attend_in_host(self, host: HostKV, table: NDArray[np.int32]) -> None:
         """The cache lies in host memory; `table` is the host's slot table, as it is when steps are planned."""
-        self._table_host, self._over_link = table, host.over_link
+        self._table_host, self._over_link, self._stores = table, host.over_link, host.stores
         if host.by_cpu:
             self._cpu = CpuAttention(host, self._cos_sin, self._scale, self._device, self._jobs)
 
@@ -390,6 +391,7 @@ class Forward:
     ) -> Hidden:
         """`run`, in GPU batches. `gate` is called with each layer's number before it."""
         lanes = batches[0].lanes
+        soon = wait_for_each_other([batch.divided for batch in batches if batch.divided is not None])
         parts: list[tuple[Tensor, LayerContext]] = []
         for k, batch in enumerate(batches):
             part = slice(batch.start, batch.stop)
@@ -399,14 +401,20 @@ class Forward:
                     batch.works, self.arena, positions[part], slot_mapping[part], table, comm
                 )
             else:
-                context = self._divided(batch.divided, k, positions[part], slot_mapping[part], table)
+                context = self._divided(batch.divided, k, positions[part], slot_mapping[part], table, soon)
             parts.append((tokens[part], context))
-        return self.passed(parts, pace, gate) if lanes is None else _joined(self._passed_in_lanes(lanes, parts, gate))
+        if lanes is not None:
+            return _joined(self._passed_in_lanes(lanes, parts, gate))
+        try:
+            return self.passed(parts, pace, gate)
+        finally:
+            if self._stores is not None:
+                self._stores.wait()
 
     def _divided(
-        self, parts: Divided, number: int, positions: Tensor, slot_mapping: Tensor, table: Tensor
+        self, parts: Divided, number: int, positions: Tensor, slot_mapping: Tensor, table: Tensor, soon: bool
     ) -> LayerContext:
-        """Attention where the cache lies, of the pass's GPU batch `number`."""
+        """Attention where the cache lies, of the pass's GPU batch `number`. `soon`: see `CopiedChunks`."""
         arrays: list[NDArray[Any]] = [parts.tokens, parts.rest]
         for part in parts.parts:
             arrays += [part.tokens]
@@ -418,7 +426,7 @@ class Forward:
         own, own_mapping = positions, slot_mapping
         if parts.cpu_works and parts.parts:
             own, own_mapping = positions.index_select(0, rest), slot_mapping.index_select(0, rest)
-        found = [self._attending(part, arrived, own, own_mapping, table) for part in parts.parts]
+        found = [self._attending(part, arrived, own, own_mapping, table, soon) for part in parts.parts]
         inner: LayerContext | None = found[0][1] if found else None
         if len(found) > 1:
             inner = PartedContext(found, own, self._cos_sin, self._comm)
@@ -431,7 +439,13 @@ class Forward:
         return DividedContext(share, inner, positions, self._cos_sin, self._comm)
 
     def _attending(
-        self, part: DevicePart, arrived: Iterator[Tensor], positions: Tensor, slot_mapping: Tensor, table: Tensor
+        self,
+        part: DevicePart,
+        arrived: Iterator[Tensor],
+        positions: Tensor,
+        slot_mapping: Tensor,
+        table: Tensor,
+        soon: bool,
     ) -> tuple[Tensor | slice, LayerContext]:
         """The tokens of a part of what the device attends to, and their attention. `arrived` brings its arrays."""
         tokens = next(arrived)
@@ -439,7 +453,12 @@ class Forward:
         if part.staged is None:
             return own, self._context(part.works, self.arena, positions[own], slot_mapping[own], table, self._comm)
         slots, mapping, numbers = next(arrived), next(arrived), next(arrived)
-        chunks = StagedChunks(self.arena, slots, None if part.staged.grown is None else next(arrived))
+        if part.staged.grown is not None:
+            chunks = StagedChunks(self.arena, slots, next(arrived))
+        elif self._stores is None or len(runs := runs_of(part.staged.slots)) > MOST_RUNS:
+            chunks = StagedChunks(self.arena, slots)
+        else:
+            chunks = CopiedChunks(self.arena, slots, self._stores, runs, soon=soon)
         return own, StagedContext(
             self._context(part.works, chunks, positions[own], mapping, numbers, self._comm), chunks
         )

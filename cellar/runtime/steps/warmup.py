@@ -336,10 +336,9 @@ def _cuda_jobs(forward: Forward, dtype: torch.dtype, processors: int) -> Iterato
                 for _, sizes in weight.choice.wide:
                     if sizes is not None:
                         yield _cuda_job(*wide_source(sizes, name == "gate_up", bias, dtype))
-            elif isinstance(weight, ByteWeight) and dtype == torch.bfloat16:
-                sources = weight.sources(f"{name}_bias" in weights, name == "gate_up")
-                yield from (_cuda_job(*source) for source in sources)
-            elif isinstance(weight, (NibbleWeight, PackedWeight)):
+            elif isinstance(weight, (NibbleWeight, PackedWeight)) or (
+                isinstance(weight, ByteWeight) and dtype in DTYPES
+            ):
                 sources = weight.sources(f"{name}_bias" in weights, dtype, name == "gate_up")
                 yield from (_cuda_job(*source) for source in sources)
 

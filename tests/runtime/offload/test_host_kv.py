@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from cellar.core.specs import KVGroup, KVSpec
 from cellar.ops.attention import AttentionWork
 from cellar.ops.kv_format import as_bytes
-from cellar.runtime.offload.host_kv import Divided, Staged, StagedChunks, divided
+from cellar.runtime.offload.host_kv import Divided, Staged, divided, wait_for_each_other
+from cellar.runtime.offload.staged import CopiedChunks, Run, StagedChunks, Stores, runs_of
 from cellar.runtime.steps.arena import Arena
 
 SIZE = 16
@@ -102,3 +103,61 @@ def test_staged_chunks_are_brought_and_those_that_grew_go_back() -> None:
         written = found is arena.k[1] or found is arena.v[1]
         assert torch.equal(as_bytes(found)[[0, 1, 2, 3]], kept[[0, 1, 2, 3]])
         assert bool((as_bytes(found)[[4, 5]] == 7).all()) == written
+
+
+def test_chunks_of_prompts_go_to_host_memory_by_runs() -> None:
+    """In every format, and no chunk but theirs is touched."""
+    for dtype in ("bfloat16", "int4"):
+        spec = KVSpec((KVGroup("all", "full", (0, 1), 2, 16, dtype),), SIZE)
+        arena, cpu = Arena(spec, 8, torch.device("cpu")), torch.device("cpu")
+        slots = np.array([2, 3, 4, 0, 6, 7])
+        runs = runs_of(slots)
+        assert runs == [Run(2, 0, 3), Run(0, 3, 1), Run(6, 4, 2)]
+        chunks = CopiedChunks(arena, torch.from_numpy(slots), Stores(arena, cpu), runs, soon=False)
+        for j in (0, 1):
+            chunks.bring(j)
+            for n, cache in enumerate((chunks.k[j], chunks.v[j])):
+                as_bytes(cache).copy_(torch.arange(1, 7, dtype=torch.uint8).add_(10 * n + 20 * j).view(-1, 1, 1, 1))
+            chunks.keep(j)
+        for j in (0, 1):
+            for n, found in enumerate((arena.k[j], arena.v[j])):
+                written = as_bytes(found).flatten(1)
+                assert bool((written == written[:, :1]).all())
+                each = written[:, 0].tolist()
+                add = 10 * n + 20 * j
+                assert each == [4 + add, 0, 1 + add, 2 + add, 3 + add, 0, 5 + add, 6 + add]
+
+
+def test_runs_of_one_slot_and_of_all() -> None:
+    assert runs_of(np.array([5])) == [Run(5, 0, 1)]
+    assert runs_of(np.arange(3, 9)) == [Run(3, 0, 6)]
+    assert runs_of(np.array([3, 2, 1])) == [Run(3, 0, 1), Run(2, 1, 1), Run(1, 2, 1)]
+
+
+def test_a_pass_that_reads_what_it_stages_waits_for_it() -> None:
+    """A prompt that goes on beside fresh ones reads its own chunks, unless it shares some of theirs."""
+    fresh, going = parts([(0, 20), (0, 3), (20, 40)], 0.0).parts
+    assert fresh.staged is not None
+    assert fresh.staged.slots.tolist() == [0, 1, 8]
+    assert going.reads is not None
+    assert going.reads.tolist() == [16, 17, 18]
+    apart = parts([(0, 20), (0, 3), (20, 40)], 0.0)
+    assert not wait_for_each_other([apart])
+    assert not wait_for_each_other([parts([(0, 20)], 0.0), parts([(0, 30)], 0.0)]), "nobody reads host memory"
+    assert wait_for_each_other([parts([(0, 20)], 0.0), parts([(5, 30)], 0.0)]), "of another batch, the same slots"
+    assert not wait_for_each_other([])
+
+
+def test_slots_that_were_given_back_are_copied_together() -> None:
+    """They are taken again the other way round."""
+    row, start, stop = np.array([0, 1], np.int32), np.zeros(2, np.int32), np.array([40, 20], np.int32)
+    table = np.array([[9, 8, 7, -1], [6, 5, -1, -1]], np.int32)
+    found = divided(row, start, stop, table, SIZE, lambda *_: [], torch.device("cpu"), True)
+    made = staged(found)
+    assert made is not None
+    assert made.slots.tolist() == [5, 6, 7, 8, 9]
+    assert runs_of(made.slots) == [Run(5, 0, 5)]
+    assert made.table.tolist() == [[4, 3, 2], [1, 0, -1]]
+    numbers = [made.slots[n // SIZE] for n in made.mapping.tolist()]
+    assert numbers == [9] * 16 + [8] * 16 + [7] * 8 + [6] * 16 + [5] * 4
+    assert [n % SIZE for n in made.mapping.tolist()] == [k % 16 for k in range(40)] + [k % 16 for k in range(20)]

@@ -1,0 +1,61 @@
+"""What an accelerator's own rates are measured to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cellar.core.specs import ModelSpec
+from cellar.models.registry import open_model, shipped_config
+from cellar.runtime.offload.device_rates import device_rates
+from cellar.runtime.offload.specimens import DEVICE_NBYTES, device_matrices
+from cellar.runtime.probes.context import best_seconds
+from tests.tiny_checkpoint import CONFIG
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="gpu: this machine has no CUDA device"),
+]
+
+DEVICE = torch.device("cuda")
+FORMATS = [None, "int8", "fp8", "int4"]
+
+
+def spec_of(model: str, format: str | None) -> ModelSpec:
+    raw = shipped_config(model)
+    assert raw is not None
+    return open_model(raw, "bfloat16", 32, 512, format).spec
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rates_are_those_of_the_machine(format: str | None) -> None:
+    """Neither more than its memory and its products have, nor a small part of them."""
+    size = 8192
+    plain = torch.randn((size, size), device=DEVICE, dtype=torch.bfloat16)
+    products = 2.0 * size**3 / best_seconds(lambda: torch.mm(plain, plain), 0.1, DEVICE)
+    memory = torch.zeros(2**30, dtype=torch.uint8, device=DEVICE)
+    reads = memory.nbytes / best_seconds(lambda: memory.view(torch.int64).sum(), 0.1, DEVICE)
+    found = device_rates(spec_of("llama-3-8b", format), DEVICE, 192, 4096)
+    said = f"{found.device:.3g} of {reads:.3g} bytes/s, {found.flops:.3g} of {products:.3g} FLOP/s"
+    assert 0.25 < found.device / reads < 1.15, said
+    most = 2.6 if format == "fp8" else 1.3  # numbers of eight bits are multiplied twice as fast; a clock falls slowly
+    assert 0.4 < found.flops / products < most, said
+    assert 0.05 < found.few_flops / found.flops < 1.3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("model", ["llama-3-8b", "opt-175b"])
+def test_what_is_multiplied_are_numbers(model: str, format: str | None) -> None:
+    (weight, *_) = device_matrices(spec_of(model, format), DEVICE, 1)
+    assert 0.8 * DEVICE_NBYTES < weight.nbytes < 1.1 * DEVICE_NBYTES
+    for tokens in (1, 48):
+        x = torch.randn((tokens, weight.in_features), dtype=torch.bfloat16, device=DEVICE)
+        product = weight.multiply(x)
+        assert bool(product.isfinite().all())
+        assert bool((product.abs().mean() > 0).all())
+
+
+def test_a_small_model_is_measured_with_large_matrices() -> None:
+    spec = open_model(CONFIG, "float32", 16, 64).spec
+    found = device_rates(spec, DEVICE, 16, 64)
+    assert found.device > 1e11
