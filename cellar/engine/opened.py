@@ -48,6 +48,9 @@ _LOG = logging.getLogger(__name__)
 
 Wrap = Callable[[Runtime[StepPlan]], Runtime[StepPlan]]
 
+ATTEMPTS = 3
+"""To open a model by a plan of ours. Each leaves some memory behind: the library keeps a piece for every stream."""
+
 SPARED = 2**26
 """Bytes of a device left free beyond what a first plan missed: an allocator's pieces are never the same twice."""
 
@@ -168,21 +171,23 @@ def _open_planned(
     config: EngineConfig, plans: list[SavedPlan], asked: EngineConfig | None, checkpoint: Path | None
 ) -> tuple[OpenedModel | OpenedRanks, EngineConfig, list[SavedPlan]]:
     """A model by its plans. Those that were made here, for what is `asked`, and leave too little for the buffers of a
-    step are made once more, with as much left as they have taken.
+    step are made again, with as much left as they have taken, and at last given up.
     """
-    missing = 0
-    try:
-        return _opened_by(config, plans, checkpoint), config, plans
-    except BuffersError as error:
-        if asked is None or not plans:
-            raise
-        missing = error.missing  # and nothing else of it: the error holds what was opened
-    _LOG.warning(
-        "a step's buffers take %s more than was expected; the model is planned again with so much left for them.",
-        human(missing),
-    )
-    config, plans = _own_plans(asked, checkpoint, missing + SPARED)
-    return _opened_by(config, plans, checkpoint), config, plans
+    spared = 0
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return _opened_by(config, plans, checkpoint), config, plans
+        except BuffersError as error:
+            if asked is None or not plans or attempt == ATTEMPTS:
+                raise
+            missing = error.missing  # and nothing else of it: the error holds what was opened
+        _LOG.warning(
+            "a step's buffers take %s more than was expected; the model is planned again with so much left for them.",
+            human(missing),
+        )
+        spared += missing + SPARED
+        config, plans = _own_plans(asked, checkpoint, spared)
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _opened_by(config: EngineConfig, plans: Sequence[SavedPlan], checkpoint: Path | None) -> OpenedModel | OpenedRanks:
