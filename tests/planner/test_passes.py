@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cellar.core.errors import ConfigError
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
+from cellar.planner.cost import dimensions
 from cellar.planner.offload import Job
 from cellar.planner.passes import (
     LAYER_LAUNCHES,
@@ -27,7 +28,7 @@ from cellar.planner.passes import (
     predicted_rate,
 )
 from cellar.planner.saved import Limits
-from cellar.planner.work import StepWork, coming
+from cellar.planner.work import FEW_TOKENS, StepWork, coming
 from tests.tiny_checkpoint import CONFIG
 
 WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 16}
@@ -63,6 +64,24 @@ def test_attention_is_priced_where_the_cache_lies() -> None:
         cost = pass_cost(SPEC, RATES, Away(0, 0, place, kind))
         grown = decode_seconds(cost, 3, 200) - decode_seconds(cost, 3, 0)
         assert grown == pytest.approx(3 * 200 * each / rate)
+
+
+def test_few_tokens_on_an_accelerator_have_a_rate_of_their_own() -> None:
+    """Up to 192 of them without a prompt; more, and prompts, have that of many. A processor has one for all."""
+    weights, elements = sum(layer.nbytes for layer in SPEC.layers), 16 * dimensions(SPEC).layer_elements
+    own = replace(RATES, device=1e15, few_flops=RATES.flops / 5)
+    cost = replace(pass_cost(SPEC, own, Away(0, 0, "device", "gpu")), sampled=0.0, head=0.0)
+    for tokens, rate in ((1, own.few_flops), (FEW_TOKENS, own.few_flops), (FEW_TOKENS + 1, own.flops)):
+        assert decode_seconds(cost, tokens, 0) == pytest.approx(2 * elements * tokens / rate)
+        prompts = StepWork(tokens, 0, 0.0, 0.0, True)
+        assert cost.seconds(prompts) == pytest.approx(2 * elements * tokens / own.flops)
+    slow = replace(cost, weights=weights / 1e6)
+    assert decode_seconds(slow, FEW_TOKENS, 0) == pytest.approx(weights / 1e6), "the weights take longer"
+    faster = pass_cost(SPEC, replace(own, few_flops=9 * own.flops), Away(0, 0, "device", "gpu"))
+    assert faster.apart == 0, "reading them is what few tokens take"
+    unmeasured = replace(own, few_flops=0.0)
+    here, there = (pass_cost(SPEC, rates, Away(0, 0, "device", "cpu")) for rates in (own, unmeasured))
+    assert here == there
 
 
 def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:

@@ -15,7 +15,6 @@ from cellar.runtime.offload.specimens import device_matrices
 ROTATED = 2**28
 """Bytes of matrices that are read in turn: more than caches hold."""
 
-
 AHEAD, TIMED = 8, 16
 """Products that are launched before those that count, so that the device falls behind whoever launches, and these."""
 
@@ -26,6 +25,9 @@ class DeviceRates(NamedTuple):
     device: float
     flops: float
     few_flops: float
+
+
+NO_DEVICE = DeviceRates(0.0, 0.0, 0.0)
 
 
 def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> DeviceRates:

@@ -26,7 +26,7 @@ from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
-from cellar.runtime.offload.device_rates import device_rates
+from cellar.runtime.offload.device_rates import NO_DEVICE, device_rates
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
@@ -97,6 +97,7 @@ def measured_rates(
     threads = threads_beside(num_threads)
     if device.type == "cpu" and num_threads is not None:
         use_threads(num_threads)
+    own = NO_DEVICE if device.type == "cpu" else device_rates(spec, device, few, many)
     largest = largest_matrix(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
@@ -126,7 +127,6 @@ def measured_rates(
         use_threads(threads * ranks)
         _, attention = beside.rate_while(lambda: of_cpu(alone=True))  # what is left to the CPU are decodes
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
-        own = device_rates(spec, device, few, many)
         of_host = (alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
         return MeasuredRates(*of_host, *own)
     finally:

@@ -18,9 +18,9 @@ ONE, ONE_EXPONENT = 0x38, 127
 NUMBERS = 0x77
 """The bits of codes that mean numbers in every format."""
 
-DEVICE_NBYTES = 2**27
+DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES = 2**27, 2**26
 """Of a matrix on an accelerator, about: it is read in longer than it takes to launch that, and says all that a larger
-one does.
+one does. A quantized one has more rows, and so has its product with many tokens.
 """
 
 _ROWS = 128
@@ -49,13 +49,14 @@ def matrices(spec: ModelSpec, memory: Tensor) -> list[LinearWeight]:
 
 def device_matrices(spec: ModelSpec, device: torch.device, nbytes: int) -> list[LinearWeight]:
     """Matrices of so many bytes together, at least one, on an accelerator: in the format of a layer's largest, with
-    its columns, and so many rows that it has `DEVICE_NBYTES`. Of random numbers, since a processor computes equal
-    ones at a higher clock.
+    its columns, and so many rows that it has `DEVICE_NBYTES`, or `DEVICE_QUANTIZED_NBYTES`. Of random numbers, since a
+    processor computes equal ones at a higher clock.
     """
     tensor = largest_matrix(spec)
     run, columns = runs(tensor)[0], tensor.shape[1]
     row = -(-piece_nbytes(tensor, run, run.start, run.stop, "gpu") // (run.stop - run.start))
-    shape = (max(1, DEVICE_NBYTES // row // _ROWS) * _ROWS, columns)
+    least = DEVICE_QUANTIZED_NBYTES if run.format.is_quantized else DEVICE_NBYTES
+    shape = (max(1, least // row // _ROWS) * _ROWS, columns)
     if run.format.is_quantized:
         last = arrays(run.format, shape, "gpu")[-1]
         each = last.offset + last.nbytes

@@ -8,7 +8,7 @@ import torch
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.runtime.offload.device_rates import device_rates
-from cellar.runtime.offload.specimens import DEVICE_NBYTES, device_matrices
+from cellar.runtime.offload.specimens import DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES, device_matrices
 from cellar.runtime.probes.context import best_seconds
 from tests.tiny_checkpoint import CONFIG
 
@@ -47,7 +47,8 @@ def test_rates_are_those_of_the_machine(format: str | None) -> None:
 @pytest.mark.parametrize("model", ["llama-3-8b", "opt-175b"])
 def test_what_is_multiplied_are_numbers(model: str, format: str | None) -> None:
     (weight, *_) = device_matrices(spec_of(model, format), DEVICE, 1)
-    assert 0.8 * DEVICE_NBYTES < weight.nbytes < 1.1 * DEVICE_NBYTES
+    wanted = DEVICE_QUANTIZED_NBYTES if format else DEVICE_NBYTES
+    assert 0.8 * wanted < weight.nbytes < 1.1 * wanted
     for tokens in (1, 48):
         x = torch.randn((tokens, weight.in_features), dtype=torch.bfloat16, device=DEVICE)
         product = weight.multiply(x)
