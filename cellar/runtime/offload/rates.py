@@ -41,10 +41,14 @@ MANY = 64
 """Tokens of a product that memory does not bound."""
 CHAINED = 8
 """Products in a row, each of what the one before gave: the last one, for which a thread waits, is a part of them."""
+AGREED, WINDOWS = 0.05, 9
 WORTH = 1.03
 """Times the rate of all threads, what fewer of them must have to be taken: attention, which computes more than it
 reads, is not asked.
 """
+
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +87,13 @@ def measured_rates(
     few: int = 192,
     many: int = 4096,
 ) -> MeasuredRates:
-    """Measure for `seconds` each, with the matrices and the attention of this model's layers, on `nbytes` (and no
-    less than a matrix) each, with so many threads of the CPU (None: torch's number; beside one accelerator as many as
-    read most together with the link, of those that its jobs may get).
+    """Measure for `seconds` each, and beside an accelerator until that has settled, with the matrices and the attention
+    of this model's layers, on `nbytes` (and no less than a matrix) each, with so many threads of the CPU (None: torch's
+    number; beside one accelerator as many as read most together with the link, of those that its jobs may get).
     With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
-    are those of all ranks' threads together.
-    With `sparse_v` attention reads that share of the values, and its rate is still that of all keys and values. Beside
-    them goes on: on an accelerator copies, on a processor `reads` of the disk (None: nothing). `few` and
-    `many`: tokens of products of an accelerator.
+    are those of all ranks' threads together. With `sparse_v` attention reads that share of the values, and its rate is
+    still that of all keys and values. Beside them goes on: on an accelerator copies, on a processor `reads` of the disk
+    (None: nothing). `few` and `many`: tokens of products of an accelerator.
 
     Raises CapacityError if the host has not so much.
     """
@@ -123,9 +126,11 @@ def measured_rates(
         if num_threads is None and ranks == 1:
             rates = {count: beside.rate_while(partial(work, count, seconds / 2)) for count in shares_of(threads)}
             threads = chosen({count: link + left.multiply for count, (link, left) in rates.items()})
-        link, left = beside.rate_while(partial(work, threads * ranks, seconds))
+        left_to_cpu = partial(work, threads * ranks, seconds)
+        link, left = settled(lambda: beside.rate_while(left_to_cpu), lambda found: found[1].multiply)
         use_threads(threads * ranks)
-        _, attention = beside.rate_while(lambda: of_cpu(alone=True))  # what is left to the CPU are decodes
+        # What is left to the CPU are decodes.
+        _, attention = settled(lambda: beside.rate_while(lambda: of_cpu(alone=True)), lambda found: found[1])
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
         of_host = (alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
         return MeasuredRates(*of_host, *own)
@@ -133,6 +138,19 @@ def measured_rates(
         for other in others:
             torch.cuda.synchronize(other)
         memory.close()
+
+
+def settled(window: Callable[[], Found], rate: Callable[[Found], float]) -> Found:
+    """The first that has the rate of the one before, within `AGREED`; of `WINDOWS` that never agree the one between.
+    Behind other programs a host is slow for a while, and one that others use is so now and then.
+    """
+    found = [window()]
+    while len(found) < WINDOWS:
+        found.append(window())
+        before, now = rate(found[-2]), rate(found[-1])
+        if abs(now - before) <= AGREED * max(now, before):
+            return found[-1]
+    return sorted(found, key=rate)[len(found) // 2]
 
 
 def shares_of(threads: int) -> list[int]:
@@ -144,9 +162,6 @@ def chosen(rates: Mapping[int, float]) -> int:
     """Of numbers of threads the one with the best rate, if that is worth it, else the largest."""
     best, most = max(rates, key=lambda number: rates[number]), max(rates)
     return best if rates[best] >= WORTH * rates[most] else most
-
-
-Found = TypeVar("Found")
 
 
 class _Beside(Protocol):

@@ -20,6 +20,7 @@ from cellar.runtime.offload.rates import (
     matrices,
     measured_left,
     measured_rates,
+    settled,
     shares_of,
     usual_seconds,
 )
@@ -120,6 +121,30 @@ def test_what_is_left_to_the_cpu_has_a_rate_and_seconds_between(late: float, mon
     assert 0.3 < found.multiply / (weights[0].nbytes / 0.01) <= 1
     assert late <= found.exchange < late + 0.01
     assert not found.runs_ahead
+
+
+@pytest.mark.parametrize(
+    ("seen", "taken", "windows"),
+    [
+        ([60.0, 59.0], 59.0, 2),
+        ([26.0, 38.0, 64.0, 66.0], 66.0, 4),
+        ([54.0, 45.0, 46.0], 46.0, 3),
+        ([10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0], 50.0, 9),
+    ],
+)
+def test_a_rate_is_taken_when_it_has_settled(seen: list[float], taken: float, windows: int) -> None:
+    """The second was an H200's host behind another program, the third one that others used as well; GB/s."""
+    left = iter([*seen, *[0.0] * 9])
+    calls: list[tuple[str, float]] = []
+
+    def window() -> tuple[str, float]:
+        calls.append((f"window {len(calls)}", next(left)))
+        return calls[-1]
+
+    found = settled(window, lambda one: one[1])
+    assert found[1] == taken
+    assert found in calls
+    assert len(calls) == windows
 
 
 @pytest.mark.parametrize(
