@@ -12,9 +12,12 @@ import torch
 from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
 from cellar.ops.linear.dense import DenseWeight
+from cellar.runtime.offload import rates
+from cellar.runtime.offload.device_rates import DeviceRates
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.rates import (
     CHAINED,
+    MeasuredRates,
     chosen,
     fill_with_ones,
     matrices,
@@ -121,6 +124,62 @@ def test_what_is_left_to_the_cpu_has_a_rate_and_seconds_between(late: float, mon
     assert 0.3 < found.multiply / (weights[0].nbytes / 0.01) <= 1
     assert late <= found.exchange < late + 0.01
     assert not found.runs_ahead
+
+
+def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a machine that says its rates: 8 of its threads, by what these and the link have, once they have settled."""
+    made: list[str] = []
+
+    class Link:
+        def __init__(self, memory: torch.Tensor, devices: list[torch.device]) -> None:
+            assert [device.type for device in devices] == ["cuda"]
+
+        def rate_while(self, work: Any) -> tuple[float, Any]:
+            found = work()
+            return (60e9, None) if found is None else (50e9, found)
+
+    def left(weights: Any, dtype: Any, device: Any, threads: int, seconds: float) -> rates.Left:
+        made.append(f"{threads} threads")
+        return rates.Left({4: 40e9, 6: 60e9, 8: 70e9}[threads], 1e-4, True)
+
+    def attention(*_: Any, alone: bool) -> float:
+        assert alone
+        made.append("attention")
+        return {1: 30e9, 2: 55e9}.get(made.count("attention"), 56e9)
+
+    monkeypatch.setattr(rates, "_Link", Link)
+    monkeypatch.setattr(rates, "measured_left", left)
+    monkeypatch.setattr(rates, "_attention", attention)
+    monkeypatch.setattr(rates, "_flops", lambda *_: 1e12)
+    monkeypatch.setattr(
+        rates, "device_rates", lambda spec, device, few, many: DeviceRates(4e12, 7e14 + many, 2e14 + few)
+    )
+    monkeypatch.setattr(rates, "threads_beside", lambda _: 8)
+    monkeypatch.setattr(rates, "use_threads", lambda count: made.append(f"{count} used"))
+    monkeypatch.setattr(rates.HeldMemory, "register", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    found = measured_rates(
+        open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cuda"), 2**22, 0.01, few=192, many=512
+    )
+    assert found == MeasuredRates(
+        alone=60e9,
+        link=50e9,
+        disk=0.0,
+        multiply=70e9,
+        attention=56e9,
+        flops=1e12,
+        exchange=1e-4,
+        runs_ahead=True,
+        threads=8,
+        device=4e12,
+        device_flops=7e14 + 512,
+        few_flops=2e14 + 192,
+    )
+    assert made == [
+        *("4 threads", "6 threads", "8 threads"),
+        *("8 threads", "8 threads", "8 used"),
+        *["attention"] * 3,
+    ]
 
 
 @pytest.mark.parametrize(
