@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cellar.core.config import EngineConfig
+from cellar.core.config import CacheConfig, EngineConfig
 from cellar.core.errors import CapacityError, ConfigError
 from cellar.core.messages import CopyResult, Placement, StepResult, Tier, TierOrder
 from cellar.core.specs import ModelSpec, TensorSpec
@@ -341,6 +341,7 @@ def _open(
     if placement is not None:
         if offloads:
             rows = check_offloaded(placement, spec, device)
+            _check_tiers(config.cache, placement)
         else:
             check_resident(placement, spec)
     if device.type != "cpu" and model_config.quantization == "w8a8":
@@ -423,12 +424,6 @@ def _open(
             wide_layers=wide,
         )
         rehearsed = time.perf_counter()
-        asked = (config.cache.kv_offloading_size, config.cache.kv_disk_size, config.cache.kv_remote_size)
-        if offloaded is not None and offloaded.kv[0] == "host" and any(asked):
-            raise ConfigError(
-                "KV lies in host memory already, and is not kept in tiers below that yet; leave kv_offloading_size, "
-                "kv_disk_size and kv_remote_size out, or plan with KV on the device."
-            )
         homes = 1 if laid is None else laid.layouts.homes
         num_rows = -(-config.schedule.max_num_seqs // homes) * homes
         known = identify and identify(model.spec, content)
@@ -490,6 +485,16 @@ def _warmup(
     """Compilers at work on the model's kernels."""
     rows, tokens = config.schedule.max_num_seqs, config.schedule.max_num_batched_tokens or 0
     return Warmup.on(device, kernels_of(model, change, Machine.of(device), rows, tokens, wide, ranks, streamed))
+
+
+def _check_tiers(cache: CacheConfig, placement: Placement) -> None:
+    """Raise ConfigError for tiers below KV that a plan puts in host memory, before weights are placed there."""
+    asked = (cache.kv_offloading_size, cache.kv_disk_size, cache.kv_remote_size)
+    if any(asked) and any(part.device == "host" for part in placement.kv):
+        raise ConfigError(
+            "the plan puts KV in host memory, and it is not kept in tiers below that yet; leave kv_offloading_size, "
+            "kv_disk_size and kv_remote_size out, or plan with KV on the device (kv_cache_memory_bytes)."
+        )
 
 
 def _check_sparse(device: torch.device, placement: Placement | None) -> None:

@@ -283,6 +283,16 @@ def test_prompts_are_computed_while_the_cpu_attends_to_decodes(
     assert re.search(r"before (\d) begin \1 before (\d\d) after \2 after \1 ", told), "decodes around a prompt"
 
 
+def test_tiers_below_kv_in_host_memory_are_refused_before_anything_is_placed(
+    models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, spec = tmp_path / "plan.json", spec_of(models("llama"))
+    file.write_text(plan_of(spec, random_placement(spec, 5, kv=("host", "host")), LIMITS).to_json())
+    monkeypatch.setattr("cellar.runtime.steps.local.open_offloaded", lambda *_: pytest.fail("weights were placed"))
+    with pytest.raises(ConfigError, match="not kept in tiers below that yet; leave kv_offloading_size"):
+        LLM(models("llama"), plan=file, disk_path=tmp_path, kv_offloading_size=0.01, **OPTIONS)
+
+
 def test_a_job_of_the_cpu_that_fails_ends_its_step_and_the_engine_goes_on(
     models: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
