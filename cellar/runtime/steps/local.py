@@ -310,27 +310,7 @@ def _open(
     """
     device = resolve_device(config.device.device)
     config = config.on(device.type)
-    model_config = config.model
-    raw: Mapping[str, object] | None = None
-    if directory is None:
-        if model_config.model is None:
-            raise ConfigError("no model is given; give a directory or a hub name.")
-        if model_config.load_format == "dummy":
-            raw = registry.shipped_config(model_config.model)
-        if raw is None:
-            directory = hub.resolve(model_config.model)
-    if raw is None:
-        assert directory is not None
-        raw = registry.read_config(directory)
-    dtype = registry.auto_dtype(raw, device.type) if model_config.dtype == "auto" else model_config.dtype
-    model = registry.open_model(
-        raw,
-        dtype,
-        config.cache.block_size,
-        model_config.max_model_len,
-        model_config.quantization,
-        config.cache.kv_cache_dtype,
-    )
+    model, dtype, directory = _found(config, directory, device)
     seat = None if place is None else place.take(model, device)
     if seat is not None:
         model = seat.model
@@ -344,7 +324,7 @@ def _open(
             _check_tiers(config.cache, placement)
         else:
             check_resident(placement, spec)
-    if device.type != "cpu" and model_config.quantization == "w8a8":
+    if device.type != "cpu" and config.model.quantization == "w8a8":
         raise ConfigError(f"quantization w8a8 runs on a CPU so far, but the device is {device}; take int8 or fp8.")
     sparse_v = config.offload.sparse_v
     if sparse_v is not None:
@@ -364,7 +344,7 @@ def _open(
         profiles = profiles_of(config.device.machine_profile, device)
         prepared = _preparing(chooser_of(profiles), quantized_chooser_of(profiles))
         change = None if gathers else prepared
-        if model_config.load_format != "dummy" and directory is not None:
+        if config.model.load_format != "dummy" and directory is not None:
             wide = wide_layers(profiles, directory)
             wide = wide if seat is None else seat.own(wide)
         if not config.device.enforce_eager and laid is None and (seat is None or seat.stages is None):
@@ -376,36 +356,8 @@ def _open(
         host = None if offloads else host_tier(config.cache, model.spec.kv, device)
         if host is not None:
             undo.callback(host.close)
-        if model_config.load_format == "dummy":
-            make = loader.dummy_reader(device, model_config.seed)
-            content = fingerprint.of_dummy(spec, model_config.seed, device.type)
-        else:
-            assert directory is not None
-            # What may not stay on the device is not read there.
-            make = loader.reader(spec, directory, "cpu" if offloads else device)
-            content = fingerprint.of_checkpoint(directory)
-        offloaded: Offloaded | None = None
-        if offloads:
-            assert placement is not None
-            path = config.offload.disk_path
-            offloaded = open_offloaded(
-                spec,
-                placement,
-                make,
-                device,
-                config.offload.nbytes,
-                None if path is None else Path(path),
-                config.device.num_threads,
-            )
-            undo.callback(offloaded.close)
-            _LOG.info("%s", offloaded.report.line())
-            weights = offloaded.weights
-        else:
-            weights = loader.assembled(spec, make, change)
-        if model_config.quantization is not None:
-            content = fingerprint.of_quantized(content, model_config.quantization)
-        if sparse_v is not None:
-            content = fingerprint.of_sparse(content, sparse_v)
+        streamed = placement if offloads else None
+        weights, content, offloaded = _made(config, spec, directory, device, streamed, change, undo)
         loaded = time.perf_counter()
         if warmup is not None:
             warmup.wait()
@@ -470,6 +422,63 @@ def _open(
         "capture": ready - rehearsed,
     }
     return OpenedModel(runtime, spec, resolved, directory, loaded - start, content, memory, placed, report, times)
+
+
+def _found(config: EngineConfig, directory: Path | None, device: torch.device) -> tuple[Model, str, Path | None]:
+    """The model that is asked for, its dtype, and where its checkpoint lies; None: nowhere, it is a shipped config."""
+    asked = config.model
+    raw: Mapping[str, object] | None = None
+    if directory is None:
+        if asked.model is None:
+            raise ConfigError("no model is given; give a directory or a hub name.")
+        if asked.load_format == "dummy":
+            raw = registry.shipped_config(asked.model)
+        if raw is None:
+            directory = hub.resolve(asked.model)
+    if raw is None:
+        assert directory is not None
+        raw = registry.read_config(directory)
+    dtype = registry.auto_dtype(raw, device.type) if asked.dtype == "auto" else asked.dtype
+    chunk, kept = config.cache.block_size, config.cache.kv_cache_dtype
+    model = registry.open_model(raw, dtype, chunk, asked.max_model_len, asked.quantization, kept)
+    return model, dtype, directory
+
+
+def _made(
+    config: EngineConfig,
+    spec: ModelSpec,
+    directory: Path | None,
+    device: torch.device,
+    placement: Placement | None,
+    change: loader.Transform | None,
+    undo: ExitStack,
+) -> tuple[LoadedWeights, bytes, Offloaded | None]:
+    """The weights, the fingerprint of what they compute, and how they are streamed if they are: by a `placement`, until
+    `undo` ends it.
+    """
+    asked, offloaded = config.model, None
+    if asked.load_format == "dummy":
+        make = loader.dummy_reader(device, asked.seed)
+        content = fingerprint.of_dummy(spec, asked.seed, device.type)
+    else:
+        assert directory is not None
+        # What may not stay on the device is not read there.
+        make = loader.reader(spec, directory, device if placement is None else "cpu")
+        content = fingerprint.of_checkpoint(directory)
+    if placement is None:
+        weights = loader.assembled(spec, make, change)
+    else:
+        sizes, path = config.offload.nbytes, config.offload.disk_path
+        disk = None if path is None else Path(path)
+        offloaded = open_offloaded(spec, placement, make, device, sizes, disk, config.device.num_threads)
+        undo.callback(offloaded.close)
+        _LOG.info("%s", offloaded.report.line())
+        weights = offloaded.weights
+    if asked.quantization is not None:
+        content = fingerprint.of_quantized(content, asked.quantization)
+    if config.offload.sparse_v is not None:
+        content = fingerprint.of_sparse(content, config.offload.sparse_v)
+    return weights, content, offloaded
 
 
 def _warmup(
