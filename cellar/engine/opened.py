@@ -173,8 +173,8 @@ def _open_planned(
     """A model by its plans. Those that were made here, for what is `asked`, and leave too little for the buffers of a
     step are made again, with as much left as they have taken, and at last given up.
     """
-    spared = 0
-    for attempt in range(1, ATTEMPTS + 1):
+    spared, attempt = 0, 1
+    while True:
         try:
             return _opened_by(config, plans, checkpoint), config, plans
         except BuffersError as error:
@@ -185,9 +185,8 @@ def _open_planned(
             "a step's buffers take %s more than was expected; the model is planned again with so much left for them.",
             human(missing),
         )
-        spared += missing + SPARED
+        spared, attempt = spared + missing + SPARED, attempt + 1
         config, plans = _own_plans(asked, checkpoint, spared)
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _opened_by(config: EngineConfig, plans: Sequence[SavedPlan], checkpoint: Path | None) -> OpenedModel | OpenedRanks:

@@ -50,11 +50,10 @@ a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md)
 class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
-    nobody has measured them). `exchange`: seconds in which an x comes to
-    the CPU and its product goes back, beside the product. `reads`: over the link by kernels that attend to KV in host
-    memory; 0: they attend to none of it. `runs_ahead`: launches go on while the CPU computes for the device; if not,
-    the CPU waits for them. `idle`: how many times as fast the link is, or a processor's disk, while the CPU has nothing
-    to do.
+    nobody has measured them). `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the
+    product. `reads`: over the link by kernels that attend to KV in host memory; 0: they attend to none of it.
+    `runs_ahead`: launches go on while the CPU computes for the device; if not, the CPU waits for them. `idle`: how many
+    times as fast the link is, or a processor's disk, while the CPU has nothing to do.
 
     Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
     disk. `multiply` 0: no rows are left to the CPU.

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,8 +172,10 @@ def divided(
 def wait_for_each_other(found: Sequence[Divided]) -> bool:
     """True if the device reads in host memory, in a layer of this pass, what the same pass stages and keeps there."""
     parts = [part for one in found for part in one.parts]
-    kept = [part.staged.slots for part in parts if part.staged is not None and part.staged.grown is None]
-    reads = [part.reads for part in parts if part.reads is not None]
+    staged = [part.staged for part in parts if part.staged is not None]
+    kept = [one.slots for one in staged if one.grown is None]
+    reads: list[NDArray[Any]] = [part.reads for part in parts if part.reads is not None]
+    reads += [one.slots for one in staged if one.grown is not None]
     return bool(kept and reads and np.isin(np.concatenate(kept), np.concatenate(reads)).any())
 
 

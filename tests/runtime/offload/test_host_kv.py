@@ -145,6 +145,9 @@ def test_a_pass_that_reads_what_it_stages_waits_for_it() -> None:
     assert not wait_for_each_other([apart])
     assert not wait_for_each_other([parts([(0, 20)], 0.0), parts([(0, 30)], 0.0)]), "nobody reads host memory"
     assert wait_for_each_other([parts([(0, 20)], 0.0), parts([(5, 30)], 0.0)]), "of another batch, the same slots"
+    brought = parts([(29, 30)], 0.9, brings=True)
+    assert staged(brought) is not None
+    assert wait_for_each_other([parts([(0, 20)], 0.0), brought]), "what decodes need is brought from there"
     assert not wait_for_each_other([])
 
 
