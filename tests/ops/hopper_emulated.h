@@ -304,9 +304,10 @@ inline float __expf(float x) { return std::exp(x); }
 inline int atomicAdd(int* at, int value) { return *at += value, *at - value; }
 inline int atomicExch(int* at, int value) { return std::swap(*at, value), value; }
 
-inline float __shfl_xor_sync(u32, float value, int distance) {
+template <typename T>
+T __shfl_xor_sync(u32, T value, int distance) {
     struct Mine {
-        float value, other;
+        T value, other;
     } mine{value, 0};
     emulated::in_warp("__shfl_xor_sync", &mine, [distance](std::vector<void*>& all) {
         for (int lane = 0; lane < 32; ++lane) {
@@ -404,6 +405,7 @@ inline void clear_shared(u32 to) { std::memset(emulated::bytes_at(to, 16), 0, 16
 inline void load_shared(u32 from, u32 (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void load_shared(u32 from, float (&x)[4]) { std::memcpy(x, emulated::bytes_at(from, 16), 16); }
 inline void load_word(u32 from, u32& x) { std::memcpy(&x, emulated::bytes_at(from, 4), 4); }
+inline void load_two(u32 from, u32 (&x)[2]) { std::memcpy(x, emulated::bytes_at(from, 8), 8); }
 inline void load_half(u32 from, u32& x) { x = 0, std::memcpy(&x, emulated::bytes_at(from, 2), 2); }
 inline int load_byte(u32 from) { return *emulated::bytes_at(from, 1); }
 inline void store_cluster(u32 to, const float* x) { std::memcpy(emulated::bytes_at(to, 16), x, 16); }
@@ -712,6 +714,11 @@ inline u32 half_bits(float value) {
 }
 
 inline u32 two_halves(float low, float high) { return half_bits(low) | half_bits(high) << 16; }
+
+inline u32 multiply_add_halves(u32 a, u32 b, u32 c) {
+    const auto done = [](u32 a, u32 b, u32 c) { return std::fma(of_half(a), of_half(b), of_half(c)); };
+    return two_halves(done(a, b, c), done(a >> 16, b >> 16, c >> 16));
+}
 
 inline void multiply_halves(float (&sum)[4], const u32 (&a)[4], u32 b0, u32 b1) { multiply_<of_half>(sum, a, b0, b1); }
 

@@ -6,8 +6,8 @@
 // Weights are 2^(s - phi) with a reference phi that a warp takes from the first tokens it sees of an item; only where a
 // score exceeds it by more than 8 does it move (FlashDecoding++ §3: no maximum to be agreed on at every step).
 //
-// `decode.cuh` has what stands in front; `decode_plain.cuh` or `decode_fp8.cuh` loads stages, prepares queries and the
-// newest K and V, and adds tokens up.
+// `decode.cuh` has what stands in front; `decode_plain.cuh`, or `decode_codes.cuh` with `decode_fp8.cuh` or
+// `decode_int4.cuh`, loads stages, prepares queries and the newest K and V, and adds tokens up.
 
 // -- the warp that loads ---------------------------------------------------------------------------------------------
 

@@ -2,13 +2,13 @@
 //
 // Set by the compiler's options: DIM (multiples of 64), CHUNK (16, 32, 64), KV_HEADS, GROUP (up to 8), WARPS (multiples
 // of 4), STAGES, TILES (of 16 tokens, a warp's in a stage), AT_ONCE (blocks that share a multiprocessor), BF16 (else
-// float16). FP8 says that the cache has codes and exponents.
+// float16). FP8 and INT4 say that the cache has codes and scales.
 //
 // Decodes of a step that has prompts, too, come when q is rotated and all K and V are in the cache: `k` is null then, and
 // nothing is written. The kernel in front may be the one of the prompts, which lets this one begin when the rotation has
 // ended (`beside`): who is behind both waits for this one, so it waits for the prompts at its end.
 
-#if FP8
+#if FP8 || INT4
 using Stored = unsigned char;
 #else
 using Stored = u16;
@@ -38,6 +38,9 @@ struct Shared {  // beside the stages
     alignas(16) float new_value[DIM];
     float new_score[GROUP];
     float factors[8];  // what products with the queries are multiplied by
+#if INT4
+    float halves[8][2];  // sums of their lower and upper halves
+#endif
     alignas(16) u16 queries[8][Q_PITCH];
     u64 full[STAGES];
     u64 empty[STAGES];

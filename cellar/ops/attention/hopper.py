@@ -1,7 +1,7 @@
 """Attention on Hopper by two kernels in CUDA C++; docs/decisions/0016-hopper-kernels.md says why.
 
 `decode.cu`: few blocks that stay and work through the list, whose loads run ahead of what they compute; over plain K
-and V, and over those in FP8 (docs/decisions/0058-fp8-decodes.md).
+and V, over those in FP8 (docs/decisions/0058-fp8-decodes.md), and in int4 (docs/decisions/0107-int4-decodes.md).
 `prompt.cu`: a block for each tile, whose tensor cores work while the weights of the next turn are computed.
 Both take the same work list and scratch as the Triton kernel (`plan.py`), and run side by side where a step has decodes
 and prompts (docs/decisions/0099-decodes-beside-prompts.md).
@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from cellar.core.kv_formats import FP8_SCALES_NBYTES, INT4_SCALES_NBYTES, KVFormat
+from cellar.core.kv_formats import row_nbytes as kv_row_nbytes
 from cellar.ops.attention.contexts import contexts_fit, plain_contexts, written_out
 from cellar.ops.attention.plan import FEW, AttentionShape, AttentionWork
 from cellar.ops.attention.triton import LOG2E, launch_tiles
@@ -36,6 +39,8 @@ from cellar.ops.linear.choice import MAX_FLAT_TOKENS
 
 _SHARERS = (2, 4, 8)
 _STAGES_OF_FEW = 3
+_STAGES_OF_CODES: Mapping[KVFormat, tuple[int, ...]] = {"fp8": (3, 2), "int4": (4, 3)}
+_STORED: Mapping[KVFormat, str] = {"plain": "bfloat16", "fp8": "fp8", "int4": "int4"}
 _PROMPT_TURN = 128
 _PARTS = "attention/parts.cuh"
 
@@ -59,17 +64,17 @@ class Sizes:
         """Bytes of dynamic shared memory: the stages, and what is beside them (`Shared`)."""
         sums = 4 * self.warps * shape.group * (shape.head_dim + 6)
         newest = 4 * (2 * shape.head_dim + shape.group)
-        queries = 2 * 8 * (shape.head_dim + 8)
-        row = 2 * shape.head_dim if shape.kv_format == "plain" else shape.head_dim + 1
+        queries = 2 * 8 * (shape.head_dim + 8) + (64 if shape.kv_format == "int4" else 0)
+        row = kv_row_nbytes(_STORED[shape.kv_format], shape.head_dim)
         stages = self.stages * (2 * 64 * self.tiles * row + 16)
         found = 8 * shape.group * shape.head_dim if self.sharers > 1 else 0
         return 1024 + stages + sums + newest + queries + found + 256  # two items and their barriers, and alignment
 
 
 def default_sizes(shape: AttentionShape) -> Sizes:
-    """Two blocks a multiprocessor if three stages fit each of them, else one; of FP8 stages are twice as long."""
-    if shape.kv_format == "fp8":
-        candidates: tuple[Sizes, ...] = (Sizes(4, 3, 2, 2), Sizes(4, 2, 2, 2))
+    """Two blocks a multiprocessor if three stages fit each of them, else one; of codes stages are twice as long."""
+    if shape.kv_format != "plain":
+        candidates: tuple[Sizes, ...] = tuple(Sizes(4, n, 2, 2) for n in _STAGES_OF_CODES[shape.kv_format])
     else:
         candidates = (*(Sizes(4, n, 2) for n in (4, 3)), *(Sizes(8, n, 1) for n in (6, 4, 2)))
     return next(sizes for sizes in candidates if sizes.shared(shape) <= MAX_SHARED[sizes.at_once])
@@ -116,7 +121,7 @@ class PromptArguments(ctypes.Structure):
 
 
 def hopper_takes_decodes(q: Tensor, k_cache: Tensor, v_cache: Tensor, shape: AttentionShape) -> bool:
-    """16-bit floats, K and V plain or in FP8, and a shape that it has."""
+    """16-bit floats, and K and V of a shape that it has."""
     return shape.decodes_on_hopper and _takes(q, k_cache, v_cache)
 
 
@@ -136,7 +141,7 @@ def _takes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
         hopper_available(q.device)
         and q.dtype in DTYPES
         and k_cache.dtype == v_cache.dtype
-        and k_cache.dtype in (q.dtype, torch.float8_e4m3fn)
+        and k_cache.dtype in (q.dtype, torch.float8_e4m3fn, torch.uint8)
         and all(c.data_ptr() % 16 == 0 and c.stride(0) * size % 16 == 0 for c in (k_cache, v_cache))
     )
 
@@ -381,19 +386,20 @@ def prompt_arguments(
 
 def decode_source(shape: AttentionShape, sizes: Sizes, dtype: torch.dtype) -> tuple[str, dict[str, int]]:
     """CUDA C++, and the constants that it is compiled with."""
-    fp8 = shape.kv_format == "fp8"
+    form = shape.kv_format
     constants = {**_constants(shape, dtype), "WARPS": sizes.warps, "STAGES": sizes.stages, "TILES": sizes.tiles}
-    constants |= {"AT_ONCE": sizes.at_once, "FP8": int(fp8)}
+    constants |= {"AT_ONCE": sizes.at_once, "FP8": int(form == "fp8"), "INT4": int(form == "int4")}
     if sizes.sharers > 1:
         constants["CLUSTER"] = sizes.sharers
-    return hopper_source(*decode_files(fp8, sizes)), constants
+    return hopper_source(*decode_files(form, sizes)), constants
 
 
-def decode_files(fp8: bool, sizes: Sizes) -> tuple[str, ...]:
+def decode_files(form: KVFormat, sizes: Sizes) -> tuple[str, ...]:
     """What the kernel for decodes consists of."""
-    form = "attention/decode_fp8.cuh" if fp8 else "attention/decode_plain.cuh"
+    codes = () if form == "plain" else ("attention/decode_codes.cuh",)
     kernel = "attention/decode.cu" if sizes.sharers == 1 else "attention/decode_few.cu"
-    return _PARTS, "attention/decode.cuh", form, "attention/decode_both.cuh", kernel
+    both = "attention/decode_both.cuh"
+    return _PARTS, "attention/decode.cuh", *codes, f"attention/decode_{form}.cuh", both, kernel
 
 
 def decode_name(sizes: Sizes) -> str:
@@ -460,11 +466,12 @@ def query_map(q: Tensor, shape: AttentionShape, tile: int) -> Map:
 def cache_map(cache: Tensor) -> Map:
     """Of [slots, kv_heads, chunk_size, head_dim]: boxes of one chunk of one head, 64 dimensions wide.
 
-    Of one in FP8, whose last dimension has a row's exponent, too: the codes alone, two of them for one element.
+    Of one in codes, whose last dimension has a row's scales, too: the codes alone, two bytes of them for one element.
     """
     slots, heads, chunk, dim = cache.shape
-    if cache.dtype == torch.float8_e4m3fn:
-        lines = chunk * (dim - 1) // 128
+    if cache.element_size() == 1:
+        scales = FP8_SCALES_NBYTES if cache.dtype == torch.float8_e4m3fn else INT4_SCALES_NBYTES
+        lines = chunk * (dim - scales) // 128
         sizes, strides = (64, 1, lines, heads, slots), (64, 64, cache.stride(1) // 2, cache.stride(0) // 2)
         return sizes, strides, (64, 1, lines, 1, 1)
     sizes, strides = (64, dim // 64, chunk, heads, slots), (64, dim, cache.stride(1), cache.stride(0))

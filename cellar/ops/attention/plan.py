@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.core.errors import CapacityError, ConfigError
-from cellar.core.kv_formats import KVFormat
+from cellar.core.kv_formats import KVFormat, codes_nbytes
 from cellar.ops.cuda.hopper import hopper_available
 from cellar.ops.upload import Upload, by_copies
 
@@ -95,10 +95,11 @@ class AttentionShape:
     @property
     def decodes_on_hopper(self) -> bool:
         """Whether decodes of this shape run on Hopper by a kernel of its own: groups up to MAX_GROUP; heads of 64, 128
-        or, of plain K and V, 256. Not of int4.
+        or, of plain K and V, 256. Chunks of codes fill lines of the copy engine, eight by eight.
         """
-        dims = {"plain": (64, 128, 256), "fp8": (64, 128), "int4": ()}
-        return self.head_dim in dims[self.kv_format] and self.group <= MAX_GROUP
+        dims = (64, 128, 256) if self.kv_format == "plain" else (64, 128)
+        fits = self.kv_format == "plain" or self.chunk_size * codes_nbytes(self.kv_format, self.head_dim) % 1024 == 0
+        return self.head_dim in dims and self.group <= MAX_GROUP and fits
 
     @property
     def suits_hopper(self) -> bool:

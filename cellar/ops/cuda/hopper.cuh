@@ -175,6 +175,10 @@ __device__ __forceinline__ void load_word(u32 from, u32& x) {
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(from));
 }
 
+__device__ __forceinline__ void load_two(u32 from, u32 (&x)[2]) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(from));
+}
+
 __device__ __forceinline__ void load_half(u32 from, u32& x) {
     u16 found;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(found) : "r"(from));
@@ -493,6 +497,12 @@ __device__ __forceinline__ u32 multiply_two(u32 a, u32 b) {
 __device__ __forceinline__ u32 multiply_add_two(u32 a, u32 b, u32 c) {
     u32 sum;
     asm("fma.rn." KIND "x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
+__device__ __forceinline__ u32 multiply_add_halves(u32 a, u32 b, u32 c) {  // float16, whatever KIND is
+    u32 sum;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
     return sum;
 }
 
