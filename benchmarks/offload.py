@@ -30,6 +30,7 @@ from cellar.bench.forecast import Forecast
 from cellar.core.config import EngineConfig
 from cellar.core.messages import StepPlan, StepResult
 from cellar.engine import own_plan
+from cellar.engine.measured_price import measured_price
 from cellar.engine.opened import open_front
 from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
@@ -142,6 +143,7 @@ def main() -> None:
     kv = options.kv_cache_memory_bytes
     forecast = Told()
     config = EngineConfig.of(model=options.model, **rest, **places, kv_cache_memory_bytes=kv)
+    price = measured_price(config)
     opened = open_front(config, wrap=forecast.wrap)
     with LLM.over(opened) as llm:
         found["start_seconds"] = time.perf_counter() - begin
@@ -154,7 +156,7 @@ def main() -> None:
         begun = _channels(report)
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
         before = _channels(report)
-        predict(forecast, opened)
+        predict(forecast, opened, price=price)
         retries = _retries()
         seconds, tokens = _seconds(llm, prompts, options.generate)
         said = forecast.report(options.batch * options.generate, seconds)

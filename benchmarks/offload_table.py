@@ -28,7 +28,7 @@ ROWS = {
     "opt-6.7b": (OURS, f"opt-6.7b {OPT} --batch 32 --max-num-batched-tokens 2048"),
     "opt-6.7b-kv": (
         OURS,
-        f"opt-6.7b {OPT} --batch 32 --max-num-batched-tokens 2048 --kv-cache-memory-bytes 10951680000",
+        f"opt-6.7b {OPT} --batch 32 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 10951680000",
     ),
     "opt-6.7b-int4": (OURS, f"opt-6.7b {OPT} {INT4} --batch 128 --max-num-batched-tokens 8192"),
     "opt-30b": (OURS, f"opt-30b {OPT} --host-memory 105 --batch 77 --max-num-batched-tokens 8192"),

@@ -24,6 +24,7 @@ from cellar.core.hardware import Profile
 from cellar.core.messages import StepPlan, StepResult
 from cellar.core.sampling import SamplingParams
 from cellar.engine.llm import LLM
+from cellar.engine.measured_price import measured_price
 from cellar.engine.opened import open_front
 from cellar.reports.forecast import predict
 from cellar.reports.limits import Limits, limits_of
@@ -65,7 +66,9 @@ class Bench:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.records: list[StepRecord] = []  # steps that have finished; clear it before a run
         self.forecast = Forecast()
-        self._opened = open_front(EngineConfig.of(**options), wrap=self._metered)
+        config = EngineConfig.of(**options)
+        self._price = measured_price(config)
+        self._opened = open_front(config, wrap=self._metered)
         self._llm = LLM.over(self._opened)
 
     @property
@@ -106,7 +109,7 @@ class Bench:
         if llm.config.device.device != "cpu":
             time.sleep(SETTLE_SECONDS)
         self.records.clear()
-        predict(self.forecast, self._opened, profile)
+        predict(self.forecast, self._opened, profile, self._price)
         seconds = self.run(workload)
         forecast = self.forecast.report(workload.num_output_tokens, seconds)
         return OfflineReport(

@@ -101,6 +101,7 @@ def _answer(
         from tqdm.auto import tqdm
 
         from cellar.bench.forecast import Forecast
+        from cellar.engine.measured_price import measured_price
         from cellar.engine.opened import open_front
         from cellar.engine.stream import AsyncLLM
         from cellar.planner.passes import predicted_rate
@@ -112,8 +113,9 @@ def _answer(
         from cellar.server.run import model_names
 
     forecast = Forecast()
+    price = measured_price(config)
     opened = open_front(config, forecast.wrap)
-    predict(forecast, opened)
+    predict(forecast, opened, price=price)
     if opened.offloads:
         print_offload(opened.offloads, opened.plan, err=True)
     host = SameProcess(AsyncLLM.over(opened))

@@ -93,7 +93,7 @@ def open_front(
     from cellar.runtime.ranks.opened import OpenedRanks
 
     config, plan = with_plan(config)
-    checkpoint = _directory(config.model)
+    checkpoint = checkpoint_of(config.model)
     if plan is not None:
         check_here(plan, config, checkpoint)
     if plan is None and config.offload.device_memory is None:
@@ -255,7 +255,7 @@ def open_reader(
     )
 
 
-def _directory(model: ModelConfig) -> Path | None:
+def checkpoint_of(model: ModelConfig) -> Path | None:
     """Where the checkpoint is; None for dummy weights of a config that ships with the package."""
     from cellar.models.hub import resolve
     from cellar.models.registry import shipped_config

@@ -62,7 +62,7 @@ def held_if_too_large(config: EngineConfig, checkpoint: Path | None) -> EngineCo
     device = resolve_device(config.device.device)
     if device.type == "cpu" or config.device.num_ranks > 1:
         return config
-    _, _, spec = _model(config, checkpoint, device.type)
+    _, _, spec = model_of(config, checkpoint, device.type)
     free = device_free(device)
     if spec.nbytes() <= free:
         return config
@@ -181,7 +181,7 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
     held = sizes["device"]
     assert held is not None, "whoever calls has looked"
     device = resolve_device(config.device.device)
-    name, raw, spec = _model(config, checkpoint, device.type)
+    name, raw, spec = model_of(config, checkpoint, device.type)
     config = config.on(device.type)
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
@@ -194,7 +194,7 @@ def _asked(config: EngineConfig, checkpoint: Path | None) -> _Asked:
     return _Asked(config, name, raw, spec, str(device), room, limits)
 
 
-def _model(config: EngineConfig, checkpoint: Path | None, kind: str) -> tuple[str, Mapping[str, Any], ModelSpec]:
+def model_of(config: EngineConfig, checkpoint: Path | None, kind: str) -> tuple[str, Mapping[str, Any], ModelSpec]:
     """The model's name, its config.json, and what it is with these options on a `kind` of device: cpu or cuda."""
     from cellar.engine.plan import DEMO
     from cellar.models import registry
@@ -265,13 +265,25 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     if kind == "cpu":
         here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops, idle=idle)
         return here.shared(ranks), threads
-    shared = {"multiply": found.multiply, "attention": found.attention, "exchange": found.exchange}
-    own = {"device": found.device, "flops": PROMPT_SHARE * found.device_flops, "few_flops": found.few_flops}
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
-    by_device = 0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link
-    rates = Rates(link=found.link, disk=disk, reads=by_device, runs_ahead=found.runs_ahead, idle=idle, **shared, **own)
+    rates = replace(
+        rates_of_device(found.device, found.device_flops, found.few_flops, found.device_attention),
+        link=found.link,
+        multiply=found.multiply,
+        attention=found.attention,
+        disk=disk,
+        exchange=found.exchange,
+        reads=0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link,
+        runs_ahead=found.runs_ahead,
+        idle=idle,
+    )
     return rates.shared(ranks, kind), threads if found.threads == 0 else found.threads
+
+
+def rates_of_device(device: float, flops: float, few_flops: float, attention: float) -> Rates:
+    """An accelerator's own rates, as they were measured, for a plan."""
+    return Rates(device=device, flops=PROMPT_SHARE * flops, few_flops=few_flops, device_attention=attention)
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -50,7 +50,8 @@ a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md)
 class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
-    nobody has measured them). `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the
+    nobody has measured them). `device_attention`: of what its attention of decodes reads of the cache (0: likewise, and
+    taken for `device`). `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the
     product. `reads`: over the link by kernels that attend to KV in host memory; 0: they attend to none of it.
     `runs_ahead`: launches go on while the CPU computes for the device; if not, the CPU waits for them. `idle`: how many
     times as fast the link is, or a processor's disk, while the CPU has nothing to do.
@@ -66,6 +67,7 @@ class Rates:
     disk: float = 2e9
     flops: float = 6.2e14
     few_flops: float = 0.0
+    device_attention: float = 0.0
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
@@ -253,9 +255,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         token_bytes=0.0,
         weights=sum(layer.nbytes for layer in spec.layers) / rates.device,
         attended=0.0,
-        resident=(1 - over_link)
-        * each
-        / (rates.attention if away.kv_place == "host" or away.kind == "cpu" else rates.device),
+        resident=(1 - over_link) * each / _attending(rates, away),
         sampled=2.0 * d.head_elements / rates.flops if spec.head else 0.0,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
         launches=between,
@@ -268,6 +268,13 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         beside=moves.attends,
         apart=max(0.0, few_token - token) if away.kind != "cpu" else 0.0,
     )
+
+
+def _attending(rates: Rates, away: Away) -> float:
+    """Bytes/s of attention of decodes."""
+    if away.kv_place == "host" or away.kind == "cpu":
+        return rates.attention
+    return rates.device_attention or rates.device
 
 
 def _moves(rates: Rates, away: Away) -> tuple[float, float]:

@@ -11,18 +11,23 @@ from cellar.engine.opened import Opened
 from cellar.planner.cost import dimensions
 from cellar.planner.partition import formats_of
 from cellar.planner.steps import StepPrices
+from cellar.planner.work import StepCost
 from cellar.reports.machines import fitted, open_machine
 from cellar.runtime.device import resolve_device
 from cellar.runtime.probes.registry import default_path, machine_name, profiles_of
 
 
-def predict(forecast: Forecast, opened: Opened, profile: Profile | None = None) -> None:
-    """Let the forecast price an opened engine's steps: by its plan, by `profile`, or by one of this machine.
+def predict(forecast: Forecast, opened: Opened, profile: Profile | None = None, price: StepCost | None = None) -> None:
+    """Let the forecast price an opened engine's steps: by its plan, by `price` (`engine/measured_price.py`), by
+    `profile`, or by one of this machine.
 
     Without any of them it predicts nothing.
     """
     if opened.plan is not None:
         forecast.follow(opened.plan, None if opened.offload is None else opened.offload.channels.seconds)
+        return
+    if price is not None:
+        forecast.cost, forecast.source = price, "rates of this device, measured at the start"
         return
     device = resolve_device(opened.config.device.device)
     for known in (profile,) if profile is not None else _profiles(device):

@@ -29,6 +29,7 @@ FOUND = MeasuredRates(
     device=9e11,
     device_flops=8e13,
     few_flops=2e13,
+    device_attention=7e11,
 )
 
 
@@ -46,6 +47,7 @@ def test_the_device_reads_over_the_link_unless_values_are_left_out(
     assert threads == 11
     assert (rates.link, rates.attention, rates.reads) == (50e9, 57e9, share * 50e9)
     assert (rates.device, rates.flops, rates.few_flops) == (9e11, PROMPT_SHARE * 8e13, 2e13)
+    assert rates.device_attention == 7e11
 
 
 def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(

@@ -64,6 +64,9 @@ def test_attention_is_priced_where_the_cache_lies() -> None:
         cost = pass_cost(SPEC, RATES, Away(0, 0, place, kind))
         grown = decode_seconds(cost, 3, 200) - decode_seconds(cost, 3, 0)
         assert grown == pytest.approx(3 * 200 * each / rate)
+    measured = pass_cost(SPEC, replace(RATES, device_attention=RATES.device / 3), Away(0, 0, "device", "gpu"))
+    grown = decode_seconds(measured, 3, 200) - decode_seconds(measured, 3, 0)
+    assert grown == pytest.approx(3 * 200 * each * 3 / RATES.device)
 
 
 def test_few_tokens_on_an_accelerator_have_a_rate_of_their_own() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from cellar.core.kv_formats import kv_format
 from cellar.core.specs import ModelSpec
+from cellar.ops.attention import attention, decode_attention, decodes_at_once, plan_attention
+from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.offload.specimens import device_matrices
 
@@ -19,19 +23,27 @@ AHEAD, TIMED = 8, 16
 """Products that are launched before those that count, so that the device falls behind whoever launches, and these."""
 
 
+SEQUENCES, CONTEXT = 64, 512
+"""Of decodes whose attention is measured, at most: they read no more than is read of matrices."""
+
+
 class DeviceRates(NamedTuple):
-    """Bytes/s of products of one token, and FLOP/s of those of many tokens, and of few."""
+    """Bytes/s of products of one token, FLOP/s of those of many tokens and of few, and bytes/s of attention of decodes,
+    of what the cache takes.
+    """
 
     device: float
     flops: float
     few_flops: float
+    attention: float
 
 
-NO_DEVICE = DeviceRates(0.0, 0.0, 0.0)
+NO_DEVICE = DeviceRates(0.0, 0.0, 0.0, 0.0)
 
 
 def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> DeviceRates:
-    """Measure with matrices in the format of a layer's largest, and so many tokens. Launches are priced apart.
+    """Measure with matrices in the format of a layer's largest and so many tokens, and with K and V as the first layer
+    keeps them. Launches are priced apart.
 
     No graph is recorded: the library keeps memory for every stream that it has ever computed on.
     """
@@ -39,28 +51,58 @@ def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> 
         weights = device_matrices(spec, device, ROTATED)
         first, columns, dtype = weights[0], weights[0].in_features, getattr(torch, spec.dtype)
         x = torch.randn((max(few, many), columns), dtype=dtype, device=device)
-        read = _seconds(weights, x[:1], AHEAD, TIMED)
-        product, short = _seconds(weights, x[:many], 2, 4), _seconds(weights, x[:few], AHEAD, TIMED)
+        read = _seconds(_multiply(weights, x[:1]), device, AHEAD, TIMED)
+        product = _seconds(_multiply(weights, x[:many]), device, 2, 4)
+        short = _seconds(_multiply(weights, x[:few]), device, AHEAD, TIMED)
+        del weights, x
+        attends, nbytes = _decodes(spec, device)
+        attended = _seconds(attends, device, AHEAD, TIMED)
     each = 2.0 * columns * first.out_features
-    return DeviceRates(first.nbytes / read, many * each / product, few * each / short)
+    return DeviceRates(first.nbytes / read, many * each / product, few * each / short, nbytes / attended)
 
 
-def _seconds(weights: Sequence[LinearWeight], x: Tensor, ahead: int, timed: int) -> float:
-    """Of a product, one after another."""
-    weights[0].multiply(x)  # whatever is compiled or chosen for it
-    torch.cuda.synchronize(x.device)
-    _multiply(weights, x, ahead)
+def _seconds(launch: Callable[[int], object], device: torch.device, ahead: int, timed: int) -> float:
+    """Of a launch, one after another, each with its number."""
+    launch(0)  # whatever is compiled or chosen for it
+    torch.cuda.synchronize(device)
+    for number in range(ahead):
+        launch(number)
     begun, ended = _event(), _event()
     begun.record()
-    _multiply(weights, x, timed)
+    for number in range(timed):
+        launch(number)
     ended.record()
     ended.synchronize()
     return float(begun.elapsed_time(ended)) / 1e3 / timed
 
 
-def _multiply(weights: Sequence[LinearWeight], x: Tensor, count: int) -> None:
-    for number in range(count):
-        weights[number % len(weights)].multiply(x)
+def _multiply(weights: Sequence[LinearWeight], x: Tensor) -> Callable[[int], object]:
+    """Products with one matrix after another."""
+    return lambda number: weights[number % len(weights)].multiply(x)
+
+
+def _decodes(spec: ModelSpec, device: torch.device) -> tuple[Callable[[int], object], int]:
+    """Attention of decodes over random K and V of the first layer, and the bytes that it reads."""
+    layer, group, size = spec.layers[0], spec.kv.groups[0], spec.kv.chunk_size
+    form, dtype, heads = kv_format(group.dtype), getattr(torch, spec.dtype), layer.num_kv_heads
+    context = min(CONTEXT, spec.max_position)
+    columns, row = -(-context // size), 2 * heads * group.row_nbytes
+    rows = max(1, min(SEQUENCES, ROTATED // (columns * size * row)))
+    one = torch.randn((2, columns, heads, size, layer.head_dim), dtype=dtype, device=device)
+    keys, values = (quantized_cache(each, form).repeat(rows, 1, 1, 1) for each in one)
+    table = torch.arange(rows * columns, dtype=torch.int32, device=device).view(rows, columns)
+    own, ends = np.arange(rows, dtype=np.int32), np.full(rows, context, np.int32)
+    shape = (layer.num_heads, heads, layer.head_dim, size, layer.window)
+    work = plan_attention(own, ends - 1, ends, *shape, device=device, kv_format=form)
+    q = torch.randn((rows, layer.num_heads, layer.head_dim), dtype=dtype, device=device)
+    new, scale = torch.randn((rows, heads, layer.head_dim), dtype=dtype, device=device), layer.head_dim**-0.5
+
+    def attend(_: int) -> Tensor:
+        if decodes_at_once(q, keys, values, work):
+            return decode_attention(q, new, new, None, keys, values, table, work, scale)
+        return attention(q, keys, values, table, work, scale)
+
+    return attend, rows * min(context, layer.window or context) * row
 
 
 def _event() -> Any:

@@ -57,8 +57,8 @@ class MeasuredRates:
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
     `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
-    which all this was measured beside an accelerator. `device`, `device_flops`, `few_flops`: the accelerator's own, see
-    `DeviceRates`.
+    which all this was measured beside an accelerator. `device`, `device_flops`, `few_flops`, `device_attention`: the
+    accelerator's own, see `DeviceRates`.
     """
 
     alone: float
@@ -73,6 +73,7 @@ class MeasuredRates:
     device: float = 0.0
     device_flops: float = 0.0
     few_flops: float = 0.0
+    device_attention: float = 0.0
 
 
 def measured_rates(

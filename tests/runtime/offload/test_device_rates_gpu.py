@@ -21,10 +21,10 @@ DEVICE = torch.device("cuda")
 FORMATS = [None, "int8", "fp8", "int4"]
 
 
-def spec_of(model: str, format: str | None) -> ModelSpec:
+def spec_of(model: str, format: str | None, kept: str = "auto") -> ModelSpec:
     raw = shipped_config(model)
     assert raw is not None
-    return open_model(raw, "bfloat16", 32, 512, format).spec
+    return open_model(raw, "bfloat16", 32, 512, format, kept).spec
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -41,6 +41,15 @@ def test_rates_are_those_of_the_machine(format: str | None) -> None:
     most = 2.6 if format == "fp8" else 1.3  # numbers of eight bits are multiplied twice as fast; a clock falls slowly
     assert 0.4 < found.flops / products < most, said
     assert 0.05 < found.few_flops / found.flops < 1.3
+    assert 0.25 < found.attention / reads < 1.15, f"{found.attention:.3g} of {reads:.3g}"
+
+
+@pytest.mark.parametrize("kept", ["fp8", "int4"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "opt-6.7b"])
+def test_attention_in_fewer_bits_reads_less_in_less_time(model: str, kept: str) -> None:
+    plain, fewer = (spec_of(model, None, one) for one in ("auto", kept))
+    took = [spec.kv.chunk_nbytes() / device_rates(spec, DEVICE, 16, 64).attention for spec in (plain, fewer)]
+    assert took[1] < took[0], took
 
 
 @pytest.mark.parametrize("format", FORMATS)

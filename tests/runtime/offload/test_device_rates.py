@@ -1,0 +1,38 @@
+"""What an accelerator is measured with, on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cellar.core.kv_formats import kv_format, row_nbytes
+from cellar.models.registry import open_model
+from cellar.runtime.offload import device_rates
+from tests.tiny_checkpoint import CONFIG
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8", "int4"])
+def test_attention_of_decodes_reads_what_it_counts(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many sequences as there is room for, each of up to 512 positions; of a window, what it sees."""
+    spec = open_model(CONFIG | {"max_position_embeddings": 2048}, "float32", 16, None, None, kept).spec
+    group = spec.kv.groups[0]
+    assert kv_format(group.dtype) == ("plain" if kept == "auto" else kept)
+    a_row = 2 * spec.num_kv_heads * row_nbytes(group.dtype, spec.head_dim)
+    for room, sequences in ((2**28, 64), (3 * 512 * a_row + 100, 3), (1, 1)):
+        monkeypatch.setattr(device_rates, "ROTATED", room)
+        attend, nbytes = device_rates._decodes(spec, torch.device("cpu"))
+        assert nbytes == sequences * 512 * a_row
+        found = attend(0)
+        assert isinstance(found, torch.Tensor)
+        assert found.shape == (sequences, spec.num_heads, spec.head_dim)
+        assert bool(found.isfinite().all())
+    windowed = open_model(
+        CONFIG | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 40},
+        "float32",
+        16,
+        128,
+        None,
+        kept,
+    ).spec
+    _, nbytes = device_rates._decodes(windowed, torch.device("cpu"))
+    assert nbytes == 40 * a_row
