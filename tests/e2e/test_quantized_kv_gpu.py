@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import pytest
 import torch
 
@@ -22,8 +24,12 @@ TEXTS = (
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
 TIE = 0.02
 """By how much less likely than the CPU's best token one may be that a GPU's engine takes in float32: another sum rounds
-otherwise, and a code that a rotation's last bit changes is another number. In bfloat16 it may lose half as much
-again as the CPU's own engine does.
+otherwise, and a code that a rotation's last bit changes is another number.
+"""
+ROUNDED = 2.0
+"""Times as much as the CPU's engine one may lose a token in bfloat16. Where attention's last bits were changed at random
+on the CPU, 16 times, it was 0.9 to 1.5 times with int4 and 0.4 to 1.3 with fp8; 3.5 and 3.6 where numbers were changed
+by an eighth. The largest loss of a token says less: with int4 it was 0.3 to 1.1, and 1.0 with an eighth.
 """
 
 Answers = list[list[int]]
@@ -48,10 +54,10 @@ def answers(llm: LLM, prompts: Answers) -> Answers:
     return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, GREEDY, use_tqdm=False)]
 
 
-def lost(judge: LLM, prompts: Answers, found: Answers) -> float:
-    """By how much each token is less likely than the best one, at most."""
+def lost(judge: LLM, prompts: Answers, found: Answers) -> list[float]:
+    """By how much each token is less likely than the best one."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
-    worst = 0.0
+    lost: list[float] = []
     whole = [prompt + answer for prompt, answer in zip(prompts, found, strict=True)]
     for prompt, tokens, output in zip(prompts, whole, judge.generate(whole, params, use_tqdm=False), strict=True):
         tables = output.prompt_logprobs
@@ -60,8 +66,8 @@ def lost(judge: LLM, prompts: Answers, found: Answers) -> float:
             table = tables[place]
             assert table is not None
             best = max(entry.logprob for entry in table.values())
-            worst = max(worst, best - table[tokens[place]].logprob)
-    return worst
+            lost.append(best - table[tokens[place]].logprob)
+    return lost
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,10 +92,11 @@ def test_tokens_are_the_cpus_but_for_ties(form: str, dtype: str) -> None:
         with engine(form, dtype, "cpu") as llm:
             rounded = answers(llm, prompts)
     with engine(form, "float32", "cpu") as judge:
-        most = TIE if dtype == "float32" else 1.5 * lost(judge, prompts, rounded)
-        assert most < 1
+        most = TIE if dtype == "float32" else ROUNDED * fmean(lost(judge, prompts, rounded))
+        assert most < 0.05
         for found in (together, again, alone, pieces, scarce):
-            assert lost(judge, prompts, found) <= most
+            tokens = lost(judge, prompts, found)
+            assert (max(tokens) if dtype == "float32" else fmean(tokens)) <= most
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -100,4 +107,6 @@ def test_the_judge_tells_formats_apart(form: str) -> None:
         plain = answers(llm, prompts)
         other = [answer[::-1] for answer in plain]
     with engine(form, "float32", "cpu") as judge:
-        assert lost(judge, prompts, other) > 3.5
+        tokens = lost(judge, prompts, other)
+        assert max(tokens) > 3.5
+        assert fmean(tokens) > 0.5

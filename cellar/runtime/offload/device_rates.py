@@ -23,8 +23,8 @@ AHEAD, TIMED = 8, 16
 """Products that are launched before those that count, so that the device falls behind whoever launches, and these."""
 
 
-SEQUENCES, CONTEXT = 64, 512
-"""Of decodes whose attention is measured, at most: they read no more than is read of matrices."""
+SEQUENCES, CONTEXT = 1024, 512
+"""Of decodes whose attention is measured, at most: they read as much as is read of matrices, if that many do."""
 
 
 class DeviceRates(NamedTuple):
