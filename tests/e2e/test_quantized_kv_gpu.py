@@ -28,8 +28,8 @@ otherwise, and a code that a rotation's last bit changes is another number.
 """
 ROUNDED = 2.0
 """Times as much as the CPU's engine one may lose a token in bfloat16. Where attention's last bits were changed at
-random on the CPU, 16 times, it was 0.9 to 1.5 times with int4 and 0.4 to 1.3 with fp8; 3.5 and 3.6 where numbers were changed
-by an eighth. The largest loss of a token says less: with int4 it was 0.3 to 1.1, and 1.0 with an eighth.
+random on the CPU, 16 times, it was 0.9 to 1.5 times with int4 and 0.4 to 1.3 with fp8; 3.5 and 3.6 where numbers were
+changed by an eighth. The largest loss of a token says less: with int4 it was 0.3 to 1.1, and 1.0 with an eighth.
 """
 
 Answers = list[list[int]]
