@@ -20,11 +20,11 @@ def test_a_row_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: 
     rows = {"none": ("benchmarks.offload", "no-such-model --device-memory 1"), "demo": ("benchmarks.offload", HERE)}
     monkeypatch.setattr(offload_table, "ROWS", rows)
     assert offload_table.main(["none", "demo", "--seconds", "240"]) == 1
-    *table, last = capsys.readouterr().out.splitlines()
-    found = json.loads(last)
-    assert found["none"] is None
-    assert table[2] == "| none | did not end | | | |"
-    forecast, cells = found["demo"]["forecast"], [cell.strip() for cell in table[3].split("|")[1:-1]]
+    _, _, none, said_none, row, said = capsys.readouterr().out.splitlines()
+    assert none == "| none | did not end | | | |"
+    assert json.loads(said_none) == {"none": None}
+    found = json.loads(said)
+    forecast, cells = found["demo"]["forecast"], [cell.strip() for cell in row.split("|")[1:-1]]
     assert cells[:2] == ["demo", f"{found['demo']['tokens_per_second']:.4g}"]
     assert float(cells[2]) == pytest.approx(1e3 * found["demo"]["decode_seconds_a_pass"], abs=0.1)
     assert cells[3] == f"{forecast['predicted_rate']:.4g}"
