@@ -10,11 +10,13 @@ from cellar.planner.work import FEW_TOKENS, StepCost
 
 
 def measured_price(config: EngineConfig) -> StepCost | None:
-    """The price, measured now, in some tenths of a second; an engine that is open may have left no memory for it.
+    """The price, measured now, in some tenths of a second.
 
-    None where profiles know better, or nobody can say: of models as they are, on a processor, on several devices.
+    None where profiles know better, or nobody can say: of models as they are, on a processor, on several devices, and
+    where there is no memory to measure in, as beside an engine that is open.
     """
     from cellar.runtime.device import resolve_device
+    from cellar.runtime.memory import is_out_of_memory
     from cellar.runtime.offload.device_rates import device_rates
 
     device = resolve_device(config.device.device)
@@ -26,5 +28,10 @@ def measured_price(config: EngineConfig) -> StepCost | None:
         return None
     tokens = config.on(device.type).schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
-    rates = rates_of_device(*device_rates(spec, device, FEW_TOKENS, tokens))
-    return pass_cost(spec, rates, Away(0, 0, "device", "gpu"))
+    try:
+        found = device_rates(spec, device, FEW_TOKENS, tokens)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None
+        raise
+    return pass_cost(spec, rates_of_device(*found), Away(0, 0, "device", "gpu"))

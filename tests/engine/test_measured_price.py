@@ -60,6 +60,21 @@ def test_plain_models_and_several_devices_are_not(asked: list[tuple[int, int]], 
     assert not asked
 
 
+def test_without_memory_nothing_is_predicted_and_other_errors_are_raised(
+    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig.of(model=str(write_checkpoint(tmp_path)), dtype="bfloat16", quantization="int8")
+    raised: list[Exception] = [torch.OutOfMemoryError("CUDA out of memory"), ValueError("what is wrong")]
+
+    def full(*_: object) -> DeviceRates:
+        raise raised.pop(0)
+
+    monkeypatch.setattr("cellar.runtime.offload.device_rates.device_rates", full)
+    assert measured_price(config) is None
+    with pytest.raises(ValueError, match="what is wrong"):
+        measured_price(config)
+
+
 def test_a_processor_is_not(tmp_path: Path) -> None:
     model = str(write_checkpoint(tmp_path))
     assert measured_price(EngineConfig.of(model=model, quantization="int8", device="cpu")) is None

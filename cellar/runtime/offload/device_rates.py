@@ -48,17 +48,28 @@ def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> 
     No graph is recorded: the library keeps memory for every stream that it has ever computed on.
     """
     with torch.cuda.device(device):
-        weights = device_matrices(spec, device, ROTATED)
-        first, columns, dtype = weights[0], weights[0].in_features, getattr(torch, spec.dtype)
-        x = torch.randn((max(few, many), columns), dtype=dtype, device=device)
-        read = _seconds(_multiply(weights, x[:1]), device, AHEAD, TIMED)
-        product = _seconds(_multiply(weights, x[:many]), device, 2, 4)
-        short = _seconds(_multiply(weights, x[:few]), device, AHEAD, TIMED)
-        del weights, x
-        attends, nbytes = _decodes(spec, device)
-        attended = _seconds(attends, device, AHEAD, TIMED)
+        read, product, short = _products(spec, device, few, many)
+        attended = _attention(spec, device)
+        torch.cuda.empty_cache()  # who asks the driver what is free is not to find less
+    return DeviceRates(read, product, short, attended)
+
+
+def _products(spec: ModelSpec, device: torch.device, few: int, many: int) -> tuple[float, float, float]:
+    """Bytes/s of a product of one token, FLOP/s of many and of few."""
+    weights = device_matrices(spec, device, ROTATED)
+    first, columns = weights[0], weights[0].in_features
+    x = torch.randn((max(few, many), columns), dtype=getattr(torch, spec.dtype), device=device)
+    read = _seconds(_multiply(weights, x[:1]), device, AHEAD, TIMED)
+    product = _seconds(_multiply(weights, x[:many]), device, 2, 4)
+    short = _seconds(_multiply(weights, x[:few]), device, AHEAD, TIMED)
     each = 2.0 * columns * first.out_features
-    return DeviceRates(first.nbytes / read, many * each / product, few * each / short, nbytes / attended)
+    return first.nbytes / read, many * each / product, few * each / short
+
+
+def _attention(spec: ModelSpec, device: torch.device) -> float:
+    """Bytes/s of attention of decodes."""
+    attend, nbytes = _decodes(spec, device)
+    return nbytes / _seconds(attend, device, AHEAD, TIMED)
 
 
 def _seconds(launch: Callable[[int], object], device: torch.device, ahead: int, timed: int) -> float:
