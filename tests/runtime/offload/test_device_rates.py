@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from cellar.core.kv_formats import kv_format, row_nbytes
 from cellar.models.registry import open_model
-from cellar.runtime.offload import device_rates
+from cellar.runtime.offload import device_rates, specimens
 from tests.tiny_checkpoint import CONFIG
 
 
@@ -36,3 +39,32 @@ def test_attention_of_decodes_reads_what_it_counts(kept: str, monkeypatch: pytes
     ).spec
     _, nbytes = device_rates._decodes(windowed, torch.device("cpu"))
     assert nbytes == 40 * a_row
+
+
+class Moment:
+    """An event of a device that computes when it is told."""
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: Moment) -> float:
+        return 1e3 * (later.at - self.at)
+
+
+@pytest.mark.parametrize("kept", ["auto", "fp8", "int4"])
+def test_all_is_measured_and_memory_given_back(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processor in place of an accelerator."""
+    given_back: list[bool] = []
+    monkeypatch.setattr(device_rates, "_event", Moment)
+    monkeypatch.setattr(device_rates, "ROTATED", 2**21)
+    monkeypatch.setattr(specimens, "DEVICE_NBYTES", 2**20)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(True))
+    spec = open_model(CONFIG, "float32", 16, 64, None, kept).spec
+    found = device_rates.device_rates(spec, torch.device("cpu"), 2, 64)
+    assert all(1e5 < rate < 1e15 for rate in found), found
+    assert given_back == [True]
