@@ -683,7 +683,7 @@ PLANTED_IN_INT4 = (
     ("least numbers of values are left out", "counts[t][row] ? one * base_of(both)", "false ? one * base_of(both)"),
     ("offsets keep their old reference", "sums.offset[1][i] *= shrink;", ""),
     ("offsets are in the sums' unit", "* unit + offset;", "* unit + offset * unit;"),
-    ("both halves have the lower one's weights", "first, second, by[0], by[1]", "first, second, by[0], by[0]"),
+    ("both halves have the lower one's weights", "words, by[0], by[1]", "words, by[0], by[0]"),
     ("upper codes are not made smaller", "0x2C002C00, 0xD480D480", "0x3C003C00, 0xE408E408"),
     ("sums keep their old unit", "const float smaller = power_of_2(", "const float smaller = 1.0f + 0 * power_of_2("),
     ("scales are not in the sums' unit", "((127 - power) << 23)", "0"),

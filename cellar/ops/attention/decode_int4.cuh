@@ -85,22 +85,12 @@ __device__ __forceinline__ u32 upper_two(u32 bytes) {
     return multiply_add_halves(masked_with(bytes, 0x00F000F0, 0x64006400), 0x2C002C00, 0xD480D480);
 }
 
-// sum += codes x with of the lower half, and of the upper one: `first` and `second` are bytes of the rows' first eight
-// and second eight.
-__device__ __forceinline__ void multiply_keys(float (&lower)[4], float (&upper)[4], u32 first, u32 second,
-                                              const u32 (&with_lower)[2], const u32 (&with_upper)[2]) {
-    const u32 further = first >> 8, beyond = second >> 8;
-    const u32 a[4] = {lower_two(first), lower_two(second), lower_two(further), lower_two(beyond)};
-    const u32 b[4] = {upper_two(first), upper_two(second), upper_two(further), upper_two(beyond)};
-    multiply_halves(lower, a, with_lower[0], with_lower[1]);
-    multiply_halves(upper, b, with_upper[0], with_upper[1]);
-}
-
-__device__ __forceinline__ void multiply_values(float (&lower)[4], float (&upper)[4], u32 first, u32 second,
-                                                const u32 (&with_lower)[2], const u32 (&with_upper)[2]) {
-    const u32 further = first >> 8, beyond = second >> 8;
-    const u32 a[4] = {lower_two(first), lower_two(further), lower_two(second), lower_two(beyond)};
-    const u32 b[4] = {upper_two(first), upper_two(further), upper_two(second), upper_two(beyond)};
+// sum += codes x with, of the lower half and of the upper one. Of four words, in the order in which a product has its
+// rows and columns, bytes 0 and 2 count.
+__device__ __forceinline__ void multiply_codes(float (&lower)[4], float (&upper)[4], const u32 (&words)[4],
+                                               const u32 (&with_lower)[2], const u32 (&with_upper)[2]) {
+    const u32 a[4] = {lower_two(words[0]), lower_two(words[1]), lower_two(words[2]), lower_two(words[3])};
+    const u32 b[4] = {upper_two(words[0]), upper_two(words[1]), upper_two(words[2]), upper_two(words[3])};
     multiply_halves(lower, a, with_lower[0], with_lower[1]);
     multiply_halves(upper, b, with_upper[0], with_upper[1]);
 }
@@ -147,7 +137,8 @@ __device__ __forceinline__ void add_own(Sums& sums, const Queries& q, u32 stages
 #pragma unroll
         for (int u = 0; u < PAIRED; ++u) {
             const u32 first = k[t][u / 2][u % 2 * 2], second = k[t][u / 2][u % 2 * 2 + 1];
-            multiply_keys(s[t][0], s[t][1], first, second, q.pairs[u], q.pairs[PAIRED + u]);
+            const u32 words[4] = {first, second, first >> 8, second >> 8};
+            multiply_codes(s[t][0], s[t][1], words, q.pairs[u], q.pairs[PAIRED + u]);
         }
     }
     const int mine = lane / 4;
@@ -206,7 +197,8 @@ __device__ __forceinline__ void add_own(Sums& sums, const Queries& q, u32 stages
 #pragma unroll
         for (int u = 0; u < PAIRED; ++u) {
             const u32 first = v[t][u / 2][u % 2 * 2], second = v[t][u / 2][u % 2 * 2 + 1];
-            multiply_values(sums.weighted[u], sums.weighted[PAIRED + u], first, second, by[0], by[1]);
+            const u32 words[4] = {first, first >> 8, second, second >> 8};
+            multiply_codes(sums.weighted[u], sums.weighted[PAIRED + u], words, by[0], by[1]);
         }
     }
 }
