@@ -104,6 +104,11 @@ def device_free(device: torch.device) -> int:
     return host_available() if device.type == "cpu" else int(torch.cuda.mem_get_info(device)[0])
 
 
+def device_left(device: torch.device, held: int | None) -> int:
+    """Bytes that this process may still allocate on an accelerator, of `held` bytes in all; None: what is free."""
+    return device_free(device) if held is None else held - int(torch.cuda.memory_reserved(device))
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True if an allocation failed: on an accelerator, in NumPy, of a mapping, or in torch on the CPU, which has no
     type for it.

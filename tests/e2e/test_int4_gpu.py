@@ -35,7 +35,7 @@ def test_tokens_are_the_cpus_but_for_ties() -> None:
         pieces = answers(llm, prompts)
     with engine("cpu") as judge:
         for found in (together, alone, pieces):
-            assert lost(judge, prompts, found) < TIE
+            assert max(lost(judge, prompts, found)) < TIE
 
 
 @pytest.mark.skipif(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +21,13 @@ from cellar.runtime.offload.specimens import device_matrices
 ROTATED = 2**28
 """Bytes of matrices that are read in turn: more than caches hold."""
 
-AHEAD, TIMED = 8, 16
-"""Products that are launched before those that count, so that the device falls behind whoever launches, and these."""
+TIMED = 16
+"""Launches that count, but for those of many tokens, which take long."""
 
+BEHIND, MOST_BEHIND = 6e-3, 64
+"""Seconds, about, by which the device is behind whoever launches when those begin that count, and products of many
+tokens that keep it busy till then, at most: a product of one token in eight bits takes less time than its launches.
+"""
 
 SEQUENCES, CONTEXT = 1024, 512
 """Of decodes whose attention is measured, at most: they read as much as is read of matrices, if that many do."""
@@ -48,36 +54,46 @@ def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> 
     No graph is recorded: the library keeps memory for every stream that it has ever computed on.
     """
     with torch.cuda.device(device):
-        read, product, short = _products(spec, device, few, many)
-        attended = _attention(spec, device)
+        read, product, short, busy = _products(spec, device, few, many)
+        attended = _attention(spec, device, busy)
+        del busy
         torch.cuda.empty_cache()  # who asks the driver what is free is not to find less
     return DeviceRates(read, product, short, attended)
 
 
-def _products(spec: ModelSpec, device: torch.device, few: int, many: int) -> tuple[float, float, float]:
-    """Bytes/s of a product of one token, FLOP/s of many and of few."""
+def _products(
+    spec: ModelSpec, device: torch.device, few: int, many: int
+) -> tuple[float, float, float, Callable[[], None]]:
+    """Bytes/s of a product of one token, FLOP/s of many and of few, and what keeps the device busy."""
     weights = device_matrices(spec, device, ROTATED)
     first, columns = weights[0], weights[0].in_features
     x = torch.randn((max(few, many), columns), dtype=getattr(torch, spec.dtype), device=device)
-    read = _seconds(_multiply(weights, x[:1]), device, AHEAD, TIMED)
-    product = _seconds(_multiply(weights, x[:many]), device, 2, 4)
-    short = _seconds(_multiply(weights, x[:few]), device, AHEAD, TIMED)
+    multiply = _multiply(weights, x[:many])
+    product = _seconds(multiply, device, 4, partial(multiply, 0))
+    count = min(MOST_BEHIND, math.ceil(BEHIND / product))
+
+    def busy() -> None:
+        for number in range(count):
+            multiply(number)
+
+    read = _seconds(_multiply(weights, x[:1]), device, TIMED, busy)
+    short = _seconds(_multiply(weights, x[:few]), device, TIMED, busy)
     each = 2.0 * columns * first.out_features
-    return first.nbytes / read, many * each / product, few * each / short
+    return first.nbytes / read, many * each / product, few * each / short, busy
 
 
-def _attention(spec: ModelSpec, device: torch.device) -> float:
+def _attention(spec: ModelSpec, device: torch.device, busy: Callable[[], None]) -> float:
     """Bytes/s of attention of decodes."""
     attend, nbytes = _decodes(spec, device)
-    return nbytes / _seconds(attend, device, AHEAD, TIMED)
+    return nbytes / _seconds(attend, device, TIMED, busy)
 
 
-def _seconds(launch: Callable[[int], object], device: torch.device, ahead: int, timed: int) -> float:
-    """Of a launch, one after another, each with its number."""
+def _seconds(launch: Callable[[int], object], device: torch.device, timed: int, busy: Callable[[], object]) -> float:
+    """Of a launch, one after another, each with its number, behind what keeps the device busy meanwhile."""
     launch(0)  # whatever is compiled or chosen for it
     torch.cuda.synchronize(device)
-    for number in range(ahead):
-        launch(number)
+    busy()
+    launch(0)
     begun, ended = _event(), _event()
     begun.record()
     for number in range(timed):

@@ -8,7 +8,7 @@ The thread that launches does neither: the CPU's products are jobs of another (`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.rooms import Room, Rooms, fetched
+from cellar.runtime.recorder import Between, at_once
 
 SPUN_TOKENS = 16
 """Up to so many tokens the CPU's thread spins until x has come: it is on its way for microseconds, and to be woken
@@ -26,32 +27,63 @@ takes tens of them, once a layer. Pinned memory for so many is kept.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begun:
-    """Products that are being made by job `number`. `kept`: of few tokens, in rooms; else in memory of their own."""
+    """Products that are being made by a job of `jobs`. `kept`: of few tokens, in rooms; else in memory of their own."""
 
-    number: int
+    jobs: CpuJobs
+    work: Callable[[], None]
     products: Sequence[Room]
     kept: bool
+    number: int = 0
+
+    def submit(self) -> None:
+        """Have it done once what was launched so far has come, each time anew."""
+        self.number = self.jobs.submit(self.jobs.arrived(soon=self.kept), self.work)
+
+    def hold(self) -> None:
+        """What is launched from now on waits for it."""
+        self.jobs.hold(self.number)
+
+    def submit_and_hold(self) -> None:
+        """Both, where the device has nothing to do meanwhile."""
+        self.submit()
+        self.hold()
 
 
 class Exchange:
     """What passes between `device` and the CPU that multiplies rows for it, `channel` its seconds. For one stream, one
-    x at a time.
+    x at a time. `between`: how jobs are submitted and waited for, where launches are recorded (`runtime/recorder.py`).
     """
 
-    def __init__(self, device: torch.device, channel: Channel, jobs: CpuJobs) -> None:
+    def __init__(self, device: torch.device, channel: Channel, jobs: CpuJobs, between: Between = at_once) -> None:
         self._device = device
         self._channel = channel
         self._jobs = jobs
+        self._between = between
         self._rooms = Rooms(device)
 
     def begin(self, x: Tensor, weights: Sequence[LinearWeight]) -> Begun:
         """Begin to bring x [tokens, columns] here, behind what the device has been told so far, and to multiply."""
+        begun = self._sent(x, weights)
+        self._between(begun.submit)
+        return begun
+
+    def products(self, begun: Begun) -> list[Tensor]:
+        """x W^T of each weight on the device, on their way."""
+        self._between(begun.hold)
+        return self._fetched(begun)
+
+    def multiply(self, x: Tensor, weights: Sequence[LinearWeight]) -> list[Tensor]:
+        """Both, with nothing to compute meanwhile."""
+        begun = self._sent(x, weights)
+        self._between(begun.submit_and_hold)
+        return self._fetched(begun)
+
+    def _sent(self, x: Tensor, weights: Sequence[LinearWeight]) -> Begun:
         kept = len(x) <= SPUN_TOKENS
         here = self._room("in", x.shape, x.dtype, kept).here
         here.copy_(x, non_blocking=True)
-        arrived = self._jobs.arrived(soon=kept)
         shapes = [torch.Size((len(x), weight.out_features)) for weight in weights]
         rooms = [self._room(f"out {n}", shape, x.dtype, kept) for n, shape in enumerate(shapes)]
 
@@ -60,11 +92,9 @@ class Exchange:
                 for weight, room in zip(weights, rooms, strict=True):
                     room.here.copy_(weight.multiply(here))
 
-        return Begun(self._jobs.submit(arrived, multiply), rooms, kept)
+        return Begun(self._jobs, multiply, rooms, kept)
 
-    def products(self, begun: Begun) -> list[Tensor]:
-        """x W^T of each weight on the device, on their way."""
-        self._jobs.hold(begun.number)
+    def _fetched(self, begun: Begun) -> list[Tensor]:
         if begun.kept:
             return [fetched(room.there) for room in begun.products]
         return [room.here.to(self._device, non_blocking=True) for room in begun.products]
@@ -96,7 +126,7 @@ class HostRows(LinearWeight):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """By the CPU; the bias is added on the device."""
-        (out,) = self.exchange.products(self.exchange.begin(x, [self.here]))
+        (out,) = self.exchange.multiply(x, [self.here])
         return out if bias is None else out.add_(bias)
 
     def dense(self) -> Tensor:
@@ -120,14 +150,17 @@ class SharedWeight(StackedWeight):
         sizes = [part.out_features for part in self.parts]
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
         here = [part for part in self.parts if isinstance(part, HostRows)]
-        exchange = here[0].exchange
-        begun = exchange.begin(x, [part.here for part in here])
-        found: dict[LinearWeight, Tensor] = {
-            part: part.multiply(x, b)
-            for part, b in zip(self.parts, biases, strict=True)
-            if not isinstance(part, HostRows)
-        }
-        found.update(zip(here, exchange.products(begun), strict=True))
+        exchange, rows = here[0].exchange, [part.here for part in here]
+        found: dict[LinearWeight, Tensor] = {}
+        if len(here) == len(self.parts):
+            products = exchange.multiply(x, rows)
+        else:
+            begun = exchange.begin(x, rows)
+            for part, b in zip(self.parts, biases, strict=True):
+                if not isinstance(part, HostRows):
+                    found[part] = part.multiply(x, b)
+            products = exchange.products(begun)
+        found.update(zip(here, products, strict=True))
         for one, b in zip(self.parts, biases, strict=True):
             if b is not None and isinstance(one, HostRows):
                 found[one].add_(b)

@@ -25,6 +25,7 @@ from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
 from cellar.runtime.offload.layout import PAGE, Copy, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
+from cellar.runtime.recorder import Between, at_once
 from cellar.runtime.registered import mapped
 
 NUM_SLOTS = 2
@@ -45,7 +46,8 @@ class StreamedLayers:
 
     Where moves are over when they return, slots are memory that the disk's reads go to. Where the device is the CPU,
     rows that it multiplies are multiplied as they lie in every pass. Layers that nothing has to be brought of pass no
-    ring. `jobs`: of the CPU for an accelerator. Raises CapacityError if the ring does not fit.
+    ring. `jobs`: of the CPU for an accelerator; `between`: see `Exchange`. Raises CapacityError if the ring does not
+    fit.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class StreamedLayers:
         mover: Mover,
         channels: Channels | None = None,
         jobs: CpuJobs | None = None,
+        between: Between = at_once,
     ) -> None:
         self._channels = channels = channels or Channels()
         self._spec = spec
@@ -68,7 +71,8 @@ class StreamedLayers:
         streamed = [layout for layout in homes.layouts if slot_nbytes(layout, homes.device)]
         size = aligned(ring_nbytes(homes.layouts, homes.device), PAGE)
         self._slots = [device.carve(size, PAGE) for _ in range(NUM_SLOTS if streamed else 0)]
-        weights = LayerWeights(homes, None if jobs is None else Exchange(homes.device, channels.rows, jobs))
+        exchange = None if jobs is None else Exchange(homes.device, channels.rows, jobs, between)
+        weights = LayerWeights(homes, exchange)
         self._weights: dict[tuple[int, int, bool], Mapping[str, Weight]] = {}
         for layer, layout in zip(spec.layers, homes.layouts, strict=True):
             for slot, there in enumerate(self._slots or (torch.empty(0, dtype=torch.uint8),)):

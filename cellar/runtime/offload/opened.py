@@ -34,6 +34,7 @@ from cellar.runtime.offload.layout import (
 )
 from cellar.runtime.offload.mover import mover_for
 from cellar.runtime.offload.signal import signal_for
+from cellar.runtime.recorder import Recorder, at_once
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class Offloaded:
     """A model's weights in their places, ready to be streamed. `memory`: of the device, for what is carved from it (on
     a CPU the KV cache, too); `capacity`: bytes that the device may hold in all, None if nobody says. `kv`: where the
     cache lies, and who attends to it; `over_link`: in host memory, the share that the device attends to. `jobs`: what
-    the CPU does for an accelerator.
+    the CPU does for an accelerator; `recorder`: for graphs of its layers, between which the CPU is told to.
     """
 
     weights: LoadedWeights
@@ -104,6 +105,7 @@ class Offloaded:
     kv: tuple[str, str] = ("device", "device")
     over_link: float = 0.0
     jobs: CpuJobs | None = None
+    recorder: Recorder | None = None
 
     def host_kv(self, spec: KVSpec, num_slots: int, device: torch.device) -> HostKV | None:
         """A cache in host memory, if it lies there; whoever asks closes it. Raises CapacityError."""
@@ -174,10 +176,12 @@ def open_offloaded(
         # What the device began to fill is there before another stream touches it.
         torch.cuda.synchronize(device)
     jobs: CpuJobs | None = None
+    recorder = None if device.type == "cpu" else Recorder(device)
     try:
         before = memory.used
         channels, jobs = Channels(), jobs_for(device, num_threads)
-        layers = StreamedLayers(spec, homes, memory, mover_for(device), channels, jobs)
+        between = at_once if recorder is None else recorder.between
+        layers = StreamedLayers(spec, homes, memory, mover_for(device), channels, jobs, between)
         rates = dict(read.rates)
         if device.type != "cpu":
             rates.pop("device", None)  # reading it back crossed the link
@@ -199,7 +203,8 @@ def open_offloaded(
             failure=lambda: None if file is None else file.failure,
         )
         batch = placement.block.batch if placement.block is not None else None
-        return Offloaded(loaded_ends(spec, homes), layers, memory, batch, report, held, way, over_link, jobs)
+        ends = loaded_ends(spec, homes)
+        return Offloaded(ends, layers, memory, batch, report, held, way, over_link, jobs, recorder)
     except BaseException:
         if jobs is not None:
             jobs.close()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,13 +26,16 @@ from cellar.models.loader import LoadedWeights
 from cellar.models.model import Model
 from cellar.ops.sampling import Masks, Sampled, SamplingRows, TokenLogprobs, sample, target_logprobs
 from cellar.ops.upload import Upload
+from cellar.runtime.memory import device_left
 from cellar.runtime.offload.cpu_jobs import CpuJobs, StepJobs
 from cellar.runtime.offload.host_kv import HostKV
 from cellar.runtime.pace import Pace, magnitude
 from cellar.runtime.ranks.place import Seat
+from cellar.runtime.recorder import Recorder
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward, Gate, Layers, Passes
 from cellar.runtime.steps.graphs import Missing, StepGraphs
+from cellar.runtime.steps.halves import RecordedHalves
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
@@ -316,6 +320,14 @@ class StepExecutor:
                 self._graphs = StepGraphs(
                     whole, self.rows, most_rows, most_tokens, self._device, parts=parts, whole=together, ran=ran
                 )
+
+    def record_halves(self, recorder: Recorder, most_rows: int, held: int | None) -> None:
+        """Record the halves of streamed layers, for passes of up to `most_rows` tokens, as such passes come. `held`:
+        bytes that the device may hold in all.
+        """
+        if self._whole is not None and self._comm is None:
+            left = partial(device_left, self._device, held)
+            self._whole.record_halves(RecordedHalves(self._whole.model, recorder, most_rows, left))
 
     def prepare(self) -> bool:
         """A piece of the capturing that is left, between two launches; -> whether there was one."""

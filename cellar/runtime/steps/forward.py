@@ -44,6 +44,7 @@ from cellar.runtime.offload.staged import MOST_RUNS, CopiedChunks, StagedChunks,
 from cellar.runtime.pace import Pace
 from cellar.runtime.ranks.stages import Stages
 from cellar.runtime.steps.arena import Arena
+from cellar.runtime.steps.halves import Halves, RecordedHalves, RecordedPass
 from cellar.runtime.steps.inputs import LongArray, StepInputs
 from cellar.runtime.steps.lanes import InTurn, Lanes, cut
 from cellar.runtime.transfer import uploader
@@ -260,6 +261,7 @@ class Forward:
         self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
         self._softmax: Softmax = "auto"
+        self._recorded: RecordedHalves | None = None
 
     def keep_maximum(self, layers: Collection[int]) -> None:
         """Compute the softmax of these layers with a running maximum: a profile found their scores too wide.
@@ -277,6 +279,11 @@ class Forward:
         self._table_host, self._over_link, self._stores = table, host.over_link, host.stores
         if host.by_cpu:
             self._cpu = CpuAttention(host, self._cos_sin, self._scale, self._device, self._jobs)
+
+    def record_halves(self, recorded: RecordedHalves) -> None:
+        """Passes of few tokens have graphs, which these launch; on one device alone."""
+        assert self._comm is None, "graphs of halves hold no sums over ranks"
+        self._recorded = recorded
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
         """The attention work of a step, one for each of `shapes`."""
@@ -484,23 +491,37 @@ class Forward:
     ) -> Hidden:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         hidden = self._entered(batches)
+        halves, recorded = self._halves(hidden)
         self._layers.begin(sum(len(tokens) for tokens, _ in batches))
         contexts = [context for _, context in batches]
         # All ranks that share a layer take its batches in one order.
         beside = self._comm is None and len(batches) > 1
         late = {k: context for k, context in enumerate(contexts) if beside and isinstance(context, DividedContext)}
         begin_part = (lambda: None) if self._jobs is None else self._jobs.part
+        rotate = self.model.spec.rope is not None
         for j in range(len(self._layers)):
             if gate is not None:
                 gate(j)
             with self._layers.at(j) as layer_weights:
-                pass_layer(self.model, j, layer_weights, hidden, contexts, late, begin_part)
+                pass_layer(halves, j, layer_weights, hidden, contexts, late, begin_part, rotate=rotate)
             if pace is not None:
                 pace.lap()
+        for k, one in recorded.items():
+            hidden[k] = one.left(hidden[k])
         found = _joined([whole(h, self._comm) for h in hidden])
         if self._stages is not None and not self._stages.is_last:
             self._stages.send(found)
         return found
+
+    def _halves(self, hidden: list[Hidden]) -> tuple[list[Halves], dict[int, RecordedPass]]:
+        """What computes each batch's halves; the first one of few tokens has graphs, and goes in at their door."""
+        halves: list[Halves] = [self.model] * len(hidden)
+        for k, h in enumerate(hidden):
+            if self._recorded is not None and self._recorded.takes(len(h.residual)):
+                halves[k] = found = self._recorded.of(h)
+                hidden[k] = found.hidden
+                return halves, {k: found}
+        return halves, {}
 
     def _passed_in_lanes(
         self, lanes: Lanes, batches: Sequence[tuple[Tensor, LayerContext]], gate: Gate | None
@@ -559,28 +580,32 @@ def leading_decodes(inputs: StepInputs) -> int:
 
 
 def pass_layer(
-    model: Model,
+    halves: Sequence[Halves],
     j: int,
     weights: Mapping[str, Weight],
     hidden: list[Hidden],
     contexts: Sequence[LayerContext],
     late: Mapping[int, DividedContext],
     begin_part: Callable[[], None],
+    *,
+    rotate: bool,
 ) -> None:
-    """Layer j of all batches. Those that are `late` wait for the CPU's attention: it is begun first, and the others are
-    computed beside it. `begin_part` is called before each.
+    """Layer j of all batches, each by its own `halves`. Those that are `late` wait for the CPU's attention: it is begun
+    first, and the others are computed beside it. `begin_part` is called before each. `rotate`: see `LayerContext`.
     """
-    rotate, begun = model.spec.rope is not None, []
+    begun = []
     for k, late_context in late.items():
         begin_part()
-        q, keys, values, carried = model.before_attention(j, weights, hidden[k], late_context)
+        q, keys, values, carried = halves[k].before_attention(j, weights, hidden[k], late_context)
         begun.append((k, carried, late_context.begin(j, q, keys, values, rotate=rotate)))
     for k, context in enumerate(contexts):
         if k not in late:
             begin_part()
-            hidden[k] = run_layer(model, j, weights, hidden[k], context)
-    for k, carried, attended in begun:
-        hidden[k] = model.after_attention(j, weights, carried, attended(), contexts[k])
+            q, keys, values, carried = halves[k].before_attention(j, weights, hidden[k], context)
+            attended = context.attend(j, q, keys, values, rotate=rotate)
+            hidden[k] = halves[k].after_attention(j, weights, carried, attended, context)
+    for k, carried, come in begun:
+        hidden[k] = halves[k].after_attention(j, weights, carried, come(), contexts[k])
 
 
 def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> int:

@@ -24,6 +24,8 @@ from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.signal import signal_for
+from cellar.runtime.recorder import Recorded
+from cellar.runtime.steps.halves import ROOM
 from tests.conformance.chatglm import config_of
 from tests.runtime.offload.placements import plan_of, random_placement
 from tests.tiny_checkpoint import write_checkpoint
@@ -315,6 +317,32 @@ def test_quantized_weights_in_bfloat16(form: str, tmp_path: Path) -> None:
         assert sum(equal) >= 6, "of 9"
 
 
+@pytest.mark.parametrize("kv", [("device", "device"), ("host", "host"), ("host", "both")])
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_passes_are_replayed_and_say_what_launches_say(
+    kind: str, kv: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by the CPU and in the ring's slots among them. What is launched one by one is padded alike."""
+    model = write_checkpoint(tmp_path / "model", **({"model_type": kind} | FAMILIES[kind] | SHAPE))
+    replay, replayed = Recorded.replay, [0]
+
+    def counted(self: Recorded) -> None:
+        replayed[0] += 1
+        replay(self)
+
+    monkeypatch.setattr(Recorded, "replay", counted)
+    wanted = resident(model, "float32")
+    with offloaded(model, tmp_path, "float32", 4, places=("device", "host"), batch=3, kv=kv) as llm:
+        for turn in range(2):
+            before, replayed[0] = replayed[0], 0
+            found = llm.generate(*requests(), use_tqdm=False)
+            assert tokens_of(found) == tokens_of(wanted)
+            for one, other in zip(found, wanted, strict=True):
+                assert one.outputs[0].cumulative_logprob == pytest.approx(other.outputs[0].cumulative_logprob, abs=2e-3)
+            assert replayed[0] > before, f"turn {turn}: what was met before is replayed"
+        assert replayed[0] >= 2 * 4 * 10, "two halves of four layers, in most passes"
+
+
 def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
     """Whatever would make the host wait for the device raises; it was run once before, to compile and allocate."""
     model = write_checkpoint(tmp_path / "model", **SHAPE)
@@ -343,8 +371,8 @@ def test_device_memory_is_held(gib: float) -> None:
         held = torch.cuda.memory_reserved()
         found = llm.generate(prompts, params, use_tqdm=False)
         assert [len(tokens) for tokens in tokens_of(found)] == [8] * 8
-        assert torch.cuda.memory_reserved() == held, "a step takes nothing more"
-        assert held - before <= gib * GIB
+        assert torch.cuda.memory_reserved() <= held + ROOM, "a step takes nothing more, but for its graphs"
+        assert torch.cuda.memory_reserved() - before <= gib * GIB
         assert held - before > 0.6 * gib * GIB
     assert (report is None) == (gib > 3.5)
     if report is not None:

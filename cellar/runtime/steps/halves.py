@@ -1,0 +1,180 @@
+"""Layers' halves of passes of few tokens as graphs, where weights are streamed: launches took longer than they do.
+
+    hidden --[graph: first half]--> q, k, v --> attention, launched --> attended --[graph: second half]--> hidden
+
+A graph has its weights at fixed addresses: there is one for each slot of the ring that a layer was ever in, and for
+each way in which its rows were divided between the device and the CPU. What goes in and out lies at fixed places,
+too, the same for all layers: so graphs may follow each other in any order, and what one needs while it runs is memory
+that all others use as well.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from cellar.models.model import Carried, Hidden, LayerContext, Model, Projected, Weights
+from cellar.runtime.recorder import Recorded, Recorder
+
+_LOG = logging.getLogger(__name__)
+
+MOST_TOKENS = 256
+"""Of more tokens a layer computes about as long as it is launched."""
+
+MOST_PIECES = 1024
+"""Each takes some 0.13 MiB of an H200's memory, beside what `ROOM` is for: of 32 layers, 16 sizes have graphs."""
+
+ROOM = 2**26
+"""Bytes that graphs may take of the allocator for what they need while they run: 4 MiB were seen, and 46 where the
+library multiplies, which has memory of its own for each stream.
+"""
+
+_EXACT = 16
+"""Up to so many tokens nothing is filled up: the CPU multiplies every one of them."""
+
+T = TypeVar("T")
+
+
+class Halves(Protocol):
+    """What computes a layer before and behind its attention: a `Model`, or its graphs."""
+
+    def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        """See `Model`."""
+
+    def after_attention(
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
+    ) -> Hidden:
+        """See `Model`."""
+
+
+def pass_sizes(most: int) -> tuple[int, ...]:
+    """The numbers of tokens that have graphs of their own, ascending, to `most`."""
+    sizes = [*range(1, _EXACT + 1), *range(24, 64, 8), *range(64, MOST_TOKENS + 1, 16)]
+    most = min(most, MOST_TOKENS)
+    return (*(size for size in sizes if size < most), most)
+
+
+class RecordedHalves:
+    """The halves of `model`'s layers, for one batch a pass of up to `most` tokens. Each half is launched when it is
+    first met, with the padding of its size, which loads what its kernels need, recorded the second time, and replayed
+    from then on. `left` says how many bytes the device has left: those with too few, and more than `MOST_PIECES`, are
+    launched each time.
+    """
+
+    def __init__(self, model: Model, recorder: Recorder, most: int, left: Callable[[], int]) -> None:
+        self._model = model
+        self._recorder = recorder
+        self._left = left
+        self._sizes = pass_sizes(most)
+        self._rooms: dict[tuple[str, torch.Size, torch.dtype], Tensor] = {}
+        self._pieces: dict[Hashable, tuple[Recorded, Any]] = {}
+        # What graphs have read stays where it is, so that its number is that of nothing else.
+        self._weights: dict[int, Weights] = {}
+        self._launched: set[Hashable] = set()
+        self._records = True
+
+    def takes(self, tokens: int) -> bool:
+        """Whether a batch of so many has graphs, or will."""
+        return 0 < tokens <= self._sizes[-1]
+
+    def of(self, h: Hidden) -> RecordedPass:
+        """A pass begins with this hidden state; it is the only one until it ends."""
+        size = self._sizes[bisect_left(self._sizes, len(h.residual))]
+        return RecordedPass(self, self._model, h, size)
+
+    def room(self, name: str, like: Tensor, size: int) -> Tensor:
+        """A fixed place for tensors of this name, whose rows are as those of `like`: [size, ...]."""
+        key = name, like.shape[1:], like.dtype
+        if key not in self._rooms:
+            shape = (self._sizes[-1], *like.shape[1:])
+            self._rooms[key] = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        return self._rooms[key][:size]
+
+    def clear(self, name: str, start: int, stop: int) -> None:
+        """Padding holds nothing of anybody."""
+        if start < stop:
+            for (owner, _, _), there in self._rooms.items():
+                if owner == name:
+                    there[start:stop].zero_()
+
+    def run(self, half: str, size: int, weights: Weights, bare: bool, work: Callable[[], T]) -> T:
+        """`work`, launched or replayed; what it returns lies in rooms."""
+        key = half, size, id(weights), bare
+        if key not in self._pieces and key in self._launched and self._may_record():
+            try:
+                self._pieces[key] = self._recorder.record(work)
+            except Exception:
+                self._records = False
+                _LOG.warning("passes of %d tokens have no graphs and are launched each time", size, exc_info=True)
+        if key in self._pieces:
+            piece, found = self._pieces[key]
+            piece.replay()
+            return found  # type: ignore[no-any-return]
+        self._weights[id(weights)] = weights
+        self._launched.add(key)
+        return work()
+
+    def _may_record(self) -> bool:
+        if self._records and (len(self._pieces) == MOST_PIECES or self._left() < ROOM):
+            self._records = False
+            _LOG.info("graphs of passes have the memory that they may take; other sizes are launched each time")
+        return self._records
+
+
+class RecordedPass:
+    """Implements `Halves` for the batch of one pass: `hidden` is what the first layer takes, and `left` says what the
+    last one has left, until the next pass begins.
+    """
+
+    def __init__(self, owner: RecordedHalves, model: Model, h: Hidden, size: int) -> None:
+        self._owner = owner
+        self._model = model
+        self._tokens = len(h.residual)
+        self._size = size
+        self.hidden = self._kept(h)
+        for name in ("residual", "delta", "attended"):
+            owner.clear(name, self._tokens, size)
+
+    def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        """Padded but for q, k and v."""
+        first = partial(self._first, j, weights, h, ctx)
+        q, k, v, carried = self._owner.run("first", self._size, weights, h.delta is None, first)
+        n = self._tokens
+        return Projected(q[:n], k[:n], v[:n], carried)
+
+    def after_attention(
+        self, j: int, weights: Weights, carried: Carried, attended: Tensor, ctx: LayerContext
+    ) -> Hidden:
+        """Padded, as what it carries is."""
+        there = self._owner.room("attended", attended, self._size)
+        there[: self._tokens].copy_(attended)
+
+        def second() -> Hidden:
+            return self._kept(self._model.after_attention(j, weights, carried, there, ctx))
+
+        return self._owner.run("second", self._size, weights, carried.normed is None, second)
+
+    def left(self, h: Hidden) -> Hidden:
+        """Without the padding."""
+        return Hidden(h.residual[: self._tokens], None if h.delta is None else h.delta[: self._tokens])
+
+    def _first(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
+        q, k, v, carried = self._model.before_attention(j, weights, h, ctx)
+        normed = None if carried.normed is None else self._at("normed", carried.normed)
+        kept = Carried(self._at("carried", carried.residual), normed)
+        return Projected(self._at("q", q), self._at("k", k), self._at("v", v), kept)
+
+    def _kept(self, h: Hidden) -> Hidden:
+        assert h.part is None, "one device has the whole model"
+        return Hidden(self._at("residual", h.residual), None if h.delta is None else self._at("delta", h.delta))
+
+    def _at(self, name: str, found: Tensor) -> Tensor:
+        there = self._owner.room(name, found, self._size)
+        there[: len(found)].copy_(found)
+        return there
