@@ -35,11 +35,12 @@ from cellar.runtime.recorder import Recorder
 from cellar.runtime.steps.arena import Arena
 from cellar.runtime.steps.forward import Forward, Gate, Layers, Passes
 from cellar.runtime.steps.graphs import Missing, StepGraphs
-from cellar.runtime.steps.halves import RecordedHalves
 from cellar.runtime.steps.inputs import LongArray, StepInputs, step_inputs
 from cellar.runtime.steps.laid import LaidForward
 from cellar.runtime.steps.masks import MaskBox
+from cellar.runtime.steps.recorded_layers import RecordedLayers
 from cellar.runtime.steps.rows import DeviceRows, Drawing
+from cellar.runtime.steps.streamed_graphs import StreamedGraphs
 from cellar.runtime.tiers.arrivals import Arrival, Arrivals
 from cellar.runtime.transfer import to_host, uploader
 
@@ -138,6 +139,8 @@ class StepExecutor:
         self._awaited_masks = 0.0  # seconds, of the step at hand
         num_columns = -(-spec.max_position // spec.kv.chunk_size)
         self._graphs: StepGraphs | None = None
+        self._streamed: StreamedGraphs | None = None
+        self._kv_here = host_kv is None
         # Who measures steps launches them from a thread of its own, beside the worker's idle moments.
         self._turn = threading.Lock()
         self.rows = DeviceRows(num_rows, num_columns, spec.vocab_size, device, self._upload, mirrored)
@@ -207,7 +210,8 @@ class StepExecutor:
             return self._replay(plan.step, self._graphs, inputs, groups[0], delta, masks, clock)
         cut = self._whole is not None and self._whole.cuts(inputs.num_tokens)
         graphs = None if cut else self._graphs
-        if delta and (graphs is not None or not inputs.num_tokens):  # a graph begins before all else is sent
+        begins = graphs is not None or self._streamed is not None
+        if delta and (begins or not inputs.num_tokens):  # a graph begins before all else is sent
             self.rows.mirror(*self._upload(delta))
             delta = []
         if not inputs.num_tokens:
@@ -217,6 +221,8 @@ class StepExecutor:
                 (where,) = self._upload([rows])
                 self.rows.last.index_copy_(0, where, tokens)
         h = None if graphs is None else graphs.hidden(inputs, gate)
+        if self._streamed is not None:
+            h = self._streamed.hidden(inputs, gate)
 
         arrays = _Arrays()
         core = arrays.add([inputs.positions, inputs.slot_mapping] if h is None else [])
@@ -321,13 +327,17 @@ class StepExecutor:
                     whole, self.rows, most_rows, most_tokens, self._device, parts=parts, whole=together, ran=ran
                 )
 
-    def record_halves(self, recorder: Recorder, most_rows: int, held: int | None) -> None:
-        """Record the halves of streamed layers, for passes of up to `most_rows` tokens, as such passes come. `held`:
-        bytes that the device may hold in all.
+    def record_layers(self, recorder: Recorder, most_rows: int, held: int | None) -> None:
+        """Record streamed layers, for passes of up to `most_rows` tokens, as such passes come. `held`: bytes that the
+        device may hold in all.
         """
         if self._whole is not None and self._comm is None:
             left = partial(device_left, self._device, held)
-            self._whole.record_halves(RecordedHalves(self._whole.model, recorder, most_rows, left))
+            recorded = RecordedLayers(self._whole.model, recorder, most_rows, left)
+            self._whole.record_layers(recorded)
+            if self._kv_here and self._stages is None:
+                with torch.inference_mode(), torch.cuda.device(self._device):
+                    self._streamed = StreamedGraphs(self._whole, recorded, self.rows, most_rows, self._device)
 
     def prepare(self) -> bool:
         """A piece of the capturing that is left, between two launches; -> whether there was one."""

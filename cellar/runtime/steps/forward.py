@@ -44,9 +44,9 @@ from cellar.runtime.offload.staged import MOST_RUNS, CopiedChunks, StagedChunks,
 from cellar.runtime.pace import Pace
 from cellar.runtime.ranks.stages import Stages
 from cellar.runtime.steps.arena import Arena
-from cellar.runtime.steps.halves import Halves, RecordedHalves, RecordedPass
 from cellar.runtime.steps.inputs import LongArray, StepInputs
 from cellar.runtime.steps.lanes import InTurn, Lanes, cut
+from cellar.runtime.steps.recorded_layers import LaunchedLayers, PassLayers, RecordedLayers, RecordedPass
 from cellar.runtime.transfer import uploader
 
 Gate = Callable[[int], None]
@@ -261,7 +261,7 @@ class Forward:
         self._table_host: NDArray[np.int32] | None = None
         self._wide_layers: frozenset[int] = frozenset()
         self._softmax: Softmax = "auto"
-        self._recorded: RecordedHalves | None = None
+        self._recorded: RecordedLayers | None = None
 
     def keep_maximum(self, layers: Collection[int]) -> None:
         """Compute the softmax of these layers with a running maximum: a profile found their scores too wide.
@@ -280,9 +280,9 @@ class Forward:
         if host.by_cpu:
             self._cpu = CpuAttention(host, self._cos_sin, self._scale, self._device, self._jobs)
 
-    def record_halves(self, recorded: RecordedHalves) -> None:
-        """Passes of few tokens have graphs, which these launch; on one device alone."""
-        assert self._comm is None, "graphs of halves hold no sums over ranks"
+    def record_layers(self, recorded: RecordedLayers) -> None:
+        """Passes of few tokens have graphs of their layers; on one device alone."""
+        assert self._comm is None, "they hold no sums over ranks"
         self._recorded = recorded
 
     def plan(self, inputs: StepInputs) -> list[AttentionWork]:
@@ -373,12 +373,13 @@ class Forward:
         table: Tensor,
         pace: Pace | None = None,
         gate: Gate | None = None,
+        kind: str = "",
     ) -> Hidden:
         """The hidden state after the last layer, of all tokens of the step: [tokens, hidden]. `planned` by `plan`.
 
-        Each layer is a lap of `pace`; `gate` is called with its number before it.
+        Each layer is a lap of `pace`; `gate` is called with its number before it. `kind`: see `RecordedLayers.of`.
         """
-        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace, gate)
+        return self.passed([(tokens, self.context(planned, positions, slot_mapping, table))], pace, gate, kind)
 
     def context(
         self, planned: Sequence[AttentionWork], positions: Tensor, slot_mapping: Tensor, table: Tensor
@@ -487,11 +488,15 @@ class Forward:
         return StepContext(positions, self._cos_sin, arena, slot_mapping, table, works, self._scale, comm)
 
     def passed(
-        self, batches: Sequence[tuple[Tensor, LayerContext]], pace: Pace | None, gate: Gate | None = None
+        self,
+        batches: Sequence[tuple[Tensor, LayerContext]],
+        pace: Pace | None,
+        gate: Gate | None = None,
+        kind: str = "",
     ) -> Hidden:
         """All batches through the model, layer by layer: while a layer's weights are there, all use them."""
         hidden = self._entered(batches)
-        halves, recorded = self._halves(hidden)
+        passes, recorded = self._layers_of(hidden, kind)
         self._layers.begin(sum(len(tokens) for tokens, _ in batches))
         contexts = [context for _, context in batches]
         # All ranks that share a layer take its batches in one order.
@@ -503,7 +508,7 @@ class Forward:
             if gate is not None:
                 gate(j)
             with self._layers.at(j) as layer_weights:
-                pass_layer(halves, j, layer_weights, hidden, contexts, late, begin_part, rotate=rotate)
+                pass_layer(passes, j, layer_weights, hidden, contexts, late, begin_part, rotate=rotate)
             if pace is not None:
                 pace.lap()
         for k, one in recorded.items():
@@ -513,15 +518,15 @@ class Forward:
             self._stages.send(found)
         return found
 
-    def _halves(self, hidden: list[Hidden]) -> tuple[list[Halves], dict[int, RecordedPass]]:
-        """What computes each batch's halves; the first one of few tokens has graphs, and goes in at their door."""
-        halves: list[Halves] = [self.model] * len(hidden)
+    def _layers_of(self, hidden: list[Hidden], kind: str) -> tuple[list[PassLayers], dict[int, RecordedPass]]:
+        """What computes each batch's layers; the first one of few tokens has graphs, and goes in at their door."""
+        passes: list[PassLayers] = [LaunchedLayers(self.model)] * len(hidden)
         for k, h in enumerate(hidden):
             if self._recorded is not None and self._recorded.takes(len(h.residual)):
-                halves[k] = found = self._recorded.of(h)
+                passes[k] = found = self._recorded.of(h, kind)
                 hidden[k] = found.hidden
-                return halves, {k: found}
-        return halves, {}
+                return passes, {k: found}
+        return passes, {}
 
     def _passed_in_lanes(
         self, lanes: Lanes, batches: Sequence[tuple[Tensor, LayerContext]], gate: Gate | None
@@ -580,7 +585,7 @@ def leading_decodes(inputs: StepInputs) -> int:
 
 
 def pass_layer(
-    halves: Sequence[Halves],
+    passes: Sequence[PassLayers],
     j: int,
     weights: Mapping[str, Weight],
     hidden: list[Hidden],
@@ -590,22 +595,21 @@ def pass_layer(
     *,
     rotate: bool,
 ) -> None:
-    """Layer j of all batches, each by its own `halves`. Those that are `late` wait for the CPU's attention: it is begun
-    first, and the others are computed beside it. `begin_part` is called before each. `rotate`: see `LayerContext`.
+    """Layer j of all batches, each by its own of `passes`. Those that are `late` wait for the CPU's attention: it is
+    begun first, and the others are computed beside it. `begin_part` is called before each. `rotate`: see
+    `LayerContext`.
     """
     begun = []
     for k, late_context in late.items():
         begin_part()
-        q, keys, values, carried = halves[k].before_attention(j, weights, hidden[k], late_context)
+        q, keys, values, carried = passes[k].before_attention(j, weights, hidden[k], late_context)
         begun.append((k, carried, late_context.begin(j, q, keys, values, rotate=rotate)))
     for k, context in enumerate(contexts):
         if k not in late:
             begin_part()
-            q, keys, values, carried = halves[k].before_attention(j, weights, hidden[k], context)
-            attended = context.attend(j, q, keys, values, rotate=rotate)
-            hidden[k] = halves[k].after_attention(j, weights, carried, attended, context)
+            hidden[k] = passes[k].layer(j, weights, hidden[k], context)
     for k, carried, come in begun:
-        hidden[k] = halves[k].after_attention(j, weights, carried, come(), contexts[k])
+        hidden[k] = passes[k].after_attention(j, weights, carried, come(), contexts[k])
 
 
 def asks_ahead(layer: LayerSpec, weights: Mapping[str, Weight]) -> int:

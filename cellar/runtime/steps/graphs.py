@@ -6,8 +6,8 @@
 
 A step of n tokens takes the graph of the next larger size. The tokens it lacks are padding: they read a spare row's
 last token, write K and V into a spare slot, and are in no attention work list; nothing looks at their results. What
-changes from step to step lies at fixed addresses: the words of `_Stage` (rows, positions, slots, given tokens,
-attention work lists), the slot table, the last tokens.
+changes from step to step lies at fixed addresses: `FixedInputs` (rows, positions, slots, given tokens, attention work
+lists), the slot table, the last tokens.
 """
 
 from __future__ import annotations
@@ -17,36 +17,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cellar.models.model import Hidden
-from cellar.ops.attention import AttentionBuffers, AttentionShape, AttentionWork
-from cellar.ops.attention.plan import (
-    GRAPH_TILE,
-    HEADER,
-    HOPPER_TILE,
-    ITEM_FIELDS,
-    Captured,
-    Items,
-    default_programs,
-    narrow_rows,
-    on_hopper,
-    work_items,
-)
+from cellar.ops.attention.plan import Captured
 from cellar.ops.sampling import Sampled, sample
 from cellar.runtime.captured import recording
+from cellar.runtime.steps.fixed_inputs import FixedInputs
 from cellar.runtime.steps.forward import Forward, Gate
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.steps.ladder import Ladder
 from cellar.runtime.steps.layer_graphs import LayerGraphs
 from cellar.runtime.steps.rows import DeviceRows
-from cellar.runtime.transfer import pull
 
-# Steps whose inputs may be on their way at once; more than any run-ahead in use.
-_IN_FLIGHT = 4
 _FIRST_ROWS = 8
 # The allocator's large blocks lie in segments of this many bytes.
 _SEGMENT = 2**21
@@ -76,29 +60,6 @@ def first_batch_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
 def first_prompt_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
     """Of these the largest one: a prompt that is launched kernel by kernel takes little longer."""
     return tuple(sizes[-1:])
-
-
-class _Stage:
-    """int32 words at fixed addresses on the device, each step's filled from pinned memory by one kernel."""
-
-    def __init__(self, words: int, device: torch.device) -> None:
-        self.there = torch.zeros(words, dtype=torch.int32, device=device)
-        self._rings = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(_IN_FLIGHT)]
-        self._read: list[Any] = [torch.cuda.Event() for _ in range(_IN_FLIGHT)]  # type: ignore[no-untyped-call]
-        self._next = 0
-
-    def open(self) -> NDArray[np.int32]:
-        """Where to write the next step's words."""
-        self._read[self._next].synchronize()
-        words: NDArray[np.int32] = self._rings[self._next].numpy()
-        return words
-
-    def send(self, count: int) -> None:
-        """Bring the first `count` words to the device, in stream order."""
-        at = self._next
-        self._next = (at + 1) % _IN_FLIGHT
-        pull(self._rings[at], self.there, count)
-        self._read[at].record()
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,15 +132,10 @@ class StepGraphs:
         self._parts = parts
         self._rows = rows
         self._device = device
-        self._programs = default_programs(device)
         self._most_rows = most_rows
-        self._spare_place = forward.arena.num_slots * forward.arena.chunk_size
         decodes, prompts = batch_sizes(most_rows), prompt_sizes(most_tokens)
         most = max([most_rows, *prompts])
-        self._buffers = [
-            AttentionBuffers.for_limits(shape, most, 2 * most_rows, self._programs, device) for shape in forward.shapes
-        ]
-        self._stage = _Stage(self._meta_at(most, len(forward.shapes)), device)
+        self._inputs = FixedInputs(forward, rows, most_rows, most, device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._prompts: Ladder[_Captured] = Ladder(prompts)
@@ -213,7 +169,7 @@ class StepGraphs:
         count = inputs.num_tokens
         size = self._decodes.size(count)
         assert size is not None, "asked by `serves`"
-        self._send(inputs, size, self._lists(inputs))
+        self._inputs.send(inputs, size, self._inputs.lists(inputs))
         captured = self._decodes.take(size, self._record_decodes)
         if captured is None:
             logits = self._decode(size)
@@ -242,11 +198,10 @@ class StepGraphs:
             return None
         if gate is not None and len(LayerGraphs(self._parts)) == 1:
             return None
-        limits, lists = self._prompt_limits(size), self._lists(inputs)
-        room = zip(self._buffers, limits, lists, strict=True)
-        if not all(buffers.holds(items) and limit.holds(items) for buffers, limit, items in room):
+        limits, lists = self._inputs.prompt_limits(size), self._inputs.lists(inputs)
+        if not self._inputs.holds(limits, lists):
             return None
-        self._send(inputs, size, lists)
+        self._inputs.send(inputs, size, lists)
         captured = self._prompts.take(size, self._record_prompts)
         if captured is None:
             h = self._layers(size, limits, given_too=True, gate=gate)
@@ -273,91 +228,33 @@ class StepGraphs:
         largest = [kind.recorded[kind.sizes[-1]].nbytes if kind.sizes else 0 for kind in (self._prompts, self._decodes)]
         return Missing.of((self._prompts, largest[0]), (self._decodes, largest[1]))
 
-    # -- the words of a step: feed rows, positions, slots, given tokens (int64 each), then a work list per shape --
-
-    def _meta_at(self, size: int, shape: int) -> int:
-        return 8 * size + sum(HEADER + buffers.capacity[0] * ITEM_FIELDS for buffers in self._buffers[:shape])
-
-    def _lists(self, inputs: StepInputs) -> list[Items]:
-        offset = np.zeros(len(inputs.start) + 1, np.int32)
-        np.cumsum(inputs.stop - inputs.start, out=offset[1:])
-        return [
-            work_items(
-                *(shape, inputs.row, inputs.start, inputs.stop, offset, self._programs),
-                wide_tile=self._tile(shape),
-                most_narrow=narrow_rows(shape, self._device),
-            )
-            for shape in self._forward.shapes
-        ]
-
-    def _tile(self, shape: AttentionShape) -> int:
-        return HOPPER_TILE if on_hopper(shape, self._device) else GRAPH_TILE
-
-    def _send(self, inputs: StepInputs, size: int, lists: Sequence[Items]) -> None:
-        words = self._stage.open()
-        count = inputs.num_tokens
-        feed, positions, slots, given = words[: 8 * size].view(np.int64).reshape(4, size)
-        feed[:] = self._rows.spare
-        feed[inputs.feed] = inputs.feed_rows
-        positions[:count], positions[count:] = inputs.positions, 0
-        slots[:count], slots[count:] = inputs.slot_mapping, self._spare_place
-        given[:count], given[count:] = inputs.tokens, -1
-        given[inputs.feed] = -1
-        used = 8 * size
-        for k, items in enumerate(lists):
-            at = self._meta_at(size, k)
-            used = at + items.write(words[at:])
-        self._stage.send(used)
-
     # -- capture --------------------------------------------------------------------------------------------------
 
     def _layers(self, size: int, limits: Sequence[Captured], *, given_too: bool, gate: Gate | None = None) -> Hidden:
-        feed, positions, slots, given = self._stage.there[: 8 * size].view(torch.int64).view(4, size)
-        works = [
-            AttentionWork.for_graph(shape, buffers.placed_at(self._stage.there[self._meta_at(size, k) :]), limit)
-            for k, (shape, buffers, limit) in enumerate(zip(self._forward.shapes, self._buffers, limits, strict=True))
-        ]
-        tokens = self._rows.last.index_select(0, feed)
-        if given_too:
-            tokens = torch.where(given < 0, tokens, given)
-        return self._forward.run(works, tokens, positions, slots, self._rows.table, gate=gate)
-
-    def _clear(self, size: int) -> None:
-        """Padding alone, which touches nobody's cache."""
-        self._stage.there.zero_()
-        feed, _, slots, given = self._stage.there[: 8 * size].view(torch.int64).view(4, size)
-        feed.fill_(self._rows.spare)
-        slots.fill_(self._spare_place)
-        given.fill_(-1)
+        return self._forward.run(*self._inputs.placed(size, limits, given_too=given_too), gate=gate)
 
     def _recording(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
         return recording(graph, self._pool, self._stream)
 
-    def _prompt_limits(self, size: int) -> list[Captured]:
-        shapes, programs = self._forward.shapes, self._programs
-        return [Captured.prompts(size, self._most_rows, shape, programs, self._tile(shape)) for shape in shapes]
-
     def _decode(self, size: int) -> Tensor:
-        shapes, programs = self._forward.shapes, self._programs
-        limits = [Captured.decodes(size, shape, programs, self._tile(shape)) for shape in shapes]
-        return self._forward.logits(self._layers(size, limits, given_too=False))
+        return self._forward.logits(self._layers(size, self._inputs.decode_limits(size), given_too=False))
 
     def _best(self, size: int, logits: Tensor) -> Sampled:
-        feed, how = self._stage.there[: 2 * size].view(torch.int64), self._rows.plain(size)
+        feed, how = self._inputs.feed(size), self._rows.plain(size)
         chosen = sample(logits, how)
         self._rows.sampled(feed, chosen.tokens, how)
         return chosen
 
     def _pad_prompts(self, size: int) -> None:
-        self._clear(size)
-        self._layers(size, self._prompt_limits(size), given_too=True)
+        self._inputs.clear(size)
+        self._layers(size, self._inputs.prompt_limits(size), given_too=True)
 
     def _pad_decodes(self, size: int) -> None:
-        self._clear(size)
+        self._inputs.clear(size)
         self._best(size, self._decode(size))
 
     def _record_prompts(self, size: int) -> _Captured:
-        limits, pieces = self._prompt_limits(size), LayerGraphs(self._parts)
+        limits, pieces = self._inputs.prompt_limits(size), LayerGraphs(self._parts)
         hidden = pieces.record(lambda gate: self._layers(size, limits, given_too=True, gate=gate), self._recording)
         return _Captured(pieces, hidden)
 

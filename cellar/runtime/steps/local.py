@@ -130,7 +130,7 @@ class LocalRuntime:
         self.executor.forward.use_softmax(softmax)
         chunks = ArenaChunks(self.executor.arena, device) if tiers else None
         if not enforce_eager and offloaded is not None and offloaded.recorder is not None:
-            self.executor.record_halves(offloaded.recorder, num_rows, offloaded.capacity)
+            self.executor.record_layers(offloaded.recorder, num_rows, offloaded.capacity)
         # A captured step has its weights at fixed addresses.
         if not enforce_eager and offloaded is None:
             parts = chunks.part_of_layer if chunks is not None and Tier.HOST in tiers else ()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cellar.core.errors import DeviceError
 from cellar.models.model import Hidden
+from cellar.runtime.steps import fixed_inputs
 from cellar.runtime.steps import graphs as step_graphs
 from cellar.runtime.steps.forward import Forward, Gate
 from cellar.runtime.steps.graphs import StepGraphs, prompt_sizes
@@ -145,9 +146,9 @@ class Event:
 
 
 class World:
-    """Captured steps of a toy, with rows and a table of their own."""
+    """Captured steps of a toy (`parts` None: none are), with rows and a table of their own."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, parts: Sequence[int]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, parts: Sequence[int] | None) -> None:
         plain = torch.zeros
 
         def zeros(*arguments: Any, pin_memory: bool = False, **options: Any) -> Tensor:
@@ -161,11 +162,12 @@ class World:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-        monkeypatch.setattr(step_graphs, "pull", pull)
+        monkeypatch.setattr(fixed_inputs, "pull", pull)
         monkeypatch.setattr(step_graphs, "recording", recording)
         self.toy = Toy()
         self.rows = DeviceRows(4, 8, VOCAB, CPU, uploader(CPU))
-        self.graphs = StepGraphs(cast(Forward, self.toy), self.rows, 4, 64, CPU, parts=parts, whole=True)
+        if parts is not None:
+            self.graphs = StepGraphs(cast(Forward, self.toy), self.rows, 4, 64, CPU, parts=parts, whole=True)
         self.toy.held.copy_(torch.arange(len(PARTS)).double() * 3 + 1)
 
     def inputs(self, step: Step) -> StepInputs:

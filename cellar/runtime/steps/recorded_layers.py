@@ -1,6 +1,7 @@
-"""Layers' halves of passes of few tokens as graphs, where weights are streamed: launches took longer than they do.
+"""Layers of passes of few tokens as graphs, where weights are streamed: launches took longer than they do.
 
-    hidden --[graph: first half]--> q, k, v --> attention, launched --> attended --[graph: second half]--> hidden
+    KV in host memory:  hidden --[graph]--> q, k, v --> attention, launched --> attended --[graph]--> hidden
+    on the device:      hidden --[graph, attention in it]--> hidden
 
 A graph has its weights at fixed addresses: there is one for each slot of the ring that a layer was ever in, and for
 each way in which its rows were divided between the device and the CPU. What goes in and out lies at fixed places,
@@ -19,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cellar.models.model import Carried, Hidden, LayerContext, Model, Projected, Weights
+from cellar.models.model import Carried, Hidden, LayerContext, Model, Projected, Weights, run_layer
 from cellar.runtime.recorder import Recorded, Recorder
 
 _LOG = logging.getLogger(__name__)
@@ -41,8 +42,11 @@ _EXACT = 16
 T = TypeVar("T")
 
 
-class Halves(Protocol):
-    """What computes a layer before and behind its attention: a `Model`, or its graphs."""
+class PassLayers(Protocol):
+    """What computes layers, or what is before and behind their attention."""
+
+    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
+        """All of layer j."""
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """See `Model`."""
@@ -53,6 +57,19 @@ class Halves(Protocol):
         """See `Model`."""
 
 
+class LaunchedLayers:
+    """Implements `PassLayers` kernel by kernel."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.before_attention = model.before_attention
+        self.after_attention = model.after_attention
+
+    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
+        """See `run_layer`."""
+        return run_layer(self._model, j, weights, h, ctx)
+
+
 def pass_sizes(most: int) -> tuple[int, ...]:
     """The numbers of tokens that have graphs of their own, ascending, to `most`."""
     sizes = [*range(1, _EXACT + 1), *range(24, 64, 8), *range(64, MOST_TOKENS + 1, 16)]
@@ -60,8 +77,8 @@ def pass_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-class RecordedHalves:
-    """The halves of `model`'s layers, for one batch a pass of up to `most` tokens. Each half is launched when it is
+class RecordedLayers:
+    """The layers of `model`, for one batch a pass of up to `most` tokens: halves, or whole. Each is launched when it is
     first met, with the padding of its size, which loads what its kernels need, recorded the second time, and replayed
     from then on. `left` says how many bytes the device has left: those with too few, and more than `MOST_PIECES`, are
     launched each time.
@@ -79,14 +96,24 @@ class RecordedHalves:
         self._launched: set[Hashable] = set()
         self._records = True
 
+    @property
+    def most(self) -> int:
+        """Tokens of the largest batch that it takes."""
+        return self._sizes[-1]
+
     def takes(self, tokens: int) -> bool:
         """Whether a batch of so many has graphs, or will."""
-        return 0 < tokens <= self._sizes[-1]
+        return 0 < tokens <= self.most
 
-    def of(self, h: Hidden) -> RecordedPass:
-        """A pass begins with this hidden state; it is the only one until it ends."""
-        size = self._sizes[bisect_left(self._sizes, len(h.residual))]
-        return RecordedPass(self, self._model, h, size)
+    def size(self, tokens: int) -> int:
+        """To how many a batch that it takes is filled up."""
+        return self._sizes[bisect_left(self._sizes, tokens)]
+
+    def of(self, h: Hidden, kind: str = "") -> RecordedPass:
+        """A pass begins with this hidden state; it is the only one until it ends. `kind`: of a step whose inputs lie at
+        fixed addresses, padded; its layers are recorded whole.
+        """
+        return RecordedPass(self, self._model, h, self.size(len(h.residual)), kind)
 
     def room(self, name: str, like: Tensor, size: int) -> Tensor:
         """A fixed place for tensors of this name, whose rows are as those of `like`: [size, ...]."""
@@ -103,9 +130,9 @@ class RecordedHalves:
                 if owner == name:
                     there[start:stop].zero_()
 
-    def run(self, half: str, size: int, weights: Weights, bare: bool, work: Callable[[], T]) -> T:
+    def run(self, part: str, size: int, weights: Weights, bare: bool, work: Callable[[], T]) -> T:
         """`work`, launched or replayed; what it returns lies in rooms."""
-        key = half, size, id(weights), bare
+        key = part, size, id(weights), bare
         if key not in self._pieces and key in self._launched and self._may_record():
             try:
                 self._pieces[key] = self._recorder.record(work)
@@ -128,18 +155,31 @@ class RecordedHalves:
 
 
 class RecordedPass:
-    """Implements `Halves` for the batch of one pass: `hidden` is what the first layer takes, and `left` says what the
-    last one has left, until the next pass begins.
+    """Implements `PassLayers` for the batch of one pass: `hidden` is what the first layer takes, and `left` says what
+    the last one has left, until the next pass begins.
     """
 
-    def __init__(self, owner: RecordedHalves, model: Model, h: Hidden, size: int) -> None:
+    def __init__(self, owner: RecordedLayers, model: Model, h: Hidden, size: int, kind: str) -> None:
         self._owner = owner
         self._model = model
+        self._kind = kind
         self._tokens = len(h.residual)
         self._size = size
         self.hidden = self._kept(h)
         for name in ("residual", "delta", "attended"):
             owner.clear(name, self._tokens, size)
+
+    def layer(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Hidden:
+        """As one graph, or as two with attention between them."""
+        if self._kind:
+
+            def whole() -> Hidden:
+                return self._kept(run_layer(self._model, j, weights, h, ctx))
+
+            return self._owner.run(self._kind, self._size, weights, h.delta is None, whole)
+        q, k, v, carried = self.before_attention(j, weights, h, ctx)
+        attended = ctx.attend(j, q, k, v, rotate=self._model.spec.rope is not None)
+        return self.after_attention(j, weights, carried, attended, ctx)
 
     def before_attention(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         """Padded but for q, k and v."""

@@ -1,14 +1,14 @@
-"""Layers' halves as graphs: they give what the model gives, whichever slot a layer lies in, whoever multiplies its rows
-and however many tokens there are. On the CPU graphs are tapes; test_offloaded_gpu.py has real ones.
+"""Layers as graphs, in halves or whole: they give what the model gives, whichever slot a layer lies in, whoever
+multiplies its rows and however many tokens there are. On the CPU graphs are tapes; test_offloaded_gpu.py has real ones.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 import torch
@@ -22,15 +22,32 @@ from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
 from cellar.runtime.offload.signal import WaitingSignal
-from cellar.runtime.recorder import Recorder
-from cellar.runtime.steps import halves as steps_halves
+from cellar.runtime.recorder import Recorded, Recorder
+from cellar.runtime.steps import recorded_layers
 from cellar.runtime.steps.forward import pass_layer
-from cellar.runtime.steps.halves import MOST_TOKENS, ROOM, RecordedHalves, pass_sizes
+from cellar.runtime.steps.recorded_layers import MOST_TOKENS, ROOM, LaunchedLayers, RecordedLayers, pass_sizes
 from tests.runtime.tape import Tape
 
 CPU = torch.device("cpu")
 HEADS, DIM, LAYERS = 2, 4, 3
 E = HEADS * DIM
+
+T = TypeVar("T")
+
+
+class Taped(Recorder):
+    """A tape computes while it records, which a graph does not: what that has written to `rooms` is undone."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, lambda graph: graph.recording())  # type: ignore[attr-defined,no-any-return]
+        self.rooms: Mapping[Any, Tensor] = {}
+
+    def record(self, work: Callable[[], T]) -> tuple[Recorded, T]:
+        before = {key: there.clone() for key, there in self.rooms.items()}
+        found = super().record(work)
+        for key, there in before.items():
+            self.rooms[key].copy_(there)
+        return found
 
 
 class Blocks:
@@ -106,7 +123,16 @@ def _split(there: Tensor, here: Tensor, exchange: Exchange) -> LinearWeight:
 def wanted(streamed: Streamed, h: Hidden) -> Tensor:
     found = [h]
     for j in range(LAYERS):
-        pass_layer([cast("Model", Blocks())], j, streamed.plain(j), found, [_context()], {}, lambda: None, rotate=False)
+        pass_layer(
+            [LaunchedLayers(cast("Model", Blocks()))],
+            j,
+            streamed.plain(j),
+            found,
+            [_context()],
+            {},
+            lambda: None,
+            rotate=False,
+        )
     return _sum(found[0])
 
 
@@ -118,8 +144,10 @@ def _sum(h: Hidden) -> Tensor:
     return h.residual if h.delta is None else h.residual + h.delta
 
 
-def run(recorded: RecordedHalves, streamed: Streamed, h: Hidden, first_slot: int, by_cpu: bool) -> Tensor:
-    one = recorded.of(h)
+def run(
+    recorded: RecordedLayers, streamed: Streamed, h: Hidden, first_slot: int, by_cpu: bool, kind: str = ""
+) -> Tensor:
+    one = recorded.of(h, kind)
     found = [one.hidden]
     for j in range(LAYERS):
         weights = streamed.at(j, (first_slot + j) % 2, by_cpu)
@@ -131,15 +159,18 @@ def hidden(tokens: int, *, delta: bool = False) -> Hidden:
     return Hidden(torch.randn(tokens, E), torch.randn(tokens, E) if delta else None)
 
 
-def halves(recorder: Recorder, most: int = 40) -> RecordedHalves:
-    return RecordedHalves(cast("Model", Blocks()), recorder, most, lambda: 2**40)
+def layers_of(recorder: Recorder, most: int = 40, left: Callable[[], int] = lambda: 2**40) -> RecordedLayers:
+    found = RecordedLayers(cast("Model", Blocks()), recorder, most, left)
+    if isinstance(recorder, Taped):
+        recorder.rooms = found._rooms
+    return found
 
 
 def test_passes_give_what_the_model_gives(jobs: CpuJobs, log: list[str]) -> None:
     """Sizes, slots, the CPU's rows and an entry with and without a delta, mixed, launched and replayed."""
     torch.manual_seed(0)
-    recorder = Recorder(CPU, lambda graph: graph.recording())  # type: ignore[attr-defined,no-any-return]
-    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), halves(recorder)
+    recorder = Taped()
+    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), layers_of(recorder)
     cases = [(1, 0), (3, 0), (16, 1), (17, 0), (23, 1), (40, 0), (24, 1), (3, 1), (33, 0)]
     for turn in range(4):
         for number, (tokens, slot) in enumerate(cases):
@@ -149,9 +180,26 @@ def test_passes_give_what_the_model_gives(jobs: CpuJobs, log: list[str]) -> None
     assert log.count("replay 0") > log.count("begin 0") > 0
 
 
+def test_whole_layers_are_one_graph_but_for_what_the_cpu_multiplies(jobs: CpuJobs, log: list[str]) -> None:
+    """Steps of two kinds have graphs of their own, and of their layers' halves again others."""
+    torch.manual_seed(1)
+    recorder = Taped()
+    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), layers_of(recorder)
+    counts = []
+    for turn in range(3):
+        for number, (kind, tokens) in enumerate([("decodes", 3), ("prompts", 3), ("", 3), ("decodes", 24)]):
+            log.clear()
+            h = hidden(tokens, delta=number % 2 == 0)
+            found = run(recorded, streamed, h, 0, by_cpu=tokens <= 16, kind=kind)
+            torch.testing.assert_close(found, wanted(streamed, h), msg=f"turn {turn}, {kind}, {tokens} tokens")
+            counts.append(log.count("replay 0"))
+    # The CPU cuts a layer three times; halves are cut once more, by attention.
+    assert counts == [0] * 4 + 2 * [4 * LAYERS, 4 * LAYERS, 5 * LAYERS, LAYERS]
+
+
 def test_what_is_recorded_the_second_time_is_replayed_from_then_on(jobs: CpuJobs, log: list[str]) -> None:
-    recorder = Recorder(CPU, lambda graph: graph.recording())  # type: ignore[attr-defined,no-any-return]
-    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), halves(recorder)
+    recorder = Taped()
+    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), layers_of(recorder)
     run(recorded, streamed, hidden(5), 0, by_cpu=True)
     assert not log
     run(recorded, streamed, hidden(5), 0, by_cpu=True)
@@ -170,8 +218,8 @@ def test_what_is_recorded_the_second_time_is_replayed_from_then_on(jobs: CpuJobs
 
 def test_padding_holds_nothing_of_anybody(jobs: CpuJobs, log: list[str]) -> None:
     """What one pass has left in a room is not what the next one's padding computes with."""
-    recorder = Recorder(CPU, lambda graph: graph.recording())  # type: ignore[attr-defined,no-any-return]
-    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), halves(recorder)
+    recorder = Taped()
+    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), layers_of(recorder)
     run(recorded, streamed, Hidden(torch.full((24, E), torch.nan)), 0, by_cpu=False)
     one = recorded.of(hidden(18))
     assert one.hidden.residual.shape == (24, E)
@@ -188,7 +236,7 @@ def test_one_that_cannot_be_recorded_is_launched(
         raise DeviceError("no memory for graphs")
 
     recorder = Recorder(CPU, refused)
-    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), halves(recorder)
+    streamed, recorded = Streamed(Exchange(CPU, Channel(), jobs, recorder.between)), layers_of(recorder)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             h = hidden(7)
@@ -205,10 +253,10 @@ def test_graphs_take_no_more_than_they_may(
     """What is recorded by then is replayed still."""
     left = [ROOM]
     if why == "pieces":
-        monkeypatch.setattr(steps_halves, "MOST_PIECES", 2 * LAYERS)
-    recorder = Recorder(CPU, lambda graph: graph.recording())  # type: ignore[attr-defined,no-any-return]
+        monkeypatch.setattr(recorded_layers, "MOST_PIECES", 2 * LAYERS)
+    recorder = Taped()
     streamed = Streamed(Exchange(CPU, Channel(), jobs, recorder.between))
-    recorded = RecordedHalves(cast("Model", Blocks()), recorder, 40, lambda: left[0])
+    recorded = layers_of(recorder, left=lambda: left[0])
     for _ in range(2):
         run(recorded, streamed, hidden(3), 0, by_cpu=False)
     assert log.count("begin 0") == 2 * LAYERS
@@ -228,5 +276,5 @@ def test_sizes_are_exact_where_the_cpu_multiplies_and_end_at_the_most() -> None:
     sizes = pass_sizes(MOST_TOKENS)
     assert sizes == tuple(sorted(set(sizes)))
     assert all(larger <= 1.5 * smaller for smaller, larger in pairwise(sizes) if smaller >= 16)
-    recorded = halves(Recorder(CPU), 20)
+    recorded = layers_of(Recorder(CPU), 20)
     assert [recorded.takes(tokens) for tokens in (0, 1, 20, 21)] == [False, True, True, False]
