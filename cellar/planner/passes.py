@@ -42,7 +42,12 @@ which had 0.71 to 0.85 (docs/log/offload.md).
 
 LAYER_LAUNCHES = 8e-4
 """Seconds in which a layer's kernels are launched one by one: on an H200's host 18 to 25 ms for 32 layers, and 0.87 ms
-a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md).
+a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md). So of passes with prompts.
+"""
+
+RECORDED_LAUNCHES = 1.7e-4
+"""The same of decodes, whose layers have graphs (of up to 256 tokens, unless `enforce_eager`): 5.3 ms of Llama-3-8B's
+32 layers with nothing to move, on an H200's host (docs/log/offload.md).
 """
 
 
@@ -182,7 +187,7 @@ def _waits(spec: ModelSpec, rates: Rates, away: Away) -> float:
     """
     weights = sum(layer.nbytes for layer in spec.layers) / rates.device
     exchanges = 2 if _attends(away) else 1
-    return len(spec.layers) * (exchanges * rates.exchange + (0.0 if rates.runs_ahead else LAYER_LAUNCHES)) + weights
+    return len(spec.layers) * (exchanges * rates.exchange + (0.0 if rates.runs_ahead else RECORDED_LAUNCHES)) + weights
 
 
 def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
@@ -239,10 +244,10 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
     the share `over_link` of KV in host memory (`kv_over_link`) while the CPU attends to the rest.
     """
     d, moves = dimensions(spec), pass_moves(spec, rates, away, few)
-    launches = waits = 0.0
+    launches = eager = waits = 0.0
     if away.kind != "cpu" and (away.host or away.disk or moves.attends):
-        # Kernels of a pass are launched one by one; one that the CPU attends in waits for it in each layer.
-        launches = len(spec.layers) * LAYER_LAUNCHES
+        # Decodes have graphs, and prompts have none; a pass that the CPU attends in waits for it in each layer.
+        launches, eager = len(spec.layers) * RECORDED_LAUNCHES, len(spec.layers) * LAYER_LAUNCHES
         waits = len(spec.layers) * rates.exchange if moves.attends else 0.0
     beside, between = (launches, waits) if rates.runs_ahead else (0.0, launches + waits)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
@@ -259,7 +264,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         sampled=2.0 * d.head_elements / rates.flops if spec.head else 0.0,
         head=sum(tensor.nbytes for tensor in spec.head) / rates.device,
         launches=between,
-        eager=0.0,
+        eager=eager,
         windows=d.windows if any(d.windows) else (),
         streamed=max(moves.disk, moves.link, beside),
         idle=moves.idle if (moves.link or moves.disk) > max(moves.disk if moves.link else 0.0, beside) else 1.0,

@@ -8,7 +8,7 @@ from cellar.core.messages import BlockSchedule, Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan, fits
-from cellar.planner.passes import LAYER_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
+from cellar.planner.passes import RECORDED_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
 
@@ -56,7 +56,7 @@ def test_a_pass_of_few_tokens_uses_both_memories(ahead: bool) -> None:
     for exchange in (0.0, 1e-3):
         rates = Rates(50e9, 84e9, 60e9, exchange=exchange, runs_ahead=ahead)
         away = Away(10**10, 0, "device", "gpu")
-        between = exchange if ahead else exchange + LAYER_LAUNCHES
+        between = exchange if ahead else exchange + RECORDED_LAUNCHES
         waits = 32 * between + sum(layer.nbytes for layer in spec.layers) / rates.device
         few = predicted_pass(spec, one, rates, away, 1)
         assert few["link"] == pytest.approx(few["cpu"] + waits)

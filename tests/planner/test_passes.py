@@ -15,6 +15,7 @@ from cellar.planner.cost import dimensions
 from cellar.planner.offload import Job
 from cellar.planner.passes import (
     LAYER_LAUNCHES,
+    RECORDED_LAUNCHES,
     Away,
     Rates,
     block_seconds,
@@ -89,7 +90,7 @@ def test_few_tokens_on_an_accelerator_have_a_rate_of_their_own() -> None:
 
 def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:
     """A pass of a model that lies on the device, but for KV, lasts as long as its launches at least."""
-    away, launches, waits = Away(0, 0, "host", "gpu"), 16 * LAYER_LAUNCHES, 16 * RATES.exchange
+    away, launches, waits = Away(0, 0, "host", "gpu"), 16 * RECORDED_LAUNCHES, 16 * RATES.exchange
     ahead = pass_cost(SPEC, RATES, away)
     beside = pass_cost(SPEC, replace(RATES, runs_ahead=False), away)
     attended = 10**6 * SPEC.kv.chunk_nbytes() / 16 / RATES.attention
@@ -98,11 +99,13 @@ def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:
         assert decode_seconds(cost, 1, 10**6) == pytest.approx(alone + attended + between)
     quick = replace(RATES, exchange=0.0, device=1e15, flops=1e18)
     assert decode_seconds(pass_cost(SPEC, quick, away), 1, 0) == pytest.approx(launches)
-    moved = Away(10**7, 0, "device", "gpu")
+    moved = Away(10**6, 0, "device", "gpu")
     assert decode_seconds(pass_cost(SPEC, replace(quick, link=1e9), moved), 1, 0) == pytest.approx(launches)
     few = pass_cost(SPEC, replace(quick, link=1e9, multiply=1e12), moved, 16)
     assert few.few == 16
     assert decode_seconds(few, 1, 0) == pytest.approx(launches)
+    prompt = StepWork(64, 1, 64, 64, True)
+    assert few.seconds(prompt) == pytest.approx(16 * LAYER_LAUNCHES), "prompts have no graphs"
 
 
 @settings(max_examples=60, deadline=None)
