@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cellar.core.config import EngineConfig
 from cellar.engine.opened import checkpoint_of
 from cellar.engine.own_plan import model_of, rates_of_device
+from cellar.planner.machines import H200_LAYER
 from cellar.planner.passes import Away, pass_cost
 from cellar.planner.work import FEW_TOKENS, StepCost
 
 
 def measured_price(config: EngineConfig) -> StepCost | None:
-    """The price, measured now, in some tenths of a second.
+    """The price, measured now, in some tenths of a second; what a layer's kernels take to start and end is an H200's.
 
     None where profiles know better, or nobody can say: of models as they are, on a processor, on several devices, and
     where there is no memory to measure in, as beside an engine that is open.
@@ -34,4 +37,5 @@ def measured_price(config: EngineConfig) -> StepCost | None:
         if is_out_of_memory(error):
             return None
         raise
-    return pass_cost(spec, rates_of_device(*found), Away(0, 0, "device", "gpu"))
+    cost = pass_cost(spec, rates_of_device(*found), Away(0, 0, "device", "gpu"))
+    return replace(cost, launches=H200_LAYER * len(spec.layers))
