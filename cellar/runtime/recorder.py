@@ -30,9 +30,10 @@ def at_once(call: Call) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Graphs and calls, in order."""
+    """Graphs, so many of them, and calls, in order."""
 
     parts: tuple[Call, ...]
+    num_graphs: int
 
     def replay(self) -> None:
         """All of it again, on the current stream."""
@@ -52,6 +53,7 @@ class Recorder:
         self._device = device
         self._make = make
         self._parts: list[Call] | None = None
+        self._num_graphs = 0
         self._piece = ExitStack()
 
     def record(self, work: Callable[[], T]) -> tuple[Recorded, T]:
@@ -60,14 +62,14 @@ class Recorder:
         """
         assert self._parts is None, "one at a time"
         parts: list[Call] = []
-        self._parts = parts
+        self._parts, self._num_graphs = parts, 0
         try:
             with ExitStack() as self._piece:
                 self._begin()
                 found = work()
         finally:
             self._parts = None
-        return Recorded(tuple(parts)), found
+        return Recorded(tuple(parts), self._num_graphs), found
 
     def between(self, call: Call) -> None:
         """Make a call; while something is recorded it is kept instead, and a graph ends before it."""
@@ -87,3 +89,4 @@ class Recorder:
         self._piece.enter_context(self._make(graph))
         assert self._parts is not None
         self._parts.append(graph.replay)
+        self._num_graphs += 1

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +45,19 @@ class Tape(TorchDispatchMode):
             for old, new in zip(_tensors(found), _tensors(again), strict=True):
                 if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                     old.copy_(new)
+
+
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CUDA graphs are tapes from now on, numbered from 0; -> what they are asked for."""
+    said: list[str] = []
+    made: list[Tape] = []
+
+    def graph() -> Tape:
+        made.append(Tape(said, len(made)))
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    return said
 
 
 def _tensors(found: Any) -> list[Tensor]:

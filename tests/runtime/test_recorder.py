@@ -9,7 +9,7 @@ import torch
 
 from cellar.core.errors import DeviceError
 from cellar.runtime.recorder import Recorder, at_once
-from tests.runtime.tape import Tape
+from tests.runtime.tape import tapes
 
 CPU = torch.device("cpu")
 
@@ -17,15 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What graphs are asked for."""
-    said: list[str] = []
-    made: list[Tape] = []
-
-    def graph() -> Tape:
-        made.append(Tape(said, len(made)))
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    return said
+    return tapes(monkeypatch)
 
 
 def recorder() -> Recorder:
@@ -44,6 +36,7 @@ def test_calls_are_made_between_graphs_and_not_while_they_are_recorded(log: list
 
     recorded, found = here.record(work)
     assert not calls
+    assert recorded.num_graphs == 3
     assert log == [f"{what} {n}" for n in range(3) for what in ("begin", "end")]
     for number in (1.0, 5.0):
         x.fill_(number)

@@ -28,8 +28,10 @@ _LOG = logging.getLogger(__name__)
 MOST_TOKENS = 256
 """Of more tokens a layer computes about as long as it is launched."""
 
-MOST_PIECES = 1024
-"""Each takes some 0.13 MiB of an H200's memory, beside what `ROOM` is for: of 32 layers, 16 sizes have graphs."""
+MOST_GRAPHS = 1024
+"""Each takes some 0.13 MiB of an H200's memory, beside what `ROOM` is for. Of 32 layers, 32 sizes have graphs, or 16
+where each layer is two; what the CPU multiplies cuts them into more.
+"""
 
 ROOM = 2**26
 """Bytes that graphs may take of the allocator for what they need while they run: 4 MiB were seen, and 46 where the
@@ -80,8 +82,8 @@ def pass_sizes(most: int) -> tuple[int, ...]:
 class RecordedLayers:
     """The layers of `model`, for one batch a pass of up to `most` tokens: halves, or whole. Each is launched when it is
     first met, with the padding of its size, which loads what its kernels need, recorded the second time, and replayed
-    from then on. `left` says how many bytes the device has left: those with too few, and more than `MOST_PIECES`, are
-    launched each time.
+    from then on. `left` says how many bytes the device has left: with too few, or `MOST_GRAPHS`, the
+    others are launched each time.
     """
 
     def __init__(self, model: Model, recorder: Recorder, most: int, left: Callable[[], int]) -> None:
@@ -94,6 +96,7 @@ class RecordedLayers:
         # What graphs have read stays where it is, so that its number is that of nothing else.
         self._weights: dict[int, Weights] = {}
         self._launched: set[Hashable] = set()
+        self._num_graphs = 0
         self._records = True
 
     @property
@@ -136,6 +139,7 @@ class RecordedLayers:
         if key not in self._pieces and key in self._launched and self._may_record():
             try:
                 self._pieces[key] = self._recorder.record(work)
+                self._num_graphs += self._pieces[key][0].num_graphs
             except Exception:
                 self._records = False
                 _LOG.warning("passes of %d tokens have no graphs and are launched each time", size, exc_info=True)
@@ -148,7 +152,7 @@ class RecordedLayers:
         return work()
 
     def _may_record(self) -> bool:
-        if self._records and (len(self._pieces) == MOST_PIECES or self._left() < ROOM):
+        if self._records and (self._num_graphs >= MOST_GRAPHS or self._left() < ROOM):
             self._records = False
             _LOG.info("graphs of passes have the memory that they may take; other sizes are launched each time")
         return self._records

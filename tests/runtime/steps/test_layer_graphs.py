@@ -25,7 +25,7 @@ from cellar.runtime.steps.rows import DeviceRows
 from cellar.runtime.tiers.arrivals import Arrival, ThreadMark
 from cellar.runtime.transfer import uploader
 from tests.runtime.steps.steps import CHUNK, Step, prompt_of
-from tests.runtime.tape import Tape
+from tests.runtime.tape import tapes
 
 CPU = torch.device("cpu")
 PARTS = [0, 0, 1, 1, 1, 2]
@@ -36,15 +36,7 @@ VOCAB = 101
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What graphs are asked for."""
-    said: list[str] = []
-    made: list[Tape] = []
-
-    def graph() -> Tape:
-        made.append(Tape(said, len(made)))
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
-    return said
+    return tapes(monkeypatch)
 
 
 def recording(graph: Any, *_: Any) -> Any:
@@ -107,9 +99,10 @@ def test_a_piece_that_breaks_is_ended(log: list[str]) -> None:
 
 
 class Toy:
-    """In place of a `Forward`: no attention, and a layer adds what its chunks hold."""
+    """In place of a `Forward`: no attention, and a layer adds what its chunks hold. `said`: kind and size of steps."""
 
     def __init__(self) -> None:
+        self.said: list[tuple[str, int]] = []
         self.shapes: list[Any] = []
         self.arena = SimpleNamespace(num_slots=16, chunk_size=CHUNK)
         self.held = torch.zeros(len(PARTS), dtype=torch.float64)
@@ -123,7 +116,9 @@ class Toy:
         table: Tensor,
         pace: Any = None,
         gate: Gate | None = None,
+        kind: str = "",
     ) -> Hidden:
+        self.said.append((kind, len(tokens)))
         h = (tokens * 1000 + positions * 10 + slots).double()
         for layer in range(len(PARTS)):
             if gate is not None:

@@ -246,14 +246,14 @@ def test_one_that_cannot_be_recorded_is_launched(
     ]
 
 
-@pytest.mark.parametrize("why", ["memory", "pieces"])
+@pytest.mark.parametrize("why", ["memory", "graphs"])
 def test_graphs_take_no_more_than_they_may(
     why: str, jobs: CpuJobs, log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is recorded by then is replayed still."""
     left = [ROOM]
-    if why == "pieces":
-        monkeypatch.setattr(recorded_layers, "MOST_PIECES", 2 * LAYERS)
+    if why == "graphs":
+        monkeypatch.setattr(recorded_layers, "MOST_GRAPHS", 2 * LAYERS)
     recorder = Taped()
     streamed = Streamed(Exchange(CPU, Channel(), jobs, recorder.between))
     recorded = layers_of(recorder, left=lambda: left[0])

@@ -4,8 +4,7 @@ Their layers are those of test_recorded_layers.py; real graphs are in tests/runt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from cellar.models.model import Hidden, Model
 from cellar.runtime.recorder import Recorder
-from cellar.runtime.steps.forward import Forward, Gate
+from cellar.runtime.steps.forward import Forward
 from cellar.runtime.steps.inputs import StepInputs
 from cellar.runtime.steps.recorded_layers import RecordedLayers
 from cellar.runtime.steps.streamed_graphs import StreamedGraphs
@@ -23,31 +22,9 @@ from tests.runtime.steps.test_layer_graphs import Toy, World
 CPU = torch.device("cpu")
 
 
-class Kinds(Toy):
-    """Says what kind of step it got, of how many tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[tuple[str, int]] = []
-
-    def run(
-        self,
-        works: Sequence[Any],
-        tokens: Tensor,
-        positions: Tensor,
-        slots: Tensor,
-        table: Tensor,
-        pace: Any = None,
-        gate: Gate | None = None,
-        kind: str = "",
-    ) -> Hidden:
-        self.said.append((kind, len(tokens)))
-        return super().run(works, tokens, positions, slots, table, pace, gate)
-
-
 def test_steps_are_those_of_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded to the sizes of layers' graphs; the next step gets its table, and the tokens that were chosen before."""
-    world, toy = World(monkeypatch, None), Kinds()
+    world, toy = World(monkeypatch, None), Toy()
     toy.held.copy_(torch.arange(len(toy.held)).double() + 1)
     world.toy.held.copy_(toy.held)
     recorded = RecordedLayers(cast("Model", None), Recorder(CPU), 20, lambda: 0)
