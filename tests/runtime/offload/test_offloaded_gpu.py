@@ -343,6 +343,24 @@ def test_passes_are_replayed_and_say_what_launches_say(
         assert replayed[0] >= 4 * 10, "four layers, in most passes"
 
 
+@pytest.mark.parametrize("kv", [("device", "device"), ("host", "both")])
+def test_passes_of_many_sequences_are_padded(kv: tuple[str, str], tmp_path: Path) -> None:
+    """Thirty requests, of which 25 run at once, beside short prompts: sizes between those that have graphs."""
+    model, most = write_checkpoint(tmp_path / "model", **SHAPE), {"max_num_seqs": 25, "max_num_batched_tokens": 90}
+    random, limits = np.random.default_rng(1), Limits(25, 90, 128)
+    prompts = [random.integers(3, 60, int(n)).tolist() for n in random.integers(1, 30, 30)]
+    params = [SamplingParams(temperature=0, max_tokens=int(n), ignore_eos=True) for n in random.integers(2, 14, 30)]
+    options = OPTIONS | {"dtype": "float32", "block_size": 16, "kv_cache_memory_bytes": 10**7, "enforce_eager": True}
+    with LLM(model, **options, **most, max_model_len=128) as llm:
+        wanted = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    spec, file = open_model(read_config(model), "float32", 16, 128).spec, tmp_path / "plan.json"
+    placement = random_placement(spec, 5, 160, 25, places=("device", "host"), kv=kv)
+    file.write_text(plan_of(spec, placement, limits, OPTIONS["device"].replace("cuda", "gpu")).to_json())
+    with LLM(model, plan=file, **OPTIONS) as llm:
+        for _ in range(3):
+            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == wanted
+
+
 def test_a_step_waits_for_nothing(tmp_path: Path) -> None:
     """Whatever would make the host wait for the device raises; it was run once before, to compile and allocate."""
     model = write_checkpoint(tmp_path / "model", **SHAPE)
