@@ -46,8 +46,9 @@ a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md)
 """
 
 RECORDED_LAUNCHES = 1.7e-4
-"""The same of decodes, whose layers have graphs (of up to 256 tokens, unless `enforce_eager`): 5.3 ms of Llama-3-8B's
-32 layers with nothing to move, on an H200's host (docs/log/offload.md).
+"""The same of decodes, whose layers have graphs (of up to 256 tokens, unless `enforce_eager`; ranks that share layers
+have none, and are priced too fast): 5.3 ms of Llama-3-8B's 32 layers with nothing to move, on an H200's host
+(docs/log/offload.md).
 """
 
 

@@ -82,8 +82,8 @@ def pass_sizes(most: int) -> tuple[int, ...]:
 class RecordedLayers:
     """The layers of `model`, for one batch a pass of up to `most` tokens: halves, or whole. Each is launched when it is
     first met, with the padding of its size, which loads what its kernels need, recorded the second time, and replayed
-    from then on. `left` says how many bytes the device has left: with too few, or `MOST_GRAPHS`, the
-    others are launched each time.
+    from then on. `left` says how many bytes the device has left: with too few, or with `MOST_GRAPHS` there, the others
+    are launched each time.
     """
 
     def __init__(self, model: Model, recorder: Recorder, most: int, left: Callable[[], int]) -> None:

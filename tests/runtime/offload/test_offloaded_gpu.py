@@ -355,7 +355,7 @@ def test_passes_of_many_sequences_are_padded(kv: tuple[str, str], tmp_path: Path
         wanted = tokens_of(llm.generate(prompts, params, use_tqdm=False))
     spec, file = open_model(read_config(model), "float32", 16, 128).spec, tmp_path / "plan.json"
     placement = random_placement(spec, 5, 160, 25, places=("device", "host"), kv=kv)
-    file.write_text(plan_of(spec, placement, limits, OPTIONS["device"].replace("cuda", "gpu")).to_json())
+    file.write_text(plan_of(spec, placement, limits, "gpu").to_json())
     with LLM(model, plan=file, **OPTIONS) as llm:
         for _ in range(3):
             assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == wanted
