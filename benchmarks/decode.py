@@ -4,21 +4,31 @@ A step is (t(130 tokens) - t(2 tokens)) / 128, each the better of two runs, so t
 
     python -m benchmarks.decode --model llama-3-8b --shapes 1x1024,32x1024 --json out.json
     python -m benchmarks.decode --model llama-3-8b --tensor-parallel-size 2
+    python -m benchmarks.decode --model llama-3-70b --tensor-parallel-size 2 --shares-of 4
+
+With `--shares-of 4` two ranks compute what two of four would: heads, inner numbers and vocabulary are cut to half.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from cellar.bench.offline import SETTLE_SECONDS
 from cellar.core.sampling import SamplingParams
 from cellar.engine.llm import LLM
+from cellar.models.registry import shipped_config
+
+CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+"""What a rank of tensor parallelism has a share of, as a Llama's config names it."""
 
 SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
 SHORT, LONG = 2, 130
@@ -75,6 +85,38 @@ def tokens_per_second(llm: LLM, count: int, prompt: int, generate: int) -> float
     return count * generate / min(run() for _ in range(2))
 
 
+def cut(config: Mapping[str, Any], parts: int) -> dict[str, Any]:
+    """A part of a model, as a config: layers as wide as they were, of so many parts of the heads, and so on."""
+    missing = [name for name in CUT if name not in config and name != "num_key_value_heads"]
+    if missing:
+        raise SystemExit(f"the config has no {missing[0]}, so it is not known what to cut; take a model as Llama.")
+    heads = config["num_attention_heads"]
+    found = dict(config) | {"head_dim": config.get("head_dim") or config["hidden_size"] // heads}
+    found |= {name: 0 for name in ("bos_token_id", "eos_token_id") if name in config}  # the vocabulary ends earlier
+    for name in CUT:
+        found[name], rest = divmod(config.get(name, heads), parts)
+        if rest:
+            raise SystemExit(f"{name} {config.get(name, heads)} cannot be cut into {parts} parts; take fewer ranks.")
+    return found
+
+
+def _opened(model: str, options: argparse.Namespace) -> LLM:
+    return LLM(
+        model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=options.dtype,
+        kv_cache_dtype=options.kv_cache_dtype,
+        quantization=options.quantization,
+        device=options.device,
+        max_model_len=options.max_model_len,
+        enforce_eager=options.eager,
+        tensor_parallel_size=options.tensor_parallel_size,
+        enable_prefix_caching=options.same_prompts,
+        machine_profile=options.machine_profile,
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = argparse.ArgumentParser(description="Milliseconds per decode step by batch and context.")
@@ -87,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default=SHAPES, help="batch x context, comma-separated")
     parser.add_argument("--prompts", default="128,1024,4000,8000", help="prompt lengths, comma-separated")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, each on a GPU of its own")
+    parser.add_argument("--shares-of", type=int, help="ranks of which those that run have the shares")
     parser.add_argument("--offline", default="", help="requests x prompt x tokens of whole runs, comma-separated")
     parser.add_argument("--machine-profile", default="auto", help="as of an engine")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
@@ -95,20 +138,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found: dict[str, float] = {}
     begin = time.perf_counter()
-    with LLM(
-        options.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=options.dtype,
-        kv_cache_dtype=options.kv_cache_dtype,
-        quantization=options.quantization,
-        device=options.device,
-        max_model_len=options.max_model_len,
-        enforce_eager=options.eager,
-        tensor_parallel_size=options.tensor_parallel_size,
-        enable_prefix_caching=options.same_prompts,
-        machine_profile=options.machine_profile,
-    ) as llm:
+    with ExitStack() as stack:
+        model = options.model
+        if options.shares_of is not None:
+            config = shipped_config(model)
+            if config is None:
+                raise SystemExit(f"{model} is no config that ships with the package; shares are made of these.")
+            model = stack.enter_context(tempfile.TemporaryDirectory())
+            parts, rest = divmod(options.shares_of, options.tensor_parallel_size)
+            if rest:
+                raise SystemExit(f"{options.tensor_parallel_size} ranks have no whole shares of {options.shares_of}.")
+            (Path(model) / "config.json").write_text(json.dumps(cut(config, parts)), encoding="utf-8")
+        llm = stack.enter_context(_opened(model, options))
         found["seconds to ready"] = time.perf_counter() - begin
         print(f"ready after {found['seconds to ready']:.1f} s", flush=True)
         time.sleep(SETTLE_SECONDS)

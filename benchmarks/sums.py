@@ -1,4 +1,4 @@
-"""Sums of ranks on GPUs, by size and way: what chooses between the two kernels of `ops/peers.py`, and the library.
+"""Sums of ranks on GPUs, by size and way: what chooses between the kernels of `ops/peers.py`, and the library.
 
     python -m benchmarks.sums --ranks 4 --json sums.json
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cellar.core.micro_batches import LANES, PART_NBYTES
 from cellar.ops.norm import add_rms_norm
-from cellar.ops.peers import PeerBoxes, sum_at_once, sum_by_pieces, sum_norm_of_peers, sum_of_peers
+from cellar.ops.peers import PeerBoxes, sum_at_once, sum_by_pieces, sum_in_blanks, sum_norm_of_peers, sum_of_peers
 from cellar.runtime.captured import captured
 from cellar.runtime.ranks.comm import GroupComm, nccl_group
 from cellar.runtime.ranks.micro_batches import CopiedSums
@@ -66,6 +66,8 @@ def measure(rank: int, size: int, meeting: str, sizes: Sequence[int], output: st
         ways: dict[str, Callable[[], Tensor]] = {"gathered or exchanged": lambda x=x: plain.all_reduce(x)}  # type: ignore[misc]
         if boxes is not None and nbytes <= boxes.sizes.small:
             ways["at once"] = lambda x=x: sum_at_once(x, boxes)  # type: ignore[misc]
+        if boxes is not None and nbytes <= boxes.sizes.blanks:
+            ways["in blanks"] = lambda x=x: sum_in_blanks(x, boxes)  # type: ignore[misc]
         if boxes is not None and boxes.take(x):
             ways["by pieces"] = lambda x=x: sum_by_pieces(x, boxes)  # type: ignore[misc]
         if boxes is not None and nbytes % (2 * WIDTH) == 0 and boxes.take_norm(rows := x.view(-1, WIDTH)):

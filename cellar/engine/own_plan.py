@@ -268,7 +268,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     rates = replace(
-        rates_of_device(found.device, found.device_flops, found.few_flops, found.device_attention),
+        rates_of_device(*found.own),
         link=found.link,
         multiply=found.multiply,
         attention=found.attention,
@@ -281,9 +281,11 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     return rates.shared(ranks, kind), threads if found.threads == 0 else found.threads
 
 
-def rates_of_device(device: float, flops: float, few_flops: float, attention: float) -> Rates:
-    """An accelerator's own rates, as they were measured, for a plan."""
-    return Rates(device=device, flops=PROMPT_SHARE * flops, few_flops=few_flops, device_attention=attention)
+def rates_of_device(device: float, flops: float, few_flops: float, attention: float, copies: float) -> Rates:
+    """An accelerator's own rates, as they were measured (`DeviceRates`), for a plan."""
+    return Rates(
+        device=device, flops=PROMPT_SHARE * flops, few_flops=few_flops, device_attention=attention, copies=copies
+    )
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

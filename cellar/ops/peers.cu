@@ -5,10 +5,12 @@
 // other one, and each adds all parts; gathers likewise. Every 8 bytes travel with the number of the call, so that who waits for the data
 // waits for nothing else: no flag behind it, and no fence that first waits until all of it has arrived. Large sums
 // (`sum_by_pieces`): a rank adds one piece for all, so that each link carries what it must; there the numbers travel
-// alone, and a flag for each block's share follows them.
+// alone, and a flag for each block's share follows them. Sums between these (`sum_in_blanks`): pieces, too, but into places
+// that are zero before, and no 4 bytes that travel are: so again the data says itself that it has come, with no bytes added.
+// Who has read it makes its place zero again.
 //
 // Parts are added in the order of ranks, in float32, and rounded once. Slots of small parts alternate from call to call: who
-// writes into one again has heard from everybody since, so all have read what lay there. Pieces and their sums need no
+// writes into one again has heard from everybody since, so all have read what lay there. So do blanks. Pieces and their sums need no
 // second slot: the last that a rank hears of a call comes when its pieces have been read, and the first that it hears of
 // the next one when its sums have.
 
@@ -18,10 +20,12 @@ constexpr int PER_WORD = 1;
 constexpr int PER_WORD = 2;
 #endif
 
-// A box: flags [2][RANKS][BLOCKS], small parts [2][RANKS][SLOT], pieces [RANKS][PIECE], sums [RANKS][PIECE].
-// SLOT: bytes of all numbered words of a rank in a call; PIECE: bytes of the largest piece.
+// A box: flags [2][RANKS][BLOCKS], small parts [2][RANKS][SLOT], pieces [RANKS][PIECE], sums [RANKS][PIECE], blanks for
+// pieces and for sums [2][2][RANKS][BLANK].
+// SLOT: bytes of all numbered words of a rank in a call; PIECE: bytes of the largest piece, and BLANK of one in blanks.
 constexpr u64 FLAGS = 8ull * RANKS * BLOCKS;
 constexpr u64 SMALL_PARTS = FLAGS, PIECES = SMALL_PARTS + 2ull * RANKS * SLOT, SUMS = PIECES + 1ull * RANKS * PIECE;
+constexpr u64 BLANKS = SUMS + 1ull * RANKS * PIECE;
 
 __device__ __forceinline__ unsigned char* small_part(u64 box, u32 call, u32 rank) {
     return reinterpret_cast<unsigned char*>(box + SMALL_PARTS + ((call & 1) * RANKS + rank) * static_cast<u64>(SLOT));
@@ -33,6 +37,14 @@ __device__ __forceinline__ unsigned char* piece_of(u64 box, u32 rank) {
 
 __device__ __forceinline__ unsigned char* sum_of(u64 box, u32 rank) {
     return reinterpret_cast<unsigned char*>(box + SUMS + rank * static_cast<u64>(PIECE));
+}
+
+__device__ __forceinline__ unsigned char* blank_piece(u64 box, u32 call, u32 rank) {
+    return reinterpret_cast<unsigned char*>(box + BLANKS + ((call & 1) * 2 * RANKS + rank) * static_cast<u64>(BLANK));
+}
+
+__device__ __forceinline__ unsigned char* blank_sum(u64 box, u32 call, u32 rank) {
+    return blank_piece(box, call, rank) + 1ull * RANKS * BLANK;
 }
 
 __device__ __forceinline__ u32* flag_of(u64 box, u32 phase, u32 rank, u32 block) {
@@ -66,6 +78,23 @@ __device__ __forceinline__ void add_parts(const u32 (&words)[RANKS][2], const u3
         for (int r = 0; r < RANKS; ++r) add_word(total, r == rank ? own[half] : words[r][half], r == 0);
         sum[half] = as_word(total);
     }
+}
+
+// The sum of 16 bytes of all ranks.
+__device__ __forceinline__ void add_all(const u32 (&words)[RANKS][4], u32 (&sum)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float total[PER_WORD];
+#pragma unroll
+        for (int r = 0; r < RANKS; ++r) add_word(total, words[r][i], r == 0);
+        sum[i] = as_word(total);
+    }
+}
+
+// Not zero: where it is, a zero with a sign, which is as much.
+__device__ __forceinline__ void mark(u32 (&words)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = words[i] ? words[i] : 0x80000000u;
 }
 
 // The counters of all blocks that a launch may have: those of blocks that this one is too small to have, too.
@@ -196,18 +225,12 @@ __device__ __forceinline__ void add_by_pieces(const unsigned char* x, unsigned c
     }
     __syncthreads();
     for (u32 unit = start + thread; unit < within(rank * piece); unit += THREADS) {
-        float total[4][PER_WORD];
-        u32 words[RANKS][4];
+        u32 words[RANKS][4], sum[4];
 #pragma unroll
         for (int r = 0; r < RANKS; ++r) {
             load_far((r == rank ? x + 16ull * rank * piece : piece_of(mine, r)) + 16ull * unit, words[r]);
         }
-#pragma unroll
-        for (int r = 0; r < RANKS; ++r) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) add_word(total[i], words[r][i], r == 0);
-        }
-        const u32 sum[4] = {as_word(total[0]), as_word(total[1]), as_word(total[2]), as_word(total[3])};
+        add_all(words, sum);
         store_global(out + 16ull * (rank * piece + unit), sum);
         for (u32 k = 1; k < RANKS; ++k) {
             store_far(sum_of(boxes[(rank + k) % RANKS], rank) + 16ull * unit, sum);
@@ -226,6 +249,76 @@ __device__ __forceinline__ void add_by_pieces(const unsigned char* x, unsigned c
     count_calls(calls, call, block, blocks);
 }
 
+// The same in blanks: a thread has units first, first + step, ... of every piece, and waits for those alone.
+__device__ __forceinline__ void add_in_blanks(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank,
+                                              u32 units, u32 block, u32 blocks) {
+    constexpr int MANY = 2;  // waited for at once
+    const u64 mine = boxes[rank];
+    u64 theirs[RANKS];
+    find_boxes(theirs, boxes, rank);
+    begin();
+    const u32 call = calls[block] + 1, first = block * THREADS + threadIdx.x, step = blocks * THREADS;
+    const u32 piece = (units + RANKS - 1) / RANKS;
+    const auto length = [=](u32 r) {
+        const u32 at = r * piece;
+        return at < units ? (units - at < piece ? units - at : piece) : 0;
+    };
+#pragma unroll
+    for (int k = 1; k < RANKS; ++k) {
+        const u32 to = (rank + k) % RANKS;
+        unsigned char* there = blank_piece(theirs[k], call, rank);
+        for (u32 unit = first; unit < length(to); unit += step) {
+            u32 own[4];
+            load_global(x + 16ull * (to * piece + unit), own);
+            mark(own);
+            store_far(there + 16ull * unit, own);
+        }
+    }
+    for (u32 unit = first; unit < length(rank); unit += MANY * step) {
+        const u32 left = (length(rank) - unit + step - 1) / step, many = left < MANY ? left : MANY;
+        u32 words[MANY][RANKS][4];
+        wait_for_marked(blank_piece(mine, call, 0) + 16ull * unit, BLANK, rank, 16ull * step, many, words);
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+            if (i >= many) continue;
+            const u64 at = 16ull * (unit + i * step);
+            u32 own[4], sum[4];
+            load_global(x + 16ull * rank * piece + at, own);
+            mark(own);
+#pragma unroll
+            for (int r = 0; r < RANKS; ++r) {
+                if (r != rank) clear_for_others(blank_piece(mine, call, r) + at);
+#pragma unroll
+                for (int n = 0; n < 4; ++n) words[i][r][n] = r == rank ? own[n] : words[i][r][n];
+            }
+            add_all(words[i], sum);
+            mark(sum);
+#pragma unroll
+            for (int k = 1; k < RANKS; ++k) store_far(blank_sum(theirs[k], call, rank) + at, sum);
+            store_global(out + 16ull * rank * piece + at, sum);
+        }
+    }
+#pragma unroll
+    for (int k = 1; k < RANKS; ++k) {
+        const u32 from = (rank + k) % RANKS;
+        unsigned char* there = blank_sum(mine, call, from);
+        for (u32 unit = first; unit < length(from); unit += MANY * step) {
+            const u32 left = (length(from) - unit + step - 1) / step, many = left < MANY ? left : MANY;
+            u32 sums[MANY][1][4];
+            wait_for_marked(there + 16ull * unit, 0, 1, 16ull * step, many, sums);
+#pragma unroll
+            for (int i = 0; i < MANY; ++i) {
+                if (i >= many) continue;
+                const u64 at = 16ull * (unit + i * step);
+                clear_for_others(there + at);
+                store_global(out + 16ull * from * piece + at, sums[i][0]);
+            }
+        }
+    }
+    __syncthreads();  // all threads have read the counter
+    count_calls(calls, call, block, blocks);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 sum_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units) {
     add_at_once(x, out, boxes, calls, rank, units, blockIdx.x, gridDim.x);
@@ -234,6 +327,11 @@ sum_at_once(const unsigned char* x, unsigned char* out, const u64* boxes, u32* c
 extern "C" __global__ void __launch_bounds__(THREADS)
 gather_rows(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units, u32 width, u32 kept) {
     gather_at_once(x, out, boxes, calls, rank, units, width, kept, blockIdx.x, gridDim.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_in_blanks(const unsigned char* x, unsigned char* out, const u64* boxes, u32* calls, u32 rank, u32 units) {
+    add_in_blanks(x, out, boxes, calls, rank, units, blockIdx.x, gridDim.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,9 +1,10 @@
 """Collectives over GPUs that write into each other's memory: one launch, no library, captured as any other.
 
-Every rank has a box that all others can write to (`peers.cu`), with room for sums of two kinds. Of small ones every
+Every rank has a box that all others can write to (`peers.cu`), with room for sums of three kinds. Of small ones every
 rank gets all parts (so gathers go, too), with the number of the call in every 8 bytes: a sum takes little longer than
-the way of its data. Of large ones a rank adds one piece for all, so that a link carries what it must. The next kernel
-may start while a sum waits, and ask for its weights meanwhile.
+the way of its data. Of larger ones a rank adds one piece for all, so that a link carries what it must: into places that
+are zero until it comes, or, of the largest, with flags behind it. The next kernel may start while a sum waits, and ask
+for its weights meanwhile.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ _MOST_UNITS = 8 * _THREADS
 
 _PUSHED = 768 * 2**10
 """Bytes that a rank may push to all others together for a small sum; beyond, adding by pieces is faster."""
+
+_BLANKS = 4 * 2**20
+"""Bytes of the largest sum whose pieces go into blanks, of which a box has four times as many; of larger ones flags and
+fences take a small part of the time.
+"""
 
 _JOINED = 512 * 2**10
 """Bytes of the largest sum whose norm is in the same launch; of larger ones numbers travel faster alone."""
@@ -63,6 +69,16 @@ class BoxSizes:
         """Bytes of the largest piece that one rank adds."""
         return -(-(self.nbytes // 16) // self.ranks) * 16
 
+    @property
+    def blanks(self) -> int:
+        """Bytes of the largest sum in blanks."""
+        return min(self.nbytes, _BLANKS)
+
+    @property
+    def blank(self) -> int:
+        """Bytes of the largest piece of one."""
+        return -(-(self.blanks // 16) // self.ranks) * 16
+
     def moved(self, nbytes: int) -> int:
         """Bytes that a rank gets from others for a sum of so many, or a gather, with the numbers that travel along."""
         if nbytes <= self.small:
@@ -71,8 +87,8 @@ class BoxSizes:
 
     @property
     def total(self) -> int:
-        """Bytes of a box: flags, two slots with numbers, pieces and their sums."""
-        return self.ranks * (8 * MOST_BLOCKS + 2 * self.slot + 2 * self.piece)
+        """Bytes of a box: flags, two slots with numbers, pieces and their sums, and two of both in blanks."""
+        return self.ranks * (8 * MOST_BLOCKS + 2 * self.slot + 2 * self.piece + 4 * self.blank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +162,7 @@ def sum_of_peers(x: Tensor, boxes: PeerBoxes) -> Tensor:
     """
     if x.nbytes <= boxes.sizes.small:
         return sum_at_once(x, boxes)
-    return sum_by_pieces(x, boxes)
+    return sum_in_blanks(x, boxes) if x.nbytes <= boxes.sizes.blanks else sum_by_pieces(x, boxes)
 
 
 def sum_at_once(x: Tensor, boxes: PeerBoxes) -> Tensor:
@@ -158,6 +174,17 @@ def sum_at_once(x: Tensor, boxes: PeerBoxes) -> Tensor:
     return out
 
 
+def sum_in_blanks(x: Tensor, boxes: PeerBoxes) -> Tensor:
+    """`sum_of_peers`, every rank adding a piece for all; of at most `boxes.sizes.blanks` bytes. A sum of zeros may have
+    a sign.
+    """
+    x = _aligned(x)
+    out = torch.empty_like(x)
+    units = x.nbytes // 16
+    launch("sum_in_blanks", x, out, boxes, (units,), _blocks(units, boxes))
+    return out
+
+
 def sum_by_pieces(x: Tensor, boxes: PeerBoxes) -> Tensor:
     """`sum_of_peers`, every rank adding a piece for all; what is larger than a box takes goes in several launches."""
     x = _aligned(x)
@@ -166,9 +193,13 @@ def sum_by_pieces(x: Tensor, boxes: PeerBoxes) -> Tensor:
     for start in range(0, x.numel(), most):
         some, there = (t.view(-1)[start : start + most] for t in (x, out))
         units = some.nbytes // 16
-        blocks = -(-units // boxes.sizes.ranks // _THREADS)
-        launch("sum_by_pieces", some, there, boxes, (units,), min(MOST_BLOCKS, blocks))
+        launch("sum_by_pieces", some, there, boxes, (units,), _blocks(units, boxes))
     return out
+
+
+def _blocks(units: int, boxes: PeerBoxes) -> int:
+    """For pieces of so many units of 16 bytes."""
+    return min(MOST_BLOCKS, -(-units // boxes.sizes.ranks // _THREADS))
 
 
 def sum_norm_of_peers(x: Tensor, residual: Tensor, norm: Tensor, eps: float, boxes: PeerBoxes) -> tuple[Tensor, Tensor]:
@@ -209,7 +240,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def launch(name: str, x: Tensor, out: Tensor, boxes: PeerBoxes, counts: Sequence[int], blocks: int) -> None:
-    """One of the kernels; the first count is of units of 16 bytes (`sum_by_pieces`) or of 8."""
+    """One of the kernels; the first count is of units of 16 bytes (sums by pieces) or of 8."""
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (x, out, boxes.addresses, boxes.calls))
     _kernel(name, boxes.sizes, x.dtype if x.dtype in _DTYPES else torch.float32, x.device).launch(
         blocks,
@@ -242,6 +273,7 @@ def peers_source(sizes: BoxSizes, dtype: torch.dtype, threads: int = _THREADS) -
         "THREADS": threads,
         "SLOT": sizes.slot,
         "PIECE": sizes.piece,
+        "BLANK": sizes.blank,
         "FLOATS": int(dtype == torch.float32),
         "BF16": int(dtype != torch.float16),
     }

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.cost import dimensions
@@ -34,10 +35,9 @@ decodes of OPT-30B in int4 beside 8,018 tokens of prompts on an H200, 17.7 ms in
 weights are read (docs/log/offload.md).
 """
 
-PROMPT_SHARE = 0.8
-"""Of the FLOP/s of a layer's largest product alone, what a step of prompts has: the smaller ones, attention, norms and
-what is between are in it. From OPT-30B in int4 on two H200, 8,192 tokens, 0.78 and 0.84; judged on others of both,
-which had 0.71 to 0.85 (docs/log/offload.md).
+PROMPT_SHARE = 0.96
+"""Of the FLOP/s of a layer's products alone, what those of a step of prompts have: attention is in it, some 4 % of
+OPT-6.7B's steps of 512 tokens a prompt (docs/log/offload.md). Norms, activations and what K and V are kept by are not.
 """
 
 LAYER_LAUNCHES = 8e-4
@@ -57,10 +57,11 @@ class Rates:
     """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
     device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
     nobody has measured them). `device_attention`: of what its attention of decodes reads of the cache (0: likewise, and
-    taken for `device`). `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the
-    product. `reads`: over the link by kernels that attend to KV in host memory; 0: they attend to none of it.
-    `runs_ahead`: launches go on while the CPU computes for the device; if not, the CPU waits for them. `idle`: how many
-    times as fast the link is, or a processor's disk, while the CPU has nothing to do.
+    taken for `device`). `copies`: of what its kernels between products read and write (0: that is in `flops`).
+    `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the product. `reads`: over the
+    link by kernels that attend to KV in host memory; 0: they attend to none of it. `runs_ahead`: launches go on while
+    the CPU computes for the device; if not, the CPU waits for them. `idle`: how many times as fast the link is, or a
+    processor's disk, while the CPU has nothing to do.
 
     Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
     disk. `multiply` 0: no rows are left to the CPU.
@@ -74,6 +75,7 @@ class Rates:
     flops: float = 6.2e14
     few_flops: float = 0.0
     device_attention: float = 0.0
+    copies: float = 0.0
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
@@ -253,6 +255,8 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
     beside, between = (launches, waits) if rates.runs_ahead else (0.0, launches + waits)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     token = 2.0 * d.layers * d.layer_elements / rates.flops
+    if rates.copies:
+        token += between_products(spec) / rates.copies
     few_token = 2.0 * d.layers * d.layer_elements / rates.few_flops if rates.few_flops else token
     if not rates.few_flops and any(tensor.formats for layer in spec.layers for tensor in layer.tensors):
         few_token = BY_CODES * token
@@ -274,6 +278,17 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         beside=moves.attends,
         apart=max(0.0, few_token - token) if away.kind != "cpu" else 0.0,
     )
+
+
+def between_products(spec: ModelSpec) -> float:
+    """Bytes that a token of a prompt has kernels read and write between the products of all layers: residual, what is
+    added to it and its norm, q, k and v turned and kept, activations.
+    """
+    d = dimensions(spec)
+    norms = (1 if d.parallel else 2) * 4 * d.embed
+    turned = 2 * (d.heads + 2 * d.kv_heads) * d.head_dim
+    activated = (3 if d.gated else 2) * d.mlp
+    return d.layers * (norms + turned + activated) * DTYPE_BYTES[spec.dtype]
 
 
 def _attending(rates: Rates, away: Away) -> float:

@@ -12,12 +12,12 @@ from cellar.engine.measured_price import measured_price
 from cellar.models import registry
 from cellar.planner.cost import dimensions
 from cellar.planner.machines import H200_LAYER
-from cellar.planner.passes import PROMPT_SHARE
+from cellar.planner.passes import PROMPT_SHARE, between_products
 from cellar.planner.work import FEW_TOKENS, StepWork
 from cellar.runtime.offload.device_rates import DeviceRates
 from tests.tiny_checkpoint import write_checkpoint
 
-FOUND = DeviceRates(device=1e9, flops=5e9, few_flops=1e9, attention=2e8)
+FOUND = DeviceRates(device=1e9, flops=5e9, few_flops=1e9, attention=2e8, copies=3e8)
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ def test_a_model_in_fewer_bits_is_measured(
     d = dimensions(spec)
     products = 2.0 * d.layers * d.layer_elements * 300
     launches = d.layers * H200_LAYER
-    assert price.seconds(StepWork(300, 0, 0.0, 0.0, True)) == pytest.approx(products / (PROMPT_SHARE * 5e9) + launches)
+    between = between_products(spec) * 300 / 3e8
+    found = price.seconds(StepWork(300, 0, 0.0, 0.0, True))
+    assert found == pytest.approx(products / (PROMPT_SHARE * 5e9) + between + launches)
     each = spec.kv.chunk_nbytes() / spec.kv.chunk_size
     grown = price.seconds(StepWork(4, 4, 4000, 4000)) - price.seconds(StepWork(4, 4, 0, 0))
     assert grown == pytest.approx(4000 * each / 2e8)

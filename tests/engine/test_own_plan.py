@@ -14,6 +14,7 @@ from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.models import registry
 from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, PROMPT_SHARE, Rates
+from cellar.runtime.offload.device_rates import DeviceRates
 from cellar.runtime.offload.rates import MeasuredRates
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -26,10 +27,7 @@ FOUND = MeasuredRates(
     flops=1e12,
     exchange=2e-4,
     threads=11,
-    device=9e11,
-    device_flops=8e13,
-    few_flops=2e13,
-    device_attention=7e11,
+    own=DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11),
 )
 
 
@@ -47,7 +45,7 @@ def test_the_device_reads_over_the_link_unless_values_are_left_out(
     assert threads == 11
     assert (rates.link, rates.attention, rates.reads) == (50e9, 57e9, share * 50e9)
     assert (rates.device, rates.flops, rates.few_flops) == (9e11, PROMPT_SHARE * 8e13, 2e13)
-    assert rates.device_attention == 7e11
+    assert (rates.device_attention, rates.copies) == (7e11, 5e11)
 
 
 def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(

@@ -75,7 +75,8 @@ struct Block {
     std::unordered_map<int, Meeting> meetings;
     std::vector<Meeting> warps, quads;
     std::vector<Group> groups;
-    long long far = 0;  // writes to other devices that are on their way
+    long long far = 0;   // writes to other devices that are on their way
+    long long late = 0;  // and to its own memory, for others, which a launch's end waits for
 };
 
 struct Fiber {
@@ -437,6 +438,23 @@ inline void wait_for_words(const unsigned char* at, u64 apart, u32 but, u32 call
         if (i == but) continue;
         emulated::wait("wait_for_words", [=] { return there(i)[1] == call && there(i)[3] == call; });
         words[i][0] = there(i)[0], words[i][1] = there(i)[2];
+    }
+}
+// When others see it is left open, but before the next launch.
+inline void clear_for_others(void* at) {
+    auto* block = emulated::current->block;
+    ++block->late;
+    emulated::copies.push_back([=] { std::memset(at, 0, 16), --block->late; });
+}
+template <int MANY, int COUNT>
+inline void wait_for_marked(const unsigned char* at, u64 apart, u32 but, u64 step, u32 many, u32 (&words)[MANY][COUNT][4]) {
+    for (u32 i = 0; i < many; ++i) {
+        for (u32 r = 0; r < COUNT; ++r) {
+            const u32* there = reinterpret_cast<const u32*>(at + i * step + r * apart);
+            if (r == but) continue;
+            emulated::wait("wait_for_marked", [=] { return there[0] && there[1] && there[2] && there[3]; });
+            std::memcpy(words[i][r], there, 16);
+        }
     }
 }
 inline void raise_flag(u32* at, u32 call) {

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(emulated.compiler() is None, reason="this machin
 
 FILES = "peers.cu", str(Path(__file__).parent / "peers_emulated.h")
 THREADS, BLOCKS = 32, 2
-SMALL, PIECES, ROWS, FIRST, NORM = range(5)
+SMALL, PIECES, ROWS, FIRST, NORM, BLANKS = range(6)
 GUARD = 64
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -75,6 +75,17 @@ EXAMPLES = (
     Example(2, F16, 8192, ((NORM, 1024), (NORM, 1024), (PIECES, 1040), (NORM, 1024)), NormSizes(512, 2, 2)),
     Example(4, F32, 8192, ((NORM, 4096), (NORM, 2048)), NormSizes(256, 1, 2)),
     Example(
+        2, BF16, 8192, ((BLANKS, 8192), (BLANKS, 16), (BLANKS, 8176), (BLANKS, 48), (BLANKS, 6064), (BLANKS, 6064))
+    ),
+    Example(
+        4,
+        BF16,
+        8192,
+        ((BLANKS, 8192), (SMALL, 64), (BLANKS, 16), (BLANKS, 8176), (PIECES, 64), (BLANKS, 48), (ROWS, 64)),
+    ),
+    Example(3, F16, 4096, ((BLANKS, 1056), (BLANKS, 4096), (BLANKS, 4096), (FIRST, 32), (BLANKS, 3008))),
+    Example(8, F32, 4096, ((BLANKS, 4096), (BLANKS, 2064), (BLANKS, 2064))),
+    Example(
         3, BF16, 4096, ((ROWS, 16), (ROWS, 2048), (FIRST, 8), (SMALL, 1056), (FIRST, 1064), (FIRST, 8), (ROWS, 48))
     ),
 )
@@ -83,7 +94,8 @@ EXAMPLES = (
 def run(of: Example, edits: Sequence[tuple[str, str]] = (), seed: int = 0) -> None:
     """All calls of all ranks; each has the sum in the order of ranks."""
     sizes = BoxSizes(of.ranks, of.nbytes)
-    assert all(nbytes <= (of.nbytes if kind == PIECES else sizes.small) for kind, nbytes in of.calls)
+    most = {PIECES: of.nbytes, BLANKS: sizes.blanks}
+    assert all(nbytes <= most.get(kind, sizes.small) for kind, nbytes in of.calls)
     _, constants = (
         peers_source(sizes, of.dtype, THREADS) if of.norm is None else norm_source(of.norm, sizes, of.dtype, THREADS)
     )
@@ -94,6 +106,10 @@ def run(of: Example, edits: Sequence[tuple[str, str]] = (), seed: int = 0) -> No
     generator = torch.Generator().manual_seed(seed)
     each = [nbytes // of.dtype.itemsize for _, nbytes in of.calls]
     parts = [torch.randn(sum(each), generator=generator).to(of.dtype) for _ in range(of.ranks)]
+    for part in parts:  # padding is zeros, here in all parts and there in all but one
+        part[:: 7 * 32 // of.dtype.itemsize].zero_()
+        part[: len(part) // 3].zero_()
+    parts[-1][len(parts[-1]) // 4 : len(parts[-1]) // 3] = 1.5
     lengths = [n * of.ranks if kind == ROWS else n for (kind, _), n in zip(of.calls, each, strict=True)]
     outs = [torch.full((sum(lengths) + GUARD,), torch.nan, dtype=of.dtype) for _ in parts]
     wanted = [expected(kind, [part.split(each)[k] for part in parts]) for k, (kind, _) in enumerate(of.calls)]
@@ -189,6 +205,20 @@ DEFECTS = {
     "squares of this block's slice alone": ("total += theirs[4 * i]", "total = theirs[4 * slice]", 6),
     "no weight": ("value[k] *= gain[k]", "value[k] *= 1.0f", 5),
     "another row's residual": ("given.residual + start + 8ull * unit", "given.residual + 8ull * unit", 5),
+    "blanks of two calls in a row": ("BLANKS + ((call & 1) * 2", "BLANKS + (0 * 2", -5),
+    "zeros travel as they are": ("words[i] ? words[i] : 0x80000000u", "words[i]", -4),
+    "pieces that were read stay": (
+        "if (r != rank) clear_for_others(blank_piece(mine, call, r) + at);\n",
+        "\n",
+        -4,
+    ),
+    "sums that were read stay": ("clear_for_others(there + at);", "", -3),
+    "sums in blanks for pieces": (
+        "blank_piece(box, call, rank) + 1ull * RANKS",
+        "blank_piece(box, call, rank) + 0 * RANKS",
+        -4,
+    ),
+    "one unit of two": ("many = left < MANY ? left : MANY;\n        u32 words", "many = 1;\n        u32 words", -5),
     "fewer blocks than that": ("share = (piece + blocks - 1) / blocks", "share = piece / blocks", 1),
 }
 

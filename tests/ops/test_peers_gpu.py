@@ -27,6 +27,7 @@ from cellar.ops.peers import (
     rows_of_peers,
     sum_at_once,
     sum_by_pieces,
+    sum_in_blanks,
     sum_norm_of_peers,
     sum_of_peers,
 )
@@ -59,7 +60,12 @@ class Ranks:
         for memory, boxes in zip(self._memory, self.boxes, strict=True):
             flags = memory[: 8 * MOST_BLOCKS * len(self.boxes)]
             flags.view(torch.int32).fill_(2**30)
-            for name, counts in (("sum_at_once", [0]), ("sum_by_pieces", [0]), ("gather_rows", [0, 1, 1])):
+            for name, counts in (
+                ("sum_at_once", [0]),
+                ("sum_in_blanks", [0]),
+                ("sum_by_pieces", [0]),
+                ("gather_rows", [0, 1, 1]),
+            ):
                 launch(name, none, none, boxes, counts, 1)
                 torch.cuda.synchronize()
             flags.zero_()
@@ -97,7 +103,7 @@ def expected(parts: list[Tensor]) -> Tensor:
     [(2, torch.bfloat16), (3, torch.bfloat16), (4, torch.bfloat16), (2, torch.float16), (2, torch.float32)],
 )
 def test_every_rank_has_the_sum_in_the_order_of_ranks(size: int, dtype: torch.dtype) -> None:
-    """Both kernels in turns, where both take a sum."""
+    """All kernels in turns, of those that take a sum."""
     ranks = Ranks(size)
     ranks.load(dtype)
     small, most = ranks.boxes[0].sizes.small // dtype.itemsize, NBYTES // dtype.itemsize
@@ -106,8 +112,18 @@ def test_every_rank_has_the_sum_in_the_order_of_ranks(size: int, dtype: torch.dt
     for seed, n in enumerate(lengths):
         parts = parts_of(size, n, dtype, seed)
         assert ranks.boxes[0].take(parts[0])
-        for way in (sum_of_peers, sum_by_pieces, *([sum_at_once] if n <= small else [])):
-            count += -(-n // most) if way is not sum_at_once else 1
+        if seed % 4 == 0:  # padding, and in one part alone
+            for part in parts:
+                part[: n // 3].zero_()
+            parts[-1][n // 2 :].zero_()
+        ways = [
+            sum_of_peers,
+            sum_by_pieces,
+            *([sum_in_blanks] if n <= most else []),
+            *([sum_at_once] if n <= small else []),
+        ]
+        for way in ways:
+            count += -(-n // most) if way is sum_by_pieces or way is sum_of_peers else 1
             for found in ranks.all_do(way, parts):
                 assert torch.equal(found, expected(parts)), (n, seed, way)
     assert ranks.boxes[0].calls.tolist() == [count] * MOST_BLOCKS

@@ -18,6 +18,7 @@ from cellar.planner.passes import (
     RECORDED_LAUNCHES,
     Away,
     Rates,
+    between_products,
     block_seconds,
     channel_seconds,
     decode_seconds,
@@ -86,6 +87,18 @@ def test_few_tokens_on_an_accelerator_have_a_rate_of_their_own() -> None:
     unmeasured = replace(own, few_flops=0.0)
     here, there = (pass_cost(SPEC, rates, Away(0, 0, "device", "cpu")) for rates in (own, unmeasured))
     assert here == there
+
+
+def test_prompts_pay_for_what_lies_between_products() -> None:
+    """By the rate of copies, if that is known; decodes of few tokens have it in what their kernels take to start."""
+    alone, both = (pass_cost(SPEC, replace(RATES, copies=rate), Away(0, 0, "device", "gpu")) for rate in (0.0, 1e12))
+    for tokens in (1000, 2000):
+        work = StepWork(tokens, 0, 0.0, 0.0, True)
+        assert both.seconds(work) - alone.seconds(work) == pytest.approx(tokens * between_products(SPEC) / 1e12)
+    spec = open_model(CONFIG, "float32", 16, 64).spec
+    each = 8 * CONFIG["hidden_size"] + 2 * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    each += 3 * CONFIG["intermediate_size"]  # gate, up and what they make
+    assert between_products(spec) == 4 * each * spec.num_layers
 
 
 def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:

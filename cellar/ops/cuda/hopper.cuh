@@ -281,6 +281,36 @@ __device__ __forceinline__ void wait_for_words(const unsigned char* at, u64 apar
     } while (!all);
 }
 
+// All four words at each of COUNT places but one, `apart` bytes from each other, once none of them is zero; and `step`
+// bytes further on, for `many` of MANY such rows of places.
+template <int MANY, int COUNT>
+__device__ __forceinline__ void wait_for_marked(const unsigned char* at, u64 apart, u32 but, u64 step, u32 many,
+                                                u32 (&words)[MANY][COUNT][4]) {
+    bool all;
+    do {
+        all = true;
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) {
+                if (i < many && r != but) load_far(at + i * step + r * apart, words[i][r]);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) {
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) {
+                if (i < many && r != but) all &= words[i][r][0] && words[i][r][1] && words[i][r][2] && words[i][r][3];
+            }
+        }
+    } while (!all);
+}
+
+// 16 bytes here that others will write to once they have heard from this device's next kernel.
+__device__ __forceinline__ void clear_for_others(void* at) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %1, %1, %1};" ::"l"(at), "r"(0) : "memory");
+}
+
 // Behind all that the block's threads have written before they met.
 __device__ __forceinline__ void raise_flag(u32* at, u32 call) {
     asm volatile("fence.acq_rel.sys;\nst.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(call) : "memory");

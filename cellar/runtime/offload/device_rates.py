@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.kv_formats import kv_format
-from cellar.core.specs import ModelSpec
+from cellar.core.specs import ModelSpec, TensorSpec
 from cellar.ops.attention import attention, decode_attention, decodes_at_once, plan_attention
 from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.weight import LinearWeight
@@ -21,68 +21,94 @@ from cellar.runtime.offload.specimens import device_matrices
 ROTATED = 2**28
 """Bytes of matrices that are read in turn: more than caches hold."""
 
-TIMED = 16
-"""Launches that count, but for those of many tokens, which take long."""
+TIMED, TIMED_OF_MANY = 16, 4
+"""Launches that count; of many tokens, which take long, fewer."""
 
 BEHIND, MOST_BEHIND = 6e-3, 64
 """Seconds, about, by which the device is behind whoever launches when those begin that count, and products of many
 tokens that keep it busy till then, at most: a product of one token in eight bits takes less time than its launches.
 """
 
+WARM = 5e-2
+"""The same before products of many tokens: a device computes at a lower clock once it has done so for a while."""
+
+COPIED = 2**27
+"""Bytes that are copied within the device's memory."""
+
 SEQUENCES, CONTEXT = 1024, 512
 """Of decodes whose attention is measured, at most: they read as much as is read of matrices, if that many do."""
 
 
 class DeviceRates(NamedTuple):
-    """Bytes/s of products of one token, FLOP/s of those of many tokens and of few, and bytes/s of attention of decodes,
-    of what the cache takes.
+    """Bytes/s of a layer's products of one token, FLOP/s of those of many tokens and of few, bytes/s of attention of
+    decodes, of what the cache takes, and of copies within the memory, which read and write them.
     """
 
     device: float
     flops: float
     few_flops: float
     attention: float
+    copies: float
 
 
-NO_DEVICE = DeviceRates(0.0, 0.0, 0.0, 0.0)
+NO_DEVICE = DeviceRates(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> DeviceRates:
-    """Measure with matrices in the format of a layer's largest and so many tokens, and with K and V as the first layer
-    keeps them. Launches are priced apart.
+    """Measure with matrices as those of the first layer, each in turn, and so many tokens, and with K and V as that
+    layer keeps them. Launches are priced apart.
 
     No graph is recorded: the library keeps memory for every stream that it has ever computed on.
     """
     with torch.cuda.device(device):
-        read, product, short, busy = _products(spec, device, few, many)
-        attended = _attention(spec, device, busy)
+        matrices = sorted((t for t in spec.layers[0].tensors if len(t.shape) == 2), key=lambda t: -t.nbytes)
+        busy = _Busy(matrices[0], device, many)
+        found = [_products(tensor, spec.dtype, device, few, many, busy) for tensor in matrices]
+        attended, copied = _attention(spec, device, busy), _copies(device, busy)
         del busy
         torch.cuda.empty_cache()  # who asks the driver what is free is not to find less
-    return DeviceRates(read, product, short, attended)
+    one, short, long = (sum(times) for times in zip(*found, strict=True))
+    each = 2.0 * sum(tensor.size for tensor in matrices)
+    read = sum(tensor.nbytes for tensor in matrices)
+    return DeviceRates(read / one, many * each / long, few * each / short, attended, copied)
+
+
+class _Busy:
+    """Keeps the device at work for about so many seconds, by products of many tokens with copies of one matrix."""
+
+    def __init__(self, tensor: TensorSpec, device: torch.device, many: int) -> None:
+        weights = device_matrices(tensor, device, ROTATED)
+        x = torch.randn((many, tensor.shape[1]), dtype=getattr(torch, tensor.dtype), device=device)
+        self._multiply = _multiply(weights, x)
+        self._product = 0.0
+        self._product = _seconds(self._multiply, device, TIMED_OF_MANY, lambda: self(0.0))
+
+    def __call__(self, seconds: float = BEHIND) -> None:
+        """One product at least."""
+        count = math.ceil(seconds / self._product) if self._product else 1
+        for number in range(min(MOST_BEHIND, max(1, count))):
+            self._multiply(number)
 
 
 def _products(
-    spec: ModelSpec, device: torch.device, few: int, many: int
-) -> tuple[float, float, float, Callable[[], None]]:
-    """Bytes/s of a product of one token, FLOP/s of many and of few, and what keeps the device busy."""
-    weights = device_matrices(spec, device, ROTATED)
-    first, columns = weights[0], weights[0].in_features
-    x = torch.randn((max(few, many), columns), dtype=getattr(torch, spec.dtype), device=device)
-    multiply = _multiply(weights, x[:many])
-    product = _seconds(multiply, device, 4, partial(multiply, 0))
-    count = min(MOST_BEHIND, math.ceil(BEHIND / product))
-
-    def busy() -> None:
-        for number in range(count):
-            multiply(number)
-
-    read = _seconds(_multiply(weights, x[:1]), device, TIMED, busy)
-    short = _seconds(_multiply(weights, x[:few]), device, TIMED, busy)
-    each = 2.0 * columns * first.out_features
-    return first.nbytes / read, many * each / product, few * each / short, busy
+    tensor: TensorSpec, dtype: str, device: torch.device, few: int, many: int, busy: _Busy
+) -> tuple[float, float, float]:
+    """Seconds of products of one, few and many tokens with a whole matrix of this kind."""
+    weights = device_matrices(tensor, device, ROTATED)
+    whole = tensor.size / (weights[0].out_features * weights[0].in_features)
+    x = torch.randn((max(few, many), tensor.shape[1]), dtype=getattr(torch, dtype), device=device)
+    one, short = (_seconds(_multiply(weights, x[:count]), device, TIMED, busy) for count in (1, few))
+    long = _seconds(_multiply(weights, x[:many]), device, TIMED_OF_MANY, partial(busy, WARM))
+    return whole * one, whole * short, whole * long
 
 
-def _attention(spec: ModelSpec, device: torch.device, busy: Callable[[], None]) -> float:
+def _copies(device: torch.device, busy: _Busy) -> float:
+    """Bytes/s that copies read and write."""
+    here, there = (torch.zeros(COPIED, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * COPIED / _seconds(lambda _: there.copy_(here), device, TIMED, busy)
+
+
+def _attention(spec: ModelSpec, device: torch.device, busy: _Busy) -> float:
     """Bytes/s of attention of decodes."""
     attend, nbytes = _decodes(spec, device)
     return nbytes / _seconds(attend, device, TIMED, busy)

@@ -26,7 +26,7 @@ from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
-from cellar.runtime.offload.device_rates import NO_DEVICE, device_rates
+from cellar.runtime.offload.device_rates import NO_DEVICE, DeviceRates, device_rates
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
@@ -57,8 +57,7 @@ class MeasuredRates:
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
     `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
-    which all this was measured beside an accelerator. `device`, `device_flops`, `few_flops`, `device_attention`: the
-    accelerator's own, see `DeviceRates`.
+    which all this was measured beside an accelerator. `own`: the accelerator's, see `DeviceRates`.
     """
 
     alone: float
@@ -70,10 +69,7 @@ class MeasuredRates:
     exchange: float
     runs_ahead: bool = False
     threads: int = 0
-    device: float = 0.0
-    device_flops: float = 0.0
-    few_flops: float = 0.0
-    device_attention: float = 0.0
+    own: DeviceRates = NO_DEVICE
 
 
 def measured_rates(
@@ -134,7 +130,7 @@ def measured_rates(
         _, attention = settled(lambda: beside.rate_while(lambda: of_cpu(alone=True)), lambda found: found[1])
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
         of_host = (alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
-        return MeasuredRates(*of_host, *own)
+        return MeasuredRates(*of_host, own)
     finally:
         for other in others:
             torch.cuda.synchronize(other)

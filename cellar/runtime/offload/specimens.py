@@ -19,8 +19,8 @@ NUMBERS = 0x77
 """The bits of codes that mean numbers in every format."""
 
 DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES = 2**27, 2**26
-"""Of a matrix on an accelerator, about: it is read in longer than it takes to launch that, and says all that a larger
-one does. A quantized one has more rows, and so has its product with many tokens.
+"""Of a matrix on an accelerator, at most: it says all that a larger one does. A quantized one has more rows, and so has
+its product with many tokens.
 """
 
 _ROWS = 128
@@ -47,16 +47,15 @@ def matrices(spec: ModelSpec, memory: Tensor) -> list[LinearWeight]:
     return found
 
 
-def device_matrices(spec: ModelSpec, device: torch.device, nbytes: int) -> list[LinearWeight]:
-    """Matrices of so many bytes together, at least one, on an accelerator: in the format of a layer's largest, with
-    its columns, and so many rows that it has `DEVICE_NBYTES`, or `DEVICE_QUANTIZED_NBYTES`. Of random numbers, since a
-    processor computes equal ones at a higher clock.
+def device_matrices(tensor: TensorSpec, device: torch.device, nbytes: int) -> list[LinearWeight]:
+    """Matrices of so many bytes together, at least one, on an accelerator: as a layer's `tensor`, and no larger than
+    `DEVICE_NBYTES`, or `DEVICE_QUANTIZED_NBYTES`: then they have fewer rows. Of random numbers, since a processor
+    computes equal ones at a higher clock.
     """
-    tensor = largest_matrix(spec)
     run, columns = runs(tensor)[0], tensor.shape[1]
     row = -(-piece_nbytes(tensor, run, run.start, run.stop, "gpu") // (run.stop - run.start))
-    least = DEVICE_QUANTIZED_NBYTES if run.format.is_quantized else DEVICE_NBYTES
-    shape = (max(1, least // row // _ROWS) * _ROWS, columns)
+    most = DEVICE_QUANTIZED_NBYTES if run.format.is_quantized else DEVICE_NBYTES
+    shape = (min(tensor.shape[0], max(1, most // row // _ROWS) * _ROWS), columns)
     if run.format.is_quantized:
         last = arrays(run.format, shape, "gpu")[-1]
         each = last.offset + last.nbytes

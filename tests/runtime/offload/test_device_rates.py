@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -68,3 +69,36 @@ def test_all_is_measured_and_memory_given_back(kept: str, monkeypatch: pytest.Mo
     found = device_rates.device_rates(spec, torch.device("cpu"), 2, 64)
     assert all(1e5 < rate < 1e15 for rate in found), found
     assert given_back == [True]
+
+
+def test_a_layers_rates_are_those_of_all_its_matrices_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix that is larger than what is measured counts with all of its rows."""
+    monkeypatch.setattr(device_rates, "_event", Moment)
+    monkeypatch.setattr(device_rates, "ROTATED", 1)
+    monkeypatch.setattr(specimens, "DEVICE_NBYTES", 2**16)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(device_rates, "_attention", lambda *_: 3.0)
+    measured = set[int]()
+
+    def seconds(launch: Callable[[int], object], *_: object) -> float:
+        product = launch(0)
+        assert isinstance(product, torch.Tensor)
+        if product.dtype == torch.uint8:
+            return 2.0  # a copy
+        measured.add(product.shape[1])
+        return float(len(product) * product.shape[1])
+
+    monkeypatch.setattr(device_rates, "_seconds", seconds)
+    spec = open_model(CONFIG | {"intermediate_size": 2048}, "float32", 16, 64).spec
+    matrices = [tensor for tensor in spec.layers[0].tensors if len(tensor.shape) == 2]
+    largest = max(matrices, key=lambda tensor: tensor.nbytes)
+    found = device_rates.device_rates(spec, torch.device("cpu"), 2, 8)
+    rows = sum(tensor.shape[0] for tensor in matrices)
+    assert max(measured) < largest.shape[0], "it was to be cut"
+    elements = sum(tensor.size for tensor in matrices)
+    assert found.device == pytest.approx(sum(tensor.nbytes for tensor in matrices) / rows)
+    assert found.few_flops == pytest.approx(2.0 * elements * 2 / (2 * rows))
+    assert found.flops == pytest.approx(2.0 * elements * 8 / (8 * rows))
+    assert (found.attention, found.copies) == (3.0, device_rates.COPIED)

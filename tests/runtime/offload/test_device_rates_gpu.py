@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.runtime.offload.device_rates import device_rates
-from cellar.runtime.offload.specimens import DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES, device_matrices
+from cellar.runtime.offload.specimens import DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES, device_matrices, largest_matrix
 from cellar.runtime.probes.context import best_seconds
 from tests.tiny_checkpoint import CONFIG
 
@@ -40,6 +42,7 @@ def test_rates_are_those_of_the_machine(format: str | None) -> None:
     assert 0.25 < found.device / reads < 1.15, said
     most = 2.6 if format == "fp8" else 1.3  # numbers of eight bits are multiplied twice as fast; a clock falls slowly
     assert 0.4 < found.flops / products < most, said
+    assert 0.5 < found.copies / reads < 1.15, f"{found.copies:.3g} of {reads:.3g}"
     assert 0.05 < found.few_flops / found.flops < 1.3
     assert 0.25 < found.attention / reads < 1.15, f"{found.attention:.3g} of {reads:.3g}"
 
@@ -55,7 +58,7 @@ def test_attention_in_fewer_bits_reads_less_in_less_time(model: str, kept: str) 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("model", ["llama-3-8b", "opt-175b"])
 def test_what_is_multiplied_are_numbers(model: str, format: str | None) -> None:
-    (weight, *_) = device_matrices(spec_of(model, format), DEVICE, 1)
+    (weight, *_) = device_matrices(largest_matrix(spec_of(model, format)), DEVICE, 1)
     wanted = DEVICE_QUANTIZED_NBYTES if format else DEVICE_NBYTES
     assert 0.8 * wanted < weight.nbytes < 1.1 * wanted
     for tokens in (1, 48):
@@ -65,7 +68,21 @@ def test_what_is_multiplied_are_numbers(model: str, format: str | None) -> None:
         assert bool((product.abs().mean() > 0).all())
 
 
-def test_a_small_model_is_measured_with_large_matrices() -> None:
-    spec = open_model(CONFIG, "float32", 16, 64).spec
-    found = device_rates(spec, DEVICE, 16, 64)
-    assert found.device > 1e11
+def test_a_small_model_is_measured_with_its_own_matrices() -> None:
+    """Which are read in less time than they are launched in."""
+    found = device_rates(open_model(CONFIG, "float32", 16, 64).spec, DEVICE, 16, 64)
+    assert all(1e7 < rate < 1e16 for rate in found), found
+
+
+def test_a_layer_has_less_than_its_largest_matrix() -> None:
+    """Its smaller ones take their share of the time: the layer's rates lie between those of the best and the worst."""
+    spec = spec_of("opt-6.7b", "int4")
+    matrices = [tensor for tensor in spec.layers[0].tensors if len(tensor.shape) == 2]
+    alone = [
+        device_rates(replace(spec, layers=(replace(spec.layers[0], tensors=(tensor,)),)), DEVICE, 128, 4096)
+        for tensor in matrices
+    ]
+    whole = device_rates(spec, DEVICE, 128, 4096)
+    for name in ("device", "flops", "few_flops"):
+        rates = [getattr(one, name) for one in alone]
+        assert 0.85 * min(rates) < getattr(whole, name) < 1.15 * max(rates), (name, rates, whole)

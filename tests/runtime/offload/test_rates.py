@@ -152,7 +152,7 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
     monkeypatch.setattr(rates, "_attention", attention)
     monkeypatch.setattr(rates, "_flops", lambda *_: 1e12)
     monkeypatch.setattr(
-        rates, "device_rates", lambda spec, device, few, many: DeviceRates(4e12, 7e14 + many, 2e14 + few, 3e12)
+        rates, "device_rates", lambda spec, device, few, many: DeviceRates(4e12, 7e14 + many, 2e14 + few, 3e12, 4e12)
     )
     monkeypatch.setattr(rates, "threads_beside", lambda _: 8)
     monkeypatch.setattr(rates, "use_threads", lambda count: made.append(f"{count} used"))
@@ -171,10 +171,7 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
         exchange=1e-4,
         runs_ahead=True,
         threads=8,
-        device=4e12,
-        device_flops=7e14 + 512,
-        few_flops=2e14 + 192,
-        device_attention=3e12,
+        own=DeviceRates(4e12, 7e14 + 512, 2e14 + 192, 3e12, 4e12),
     )
     assert made == [
         *("4 threads", "6 threads", "8 threads"),
