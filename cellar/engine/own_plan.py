@@ -238,6 +238,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     machine's are measured now, in a thread that takes its OpenMP team with it (`open_local` says why).
     """
     from cellar.runtime.device import resolve_device
+    from cellar.runtime.offload.device_rates import DeviceRates, device_rates
     from cellar.runtime.offload.rates import MeasuredRates, measured_rates
     from cellar.runtime.offload.reads import DiskReads
 
@@ -247,28 +248,30 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
 
-    def measured(reads: DiskReads | None) -> MeasuredRates:
+    def measured(reads: DiskReads | None) -> tuple[MeasuredRates, DeviceRates | None]:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
+            own = None if kind == "cpu" else thread.submit(device_rates, spec, device, FEW_TOKENS, tokens).result()
             alone = MEASURED_SECONDS if kind == "cpu" else MEASURED_SECONDS_OF_A_HOST
             seconds = alone if reads is None else MEASURED_SECONDS_OF_A_DISK
-            how = (nbytes, seconds, threads, sparse_v, reads, ranks, FEW_TOKENS, tokens)
-            return thread.submit(measured_rates, spec, device, *how).result()
+            how = (nbytes, seconds, threads, sparse_v, reads, ranks)
+            host = thread.submit(measured_rates, spec, device, *how).result()
+            return host, own
 
     if not config.offload.disk:
-        found, disk = measured(None), Rates().disk
+        (found, own), disk = measured(None), Rates().disk
     else:
         with DiskReads(None if path is None else Path(path), MEASURED_NBYTES) as reads:
-            found = measured(reads)
+            found, own = measured(reads)
             disk = found.disk or reads.rate_while(lambda: time.sleep(MEASURED_SECONDS_OF_A_DISK))[0]
     beside = found.link or found.disk
     idle = max(1.0, found.alone / beside) if beside else 1.0
-    if kind == "cpu":
+    if own is None:
         here = Rates(attention=found.attention, device=found.multiply, disk=disk, flops=found.flops, idle=idle)
         return here.shared(ranks), threads
     # A share of the values is what the CPU alone reads.
     plain = all(group.dtype == spec.dtype for group in spec.kv.groups)
     rates = replace(
-        rates_of_device(*found.own),
+        rates_of_device(*own),
         link=found.link,
         multiply=found.multiply,
         attention=found.attention,

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from cellar.core.config import EngineConfig
+from cellar.core.config import EngineConfig, step_tokens
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.models import registry
 from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, PROMPT_SHARE, Rates
+from cellar.planner.work import FEW_TOKENS
 from cellar.runtime.offload.device_rates import DeviceRates
 from cellar.runtime.offload.rates import MeasuredRates
 from tests.tiny_checkpoint import write_checkpoint
@@ -27,7 +28,6 @@ FOUND = MeasuredRates(
     flops=1e12,
     exchange=2e-4,
     threads=11,
-    own=DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11),
 )
 
 
@@ -37,11 +37,19 @@ FOUND = MeasuredRates(
 def test_the_device_reads_over_the_link_unless_values_are_left_out(
     kept: str, sparse_v: float | None, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = []
+
+    def device_rates(_: object, device: torch.device, few: int, many: int) -> DeviceRates:
+        asked.append((device.type, few, many))
+        return DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11)
+
     monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", lambda *_: FOUND)
+    monkeypatch.setattr("cellar.runtime.offload.device_rates.device_rates", device_rates)
     raw = registry.read_config(write_checkpoint(tmp_path))
     spec = registry.open_model(raw, "float32", 16, 64, None, kept).spec
     config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, sparse_v=sparse_v).on("cuda")
     rates, threads = own_plan._rates(config, spec, "gpu")
+    assert asked == [("cpu", FEW_TOKENS, step_tokens("cuda"))], "before the host's, once"
     assert threads == 11
     assert (rates.link, rates.attention, rates.reads) == (50e9, 57e9, share * 50e9)
     assert (rates.device, rates.flops, rates.few_flops) == (9e11, PROMPT_SHARE * 8e13, 2e13)

@@ -51,9 +51,6 @@ class DeviceRates(NamedTuple):
     copies: float
 
 
-NO_DEVICE = DeviceRates(0.0, 0.0, 0.0, 0.0, 0.0)
-
-
 def device_rates(spec: ModelSpec, device: torch.device, few: int, many: int) -> DeviceRates:
     """Measure with matrices as those of the first layer, each in turn, and so many tokens, and with K and V as that
     layer keeps them. Launches are priced apart.

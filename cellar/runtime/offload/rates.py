@@ -26,7 +26,6 @@ from cellar.ops.kv_format import quantized_cache
 from cellar.ops.linear.weight import LinearWeight
 from cellar.runtime.offload.channels import Channel
 from cellar.runtime.offload.cpu_jobs import CpuJobs, threads_beside
-from cellar.runtime.offload.device_rates import NO_DEVICE, DeviceRates, device_rates
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.host_rows import Exchange, HostRows
 from cellar.runtime.offload.layout import aligned
@@ -57,7 +56,7 @@ class MeasuredRates:
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
     `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
-    which all this was measured beside an accelerator. `own`: the accelerator's, see `DeviceRates`.
+    which all this was measured beside an accelerator.
     """
 
     alone: float
@@ -69,7 +68,6 @@ class MeasuredRates:
     exchange: float
     runs_ahead: bool = False
     threads: int = 0
-    own: DeviceRates = NO_DEVICE
 
 
 def measured_rates(
@@ -81,8 +79,6 @@ def measured_rates(
     sparse_v: float | None = None,
     reads: DiskReads | None = None,
     ranks: int = 1,
-    few: int = 192,
-    many: int = 4096,
 ) -> MeasuredRates:
     """Measure for `seconds` each, and beside an accelerator until that has settled, with the matrices and the attention
     of this model's layers, on `nbytes` (and no less than a matrix) each, with so many threads of the CPU (None: torch's
@@ -90,14 +86,13 @@ def measured_rates(
     With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
     are those of all ranks' threads together. With `sparse_v` attention reads that share of the values, and its rate is
     still that of all keys and values. Beside them goes on: on an accelerator copies, on a processor `reads` of the disk
-    (None: nothing). `few` and `many`: tokens of products of an accelerator.
+    (None: nothing).
 
     Raises CapacityError if the host has not so much.
     """
     threads = threads_beside(num_threads)
     if device.type == "cpu" and num_threads is not None:
         use_threads(num_threads)
-    own = NO_DEVICE if device.type == "cpu" else device_rates(spec, device, few, many)
     largest = largest_matrix(spec)
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
@@ -129,8 +124,7 @@ def measured_rates(
         # What is left to the CPU are decodes.
         _, attention = settled(lambda: beside.rate_while(lambda: of_cpu(alone=True)), lambda found: found[1])
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
-        of_host = (alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
-        return MeasuredRates(*of_host, own)
+        return MeasuredRates(alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
     finally:
         for other in others:
             torch.cuda.synchronize(other)

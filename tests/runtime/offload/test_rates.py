@@ -13,7 +13,6 @@ from cellar.core.errors import DeviceError
 from cellar.models.registry import open_model
 from cellar.ops.linear.dense import DenseWeight
 from cellar.runtime.offload import rates
-from cellar.runtime.offload.device_rates import DeviceRates
 from cellar.runtime.offload.file import WeightFile
 from cellar.runtime.offload.rates import (
     CHAINED,
@@ -151,16 +150,11 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
     monkeypatch.setattr(rates, "measured_left", left)
     monkeypatch.setattr(rates, "_attention", attention)
     monkeypatch.setattr(rates, "_flops", lambda *_: 1e12)
-    monkeypatch.setattr(
-        rates, "device_rates", lambda spec, device, few, many: DeviceRates(4e12, 7e14 + many, 2e14 + few, 3e12, 4e12)
-    )
     monkeypatch.setattr(rates, "threads_beside", lambda _: 8)
     monkeypatch.setattr(rates, "use_threads", lambda count: made.append(f"{count} used"))
     monkeypatch.setattr(rates.HeldMemory, "register", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    found = measured_rates(
-        open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cuda"), 2**22, 0.01, few=192, many=512
-    )
+    found = measured_rates(open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cuda"), 2**22, 0.01)
     assert found == MeasuredRates(
         alone=60e9,
         link=50e9,
@@ -171,7 +165,6 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
         exchange=1e-4,
         runs_ahead=True,
         threads=8,
-        own=DeviceRates(4e12, 7e14 + 512, 2e14 + 192, 3e12, 4e12),
     )
     assert made == [
         *("4 threads", "6 threads", "8 threads"),
