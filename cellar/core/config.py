@@ -131,7 +131,9 @@ class ScheduleConfig:
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option("fcfs", "fcfs, or priority (lower value first).")
     decode_reserve: float = _option(
-        0.1, "Share of chunks kept free for running decodes, at most one for each, when requests are admitted."
+        0.1,
+        "Share of chunks kept free for running decodes, at most one for each, when requests are admitted; none while "
+        "all have room however long they get.",
     )
     run_ahead: int = _option(2, "Steps handed to the device before the first has finished.")
     mask_timeout: float = _option(

@@ -24,7 +24,6 @@ from cellar.planner.cost import dimensions
 from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
 from cellar.planner.passes import (
     MOST_OVER_LINK,
-    RESERVE,
     Away,
     Rates,
     block_seconds,
@@ -351,16 +350,15 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
     if room.chunks is not None:
         kv = room.chunks * spec.kv.chunk_nbytes()
         return [("device", kv), *([("host", kv)] if room.kind != "cpu" else [])]
-    few = [math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in (1, 2, 4, 8, 16, 32)]
+    few = [count * needed * spec.kv.chunk_nbytes() for count in (1, 2, 4, 8, 16, 32)]
     if room.kind == "cpu":
         kv = _kv_nbytes(spec, room)
         return [("device", kv), *(("device", less) for less in few if bounded and room.kv is None and less < kv)]
     left = max(0, room.device - _buffers(spec, limits, room.kind))
     if room.kv is not None:
         return [("device", room.kv)] if room.kv <= left / 2 else [("host", room.kv)]
-    # The scheduler keeps some chunks free for requests that run.
     at_once = [-(-limits.max_num_seqs // k) for k in range(1, WAVES + 1)]
-    wanted, *parts = (math.ceil(count * needed / (1 - RESERVE)) * spec.kv.chunk_nbytes() for count in at_once)
+    wanted, *parts = (count * needed * spec.kv.chunk_nbytes() for count in at_once)
     shares = (0.125, KV_SHARE, 0.5)
     found = [*(("device", min(wanted, int(left * share))) for share in shares), ("host", wanted)]
     found += [("device", kv) for kv in (wanted, *parts) if kv <= left]

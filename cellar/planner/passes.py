@@ -20,7 +20,7 @@ from cellar.planner.saved import Limits, SavedPlan
 from cellar.planner.work import StepCost, StepWork, coming
 
 RESERVE = 0.1
-"""Of the chunks of KV, what the scheduler keeps free when it admits requests."""
+"""Of the chunks of KV, what the scheduler keeps free when it admits requests whose full lengths may find none."""
 
 CPU_TOKENS = 16
 """Passes of up to so many tokens leave rows in host memory to the CPU."""
@@ -431,15 +431,15 @@ def longest(limits: Limits) -> Job:
 
 
 def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None = None) -> int:
-    """How many sequences so many bytes of KV hold beside what the scheduler keeps free, as limited; at least one. All
-    of full length, or, of a `job` in diagonal order, of all ages.
+    """How many sequences so many bytes of KV hold, as limited; at least one. All of full length, or, of a `job` in
+    diagonal order, of all ages, beside what the scheduler keeps free.
     """
-    size = spec.kv.chunk_size
-    each = float(-(-limits.max_model_len // size))
+    size, held = spec.kv.chunk_size, nbytes // spec.kv.chunk_nbytes()
+    found = held // -(-limits.max_model_len // size)
     if job is not None:
         each = (job.prompt + job.generate / 2) / size + 0.5  # the last chunk is half full
-    held = nbytes * (1 - RESERVE) / spec.kv.chunk_nbytes()
-    return max(1, min(limits.max_num_seqs, int(held / each)))
+        found = int(held * (1 - RESERVE) / each)
+    return max(1, min(limits.max_num_seqs, found))
 
 
 def predicted_pass(

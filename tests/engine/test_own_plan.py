@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from cellar import LLM, SamplingParams
+from cellar.bench.meter import MeteredRuntime
 from cellar.core.config import EngineConfig, step_tokens
+from cellar.core.messages import StepPlan, StepResult
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.models import registry
@@ -112,3 +115,33 @@ def test_opening_asks_whether_a_model_is_too_large(monkeypatch: pytest.MonkeyPat
         assert opened.plan is not None
         assert len(asked) == times
     assert asked == [config]
+
+
+@pytest.mark.parametrize("kv", [1_000_000, 4_200_000])
+def test_as_many_sequences_run_at_once_as_a_plan_counts(kv: int) -> None:
+    """All of full length, in chunks that hold these and no more; nobody is suspended."""
+    config = EngineConfig.of(
+        model=None,
+        device="cpu",
+        dtype="float32",
+        device_memory=0.03,
+        kv_cache_memory_bytes=kv,
+        max_model_len=64,
+        max_num_seqs=64,
+        max_num_batched_tokens=256,
+    )
+    together: list[int] = []
+
+    def observed(plan: StepPlan, _: StepResult) -> None:
+        together.append(len(plan.spans.row))
+
+    opened = open_front(config, wrap=lambda runtime: MeteredRuntime(runtime, observed))
+    assert opened.plan is not None
+    count, chunks = opened.plan.figures["predicted"]["sequences"], opened.plan.placement.num_chunks
+    assert count == chunks // (64 // 32) < 64, "two chunks each"
+    prompts = [[(7 * k + i) % 200 + 3 for i in range(40)] for k in range(2 * count)]
+    with LLM.over(opened) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        suspended = llm.stats().preemptions
+    assert max(together) == count
+    assert suspended == 0

@@ -26,10 +26,15 @@ def limit_of(request: Request, max_model_len: int, chunk_size: int, num_chunks: 
         raise RequestError(
             f"The request has {len(request.output)} output tokens already and may have {limit - count}; it has ended."
         )
-    needed = -(-max(limit - 1, count) // chunk_size)
+    needed = chunks_of(count, limit, chunk_size)
     if needed > num_chunks:
         raise CapacityError(
             f"A prompt of {count} tokens with max_tokens {request.max_tokens} needs {needed} chunks of KV cache, "
             f"but there are {num_chunks}; shorten the prompt, lower max_tokens or raise kv_cache_memory_bytes."
         )
     return limit
+
+
+def chunks_of(count: int, limit: int, chunk_size: int) -> int:
+    """What a request of `count` known tokens needs if it gets as long as it may: its last token needs no KV."""
+    return -(-max(limit - 1, count) // chunk_size)

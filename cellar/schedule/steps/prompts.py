@@ -14,6 +14,7 @@ import numpy as np
 from cellar.kv.store import Reservation
 from cellar.schedule.steps.batch import StepBatch
 from cellar.schedule.steps.holders import RETURN_SECONDS, Holders
+from cellar.schedule.steps.limits import chunks_of
 from cellar.schedule.steps.pace import Pace
 from cellar.schedule.steps.request import Phase, RequestState
 from cellar.schedule.steps.stagger import Stagger
@@ -40,8 +41,9 @@ Fail = Callable[[RequestState, Exception, StepBatch], None]
 
 class Prompts:
     """`pace` says what long prompts may take beside decodes. A chunk for each request that runs stays free, and at most
-    `keep_free` chunks; `row_depth` is how many plans in flight may name one row. A request that fails by itself is
-    handed to `fail`, and others may come. With a `stagger` requests begin when it says so.
+    `keep_free` chunks, unless all who run have room among `num_chunks` however long they get. `row_depth` is how many
+    plans in flight may name one row. A request that fails by itself is handed to `fail`, and others may come. With a
+    `stagger` requests begin when it says so.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Prompts:
         holders: Holders,
         pace: Pace,
         keep_free: int,
+        num_chunks: int,
         row_depth: int,
         caching: bool,
         fail: Fail,
@@ -59,6 +62,7 @@ class Prompts:
         self._queue = holders.queue
         self.pace = pace
         self._keep_free = keep_free
+        self._num_chunks = num_chunks
         self._row_depth = row_depth
         self._caching = caching
         self._fail = fail
@@ -217,7 +221,8 @@ class Prompts:
 
     def _reserve(self, state: RequestState, step_tokens: int) -> Reservation | None:
         """Memory for all known tokens, `step_tokens` of which the next step may compute. Decodes that run have a chunk
-        each to grow into, up to a share of all (§3.4.3.5). Copies are waited for, sooner while something runs.
+        each to grow into, up to a share of all (§3.4.3.5), if they might not find one otherwise. Copies are waited for,
+        sooner while something runs.
         """
         holders, request, found = self._holders, state.request, None
         patience = 1.0 if holders.running else ALONE_PATIENCE
@@ -227,7 +232,7 @@ class Prompts:
         return holders.store.reserve(
             found,
             len(state.known),
-            min(self._keep_free, holders.running + len(holders.loading)),
+            self._kept(state),
             name=name,
             tenant=request.tenant,
             now=holders.now,
@@ -235,6 +240,18 @@ class Prompts:
             step_tokens=step_tokens,
             patience=patience if holders.now < state.put_off_until else 0.0,
         )
+
+    def _kept(self, state: RequestState) -> int:
+        """Chunks that stay free beside a request: none if it and all others may get as long as they may. What they
+        share counts for each of them.
+        """
+        if not self._keep_free:
+            return 0
+        holders, size = self._holders, self._holders.rows.chunk_size
+        grown = sum(chunks_of(len(one.known), one.limit, size) for one in (state, *holders.loading))
+        if grown + holders.rows.most_chunks() <= self._num_chunks:
+            return 0
+        return min(self._keep_free, holders.running + len(holders.loading))
 
     def _start(self, batch: StepBatch, state: RequestState, reservation: Reservation) -> None:
         """Give an admitted request its row, and plan as much of it as the budget allows."""

@@ -128,6 +128,11 @@ class Rows:
         assert state is not None
         return state
 
+    def most_chunks(self) -> int:
+        """Chunks of all rows that have an owner, if each gets as long as it may."""
+        grown = np.maximum(self.num_chunks, -(-self.last // self.chunk_size))
+        return int(grown[self.num_chunks > 0].sum())
+
     def slots(self, row: int) -> IntArray:
         """Slots of a row's chunks, in order of position."""
         return self.table[row, : self.num_chunks[row]]

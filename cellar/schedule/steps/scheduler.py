@@ -104,7 +104,9 @@ class StepScheduler:
         self._stagger = Stagger(num_slots - keep_free, self._rows.num_free, chunk_size) if diagonal else None
         # Pieces of a prompt wait for no token: one may be at each stage.
         pieces = config.run_ahead + stages - 1
-        self._prompts = Prompts(self._holders, pace, keep_free, pieces, self._caching, self._fail, self._stagger)
+        self._prompts = Prompts(
+            self._holders, pace, keep_free, num_slots, pieces, self._caching, self._fail, self._stagger
+        )
         budget = -(-(config.max_num_batched_tokens or self._rows.tokens.size) // stages)
         self._plans = Plans(
             self._holders, self._prompts, self._tally, budget, config.run_ahead, self._stagger, phases_apart, stages

@@ -31,6 +31,7 @@ from cellar.kv.store import KVStore
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.protocol import Scheduler
+from cellar.schedule.steps.limits import chunks_of
 from cellar.schedule.steps.pace import LATEST, Pace
 from cellar.schedule.steps.portions import Portions
 from cellar.schedule.steps.prompts import LATE_JOINING
@@ -646,6 +647,26 @@ def test_reserve_is_a_chunk_for_each_that_runs_and_at_most_a_share(share: float,
     assert len(plan.opens) == opened
     bench.run()
     assert len(bench.reasons) == 10
+
+
+@pytest.mark.parametrize(("slots", "opened"), [(20, 5), (19, 4)])
+def test_nothing_is_kept_while_all_have_room_however_long_they_get(slots: int, opened: int) -> None:
+    """Each takes three chunks, and may grow into a fourth. Four of them have, and leave four chunks, or three."""
+    bench = Bench(slots=slots, rows=10, decode_reserve=0.5, run_ahead=1)
+    bench.add(*(request(f"{k}", [k] * 12, 4) for k in range(4)))
+    for _ in range(3):
+        bench.step()
+    assert bench.scheduler.stats().free_chunks == slots - 16
+    bench.add(request("new", [9] * 12, 4), request("next", [8] * 12, 4))
+    plan, _ = bench.step()
+    assert len(plan.opens) == opened - 4
+    bench.run()
+    assert len(bench.reasons) == 6
+    assert bench.scheduler.stats().preemptions == 0
+
+
+def test_a_request_needs_chunks_for_all_but_its_last_token() -> None:
+    assert [chunks_of(12, limit, 4) for limit in (12, 16, 17, 18)] == [3, 4, 4, 5]
 
 
 def test_latest_arrival_is_suspended_and_returns_to_its_place() -> None:
