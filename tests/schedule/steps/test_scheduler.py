@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -663,6 +664,16 @@ def test_nothing_is_kept_while_all_have_room_however_long_they_get(slots: int, o
     bench.run()
     assert len(bench.reasons) == 6
     assert bench.scheduler.stats().preemptions == 0
+
+
+def test_requests_that_load_count_with_all_that_they_may_need() -> None:
+    scheduler = Bench(slots=8, decode_reserve=0.5).scheduler
+    one: Any = SimpleNamespace(known=np.zeros(12, np.int32), limit=16)  # four chunks
+    kept = []
+    for count in range(3):
+        scheduler._holders.loading = [one] * count
+        kept.append(scheduler._prompts._kept(one))
+    assert kept == [0, 0, 2]
 
 
 def test_a_request_needs_chunks_for_all_but_its_last_token() -> None:
