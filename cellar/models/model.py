@@ -74,8 +74,10 @@ class Projected(NamedTuple):
 class NormedSums(Protocol):
     """Sums over ranks with the residual and the norm behind them in one step. All ranks call all, in the same order."""
 
-    def take(self, like: Tensor) -> bool:
-        """Whether sums of such a shape and type go so: the same on all ranks."""
+    def take(self, like: Tensor, apart: bool = True) -> bool:
+        """Whether sums of such a shape and type go so: the same on all ranks. `apart`: without it the norm and what is
+        behind it are in two launches, too.
+        """
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """-> (rms_norm(residual + s), residual + s), s the sum of all ranks' parts."""

@@ -16,7 +16,7 @@ from cellar.models.model import Comm, Hidden, NormedSums, Part
 from cellar.ops.activation import activate, gated
 from cellar.ops.embedding import embedding
 from cellar.ops.linear import fused
-from cellar.ops.linear.definition import linear
+from cellar.ops.linear.definition import as_linear, linear
 from cellar.ops.linear.weight import Weight
 from cellar.ops.norm import add_layer_norm, add_rms_norm
 
@@ -191,14 +191,15 @@ def summed_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Comm | N
 
 def parted_linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, comm: Comm | None) -> Tensor | Part:
     """`summed_linear`, or this rank's part of it where the norm of what is added to `residual` adds it up."""
-    if _adds_with_norm(residual, comm) is None:
+    apart = not as_linear(weight).norms_itself  # as the layer's other matrices
+    if _adds_with_norm(residual, comm, apart) is None:
         return summed_linear(x, weight, bias, comm)
     return Part(linear(x, weight, bias))
 
 
-def _adds_with_norm(like: Tensor, comm: Comm | None) -> NormedSums | None:
+def _adds_with_norm(like: Tensor, comm: Comm | None, apart: bool = True) -> NormedSums | None:
     sums = None if comm is None or isinstance(comm, Laid) else comm.normed_sums
-    return sums if sums is not None and sums.take(like) else None
+    return sums if sums is not None and sums.take(like, apart) else None
 
 
 def _normed_sums(like: Tensor, comm: Comm | None) -> NormedSums:

@@ -129,6 +129,10 @@ class PeerBoxes:
         alone = len(x) == 1 and x.shape[1] > _NORMED_INSIDE
         return self.take(x) and (alone or self.sizes.small < x.nbytes <= _JOINED) and self.norm_sizes(x) is not None
 
+    def take_before_norm(self, x: Tensor) -> bool:
+        """Whether rows [n, w] go by `sum_of_peers` right before their norm. A small sum may leave it to a product."""
+        return self.take(x) and x.nbytes > self.sizes.small
+
     def norm_sizes(self, x: Tensor) -> NormSizes | None:
         """How rows [n, w] are divided; None: not at all."""
         hops = 1 if x.nbytes <= self.sizes.small else 2

@@ -50,6 +50,11 @@ class ByteWeight(LinearWeight):
         """All that attention of few takes."""
         return FEW_TOKENS
 
+    @property
+    def norms_itself(self) -> bool:
+        """The norm rounds its tokens."""
+        return True
+
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The tokens are rounded, then multiplied. In float32 by the dequantized matrix."""
         if x.dtype not in DTYPES:

@@ -35,7 +35,7 @@ class ThreadComm:
     def normed_sums(self) -> NormedSums | None:
         return self if self.most_rows else None
 
-    def take(self, like: Tensor) -> bool:
+    def take(self, like: Tensor, apart: bool = True) -> bool:
         return len(like) <= self.most_rows
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:

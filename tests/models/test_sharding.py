@@ -11,13 +11,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cellar.core.errors import ConfigError
+from cellar.core.formats import Format
 from cellar.core.specs import ModelSpec
+from cellar.models import points
 from cellar.models.decoder import Decoder
 from cellar.models.loader import LoadedWeights, dummy, load
+from cellar.models.model import Part
 from cellar.models.quantization import is_linear
 from cellar.models.registry import open_model, shipped_config, shipped_names
 from cellar.models.sharding import shard
 from cellar.ops.linear.pack import pack
+from cellar.quant.bytes import ByteWeight
+from cellar.quant.matrix import quantized
 from tests.models.dense_context import logits_of
 from tests.models.fake_comm import ThreadComm, on_ranks
 from tests.models.test_halves import FAMILIES, SIZES, TOKENS
@@ -94,6 +99,21 @@ def test_sums_that_go_with_the_norm_behind_them_change_nothing(
     norms = isinstance(model, Decoder)  # others have no RMSNorm behind their sums
     # Of the last layer the second sum has no norm behind it in the loop over layers.
     assert asked.count("sum and norm") == size * pieces * (2 * layers - 1) * norms
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_norm_that_rounds_its_tokens_stays_with_its_product(rounds: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a sum it would be one launch more."""
+    monkeypatch.setattr(ThreadComm, "most_rows", 8)
+    monkeypatch.setattr(ThreadComm, "take", lambda self, like, apart=True: apart)
+    matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    weight = ByteWeight(quantized(matrix, Format("fp8", activations="fp8"))) if rounds else matrix
+    x = torch.ones(3, 64)
+
+    def added(rank: int, comm: ThreadComm) -> bool:
+        return not isinstance(points.parted_linear(x, weight, None, x, comm), Part)
+
+    assert on_ranks(2, added) == [rounds] * 2
 
 
 def test_a_missing_sum_shows() -> None:

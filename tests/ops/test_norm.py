@@ -8,7 +8,7 @@ from torch.nn import LayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from cellar.ops.norm import add_layer_norm, add_rms_norm, rms_norm
-from cellar.ops.norm.triton import add_rms_norm_kernel, rms_norm_kernel
+from cellar.ops.norm.triton import add_rms_norm_behind_sum, add_rms_norm_kernel, rms_norm_kernel
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +37,7 @@ def test_sum_is_rounded_before_it_is_normalized() -> None:
     residual, delta = torch.full((1, 4), 2048.0, dtype=torch.float16), torch.full((1, 4), 1.0, dtype=torch.float16)
     residual[0, 0] = 0
     weight = torch.ones(4, dtype=torch.float16)
-    for add in (add_rms_norm, add_rms_norm_kernel):
+    for add in (add_rms_norm, add_rms_norm_kernel, add_rms_norm_behind_sum):
         normed, total = add(residual, delta, weight, 0.0)
         assert total.equal(residual + delta)
         assert normed.equal(rms_norm(total, weight, 0.0))

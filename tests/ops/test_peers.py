@@ -245,6 +245,9 @@ def test_boxes_take_what_they_have_room_for() -> None:
     few = [n for n in range(1, 65) if boxes.take_norm(torch.empty((n, 8184), dtype=BF16))]
     assert few == [1, *range(25, 33)], "one token, and sums of more than 384 KiB up to 512"
     assert not boxes.take_norm(torch.empty((1, 4096), dtype=BF16)), "its product norms it"
+    large = [n for n in range(1, 65) if boxes.take_before_norm(torch.empty((n, 8184), dtype=BF16))]
+    assert large == list(range(25, 65)), "sums that are not small"
+    assert not boxes.take_before_norm(torch.empty((1024, 1001), dtype=torch.float64))
     assert boxes.norm_sizes(torch.empty((1, 8184), dtype=BF16)) == NormSizes(8184, 2, 1)
     assert boxes.norm_sizes(torch.empty((30, 8184), dtype=BF16)) == NormSizes(8184, 2, 2)
     assert boxes.take_rows(torch.empty((2, 3), dtype=torch.int64))

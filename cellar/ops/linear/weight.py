@@ -36,6 +36,11 @@ class LinearWeight(ABC):
         """
         return 0
 
+    @property
+    def norms_itself(self) -> bool:
+        """Whether `norm_multiply` of several tokens is more than `add_rms_norm` with a product behind it."""
+        return False
+
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b: x: [t, in]; bias: [out] or None -> [t, out] in x's dtype."""

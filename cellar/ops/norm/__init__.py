@@ -7,10 +7,15 @@ from torch import Tensor
 from cellar.ops.norm import cases
 from cellar.ops.norm.cpu import add_rms_norm_cpu, rms_norm_cpu
 from cellar.ops.norm.definition import add_layer_norm_definition, add_rms_norm_definition, rms_norm_definition
-from cellar.ops.norm.triton import add_layer_norm_kernel, add_rms_norm_kernel, rms_norm_kernel
+from cellar.ops.norm.triton import (
+    add_layer_norm_kernel,
+    add_rms_norm_behind_sum,
+    add_rms_norm_kernel,
+    rms_norm_kernel,
+)
 from cellar.ops.registry import Op, Variant
 
-__all__ = ["OPS", "add_layer_norm", "add_rms_norm", "rms_norm"]
+__all__ = ["OPS", "add_layer_norm", "add_rms_norm", "add_rms_norm_behind_sum", "rms_norm"]
 
 _RMS_NORM = Op(
     "rms_norm",

@@ -34,6 +34,13 @@ def add_rms_norm_kernel(residual: Tensor, delta: Tensor | None, weight: Tensor, 
     return _launch_add_norm(residual, delta, weight, None, eps, center=False)
 
 
+def add_rms_norm_behind_sum(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm` whose `delta` is a sum over ranks, maybe still on its way: the product behind it asks for its
+    weights meanwhile, since nothing else reads the memory then (docs/decisions/0111-norms-behind-sums.md).
+    """
+    return _launch_add_norm(residual, delta, weight, None, eps, center=False, early=True)
+
+
 def add_layer_norm_kernel(
     residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -42,7 +49,14 @@ def add_layer_norm_kernel(
 
 
 def _launch_add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, *, center: bool
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    *,
+    center: bool,
+    early: bool = False,
 ) -> tuple[Tensor, Tensor]:
     t, d = residual.shape
     residual = residual.contiguous()
@@ -63,6 +77,7 @@ def _launch_add_norm(
             ADD=delta is not None,
             CENTER=center,
             BIAS=bias is not None,
+            EARLY=early,
             BLOCK=block,
             num_warps=min(16, max(4, block // 512)),
             **dependent_launch(residual),
@@ -109,6 +124,7 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     CENTER: tl.constexpr,
     BIAS: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -117,8 +133,11 @@ def _add_norm_kernel(  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * d + column
     w = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     x = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
     if ADD:
         x += tl.load(delta + at, mask=mask, other=0.0).to(tl.float32)

@@ -16,6 +16,7 @@ from cellar.core.sums import at_once, moved_by_all_reduce, sent_by_all_reduce
 from cellar.models.loop import Loop
 from cellar.models.model import Comm, NormedSums
 from cellar.ops.added import added
+from cellar.ops.norm import add_rms_norm_behind_sum
 from cellar.ops.peers import PeerBoxes, first_of_peers, rows_of_peers, sum_norm_of_peers, sum_of_peers
 from cellar.runtime.mesh.account import Account, Entry
 
@@ -82,18 +83,25 @@ class GroupComm:
 
     @property
     def normed_sums(self) -> NormedSums | None:
-        """Through boxes, of few tokens."""
+        """Through boxes."""
         return None if self._boxes is None else self
 
-    def take(self, like: Tensor) -> bool:
-        """Whether a sum of this shape and type goes with its norm."""
-        return self._boxes is not None and self._boxes.take_norm(like)
+    def take(self, like: Tensor, apart: bool = True) -> bool:
+        """Whether a sum of this shape and type goes with its norm, or right in front of it where that is no launch
+        more.
+        """
+        if self._boxes is None:
+            return False
+        behind = apart and self.loop is None and self._boxes.take_before_norm(like)
+        return behind or self._boxes.take_norm(like)
 
     def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Implements `NormedSums`."""
         assert self._boxes is not None, "`take` has said so"
         self.noted(part.nbytes, self._boxes.sizes.moved(part.nbytes))
-        return sum_norm_of_peers(part, residual, norm, eps, self._boxes)
+        if self._boxes.take_norm(part):
+            return sum_norm_of_peers(part, residual, norm, eps, self._boxes)
+        return add_rms_norm_behind_sum(residual, sum_of_peers(part, self._boxes), norm, eps)
 
     def noted(self, nbytes: int, moved: int) -> None:
         """A sum of so many bytes begins, for which a rank gets `moved` from others, by whatever way."""

@@ -35,6 +35,7 @@ from cellar.ops.linear.choice import WIDE_FROM
 from cellar.ops.linear.device import DeviceWeight
 from cellar.ops.linear.hopper import wide_source
 from cellar.ops.linear.weight import Weight
+from cellar.ops.norm import add_rms_norm_behind_sum
 from cellar.ops.sampling import choose, forbid, penalize
 from cellar.ops.sampling.triton import score_targets
 from cellar.ops.triton_support import Launch, noted_launches
@@ -168,7 +169,19 @@ class AbsentRanks:
 
     vocab_size: int
     loop: None = None
-    normed_sums: None = None
+
+    @property
+    def normed_sums(self) -> AbsentRanks:
+        """The one whose kernel is not noted elsewhere: a norm right behind a sum."""
+        return self
+
+    def take(self, like: Tensor, apart: bool = True) -> bool:
+        """Of many rows, whose sums may be large."""
+        return apart and len(like) >= WIDE_FROM
+
+    def add_rms_norm(self, part: Tensor, residual: Tensor, norm: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Implements `NormedSums`."""
+        return add_rms_norm_behind_sum(residual, part, norm, eps)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """As it is."""

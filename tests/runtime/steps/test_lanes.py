@@ -147,7 +147,7 @@ class CutComm:
         """Itself."""
         return self
 
-    def take(self, like: Tensor) -> bool:
+    def take(self, like: Tensor, apart: bool = True) -> bool:
         """All."""
         return True
 

@@ -45,10 +45,9 @@ def model_of(name: str) -> Model:
     return open_model(config, "bfloat16")
 
 
-def listed(name: str, machine: Machine, num_rows: int = 64, most_tokens: int = 256) -> Kernels:
-    return kernels_of(
-        model_of(name), _preparing(chooser_of([shipped("h200")]), lambda shape: None), machine, num_rows, most_tokens
-    )
+def listed(name: str, machine: Machine, num_rows: int = 64, most_tokens: int = 256, ranks: int = 1) -> Kernels:
+    prepare = _preparing(chooser_of([shipped("h200")]), lambda shape: None)
+    return kernels_of(model_of(name), prepare, machine, num_rows, most_tokens, ranks=ranks)
 
 
 def names(launches: tuple[Launch, ...]) -> Counter[str]:
@@ -218,6 +217,12 @@ def test_a_hopper_compiles_its_own_kernels_in_place_of_tritons() -> None:
     assert len(hopper.cuda) == len(wide) + len(decodes) + 1
     assert not names(hopper.first)["_attention_kernel"], "decodes and prompts have kernels of their own in every step"
     assert names(hopper.first)["_flat_kernel"] < names(portable.first)["_flat_kernel"]
+
+
+@pytest.mark.parametrize(("ranks", "kinds"), [(1, {False}), (4, {False, True})])
+def test_of_several_ranks_a_norm_right_behind_a_sum_is_listed(ranks: int, kinds: set[bool]) -> None:
+    launches = distinct(listed("llama-3-8b", H200, ranks=ranks).first, target())
+    assert {x.kwargs["EARLY"] for x in launches if x.kernel.__name__ == "_add_norm_kernel"} == kinds
 
 
 def test_sizes_that_compile_alike_are_one_job() -> None:
