@@ -60,10 +60,13 @@ OTHERS = {
 """Measured, with a block that nobody names."""
 
 RUN = {
-    "30B": {"Cellar, 16 bits": (77, 70.4), "Cellar, 4 bits": (200, 274.0), "FlexGen 0.1.8, 16 bits": (8, 5.39)},
-    "175B": {"Cellar, 4 bits": (32, 15.9)},
+    "30B": {"Cellar, 16 bits": (85, 79.0), "Cellar, 4 bits": (200, 274.0), "FlexGen 0.1.8, 16 bits": (8, 5.39)},
+    "175B": {"Cellar, 4 bits": (32, 17.5)},
 }
 """Measured on H200s held to 16 GiB: sequences of a block, tokens/s."""
+
+WITHOUT = {"30B": {"all": 79.0, "no overlap": 46.7, "no CPU attention": 38.2}}
+"""Measured there in one lease, 85 sequences: `benchmarks.offload --without`."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +211,16 @@ def main() -> None:
     print(f"four bits, {unpacking:.3g} s to unpack a number, fitted to 30B; predicted / published, and with none:")
     for model, rate in FOUR_BITS.items():
         print(f"{model}: {four_bits(model, whole, unpacking) / rate:.2f}, {four_bits(model, whole, 0.0) / rate:.2f}")
-    print("\n| OPT | technique | FlexGen on a T4 | its machine, predicted | H200 held to 16 GiB, predicted |")
-    print("|---|---|---|---|---|")
+    print(
+        "\n| OPT | technique | FlexGen on a T4 | its machine, predicted | H200 held to 16 GiB, predicted | measured |"
+    )
+    print("|---|---|---|---|---|---|")
     ablations = {model: {"T4": ablated(model, t4), "H200": ablated(model, capped)} for model in ABLATIONS}
     for model, published in ABLATIONS.items():
         for name, rate in published.items():
             both = (f"{ablations[model][where][name]:.3g}" for where in ("T4", "H200"))
-            print(f"| {model} | {name} | {rate:g} | {' | '.join(both)} |")
+            measured = WITHOUT.get(model, {}).get(name)
+            print(f"| {model} | {name} | {rate:g} | {' | '.join(both)} | {'' if measured is None else measured} |")
     found: dict[str, Any] = {"factors": means, "ablations": ablations}
     if options.plot is not None:
         curves = {

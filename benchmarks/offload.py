@@ -4,6 +4,7 @@
     python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --batch 78 --once
     python -m benchmarks.offload llama-3-70b --load-format dummy --device cuda --device-memory 16 --quantization int4
     python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --pipeline-parallel-size 2
+    python -m benchmarks.offload opt-30b --load-format dummy --device cuda --device-memory 16 --without overlap
 
 Prints a table of the last run, predicted by the plan and measured, by kind of step and by channel, then one JSON
 object: bytes by place, the rates that reading the weights back had, the limit (bytes / rate), the seconds of a decode
@@ -27,14 +28,17 @@ from typing import Any
 
 from cellar import LLM, SamplingParams
 from cellar.bench.forecast import Forecast
+from cellar.bench.offline import SETTLE_SECONDS
 from cellar.core.config import EngineConfig
 from cellar.core.messages import StepPlan, StepResult
 from cellar.engine import own_plan
 from cellar.engine.measured_price import measured_price
 from cellar.engine.opened import open_front
+from cellar.planner import capped
 from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
+from cellar.runtime.offload import opened as opened_layers
 from cellar.runtime.offload.layers import CPU_TOKENS
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.offload.reads import DiskReads
@@ -111,12 +115,22 @@ def main() -> None:
         help="Of the link's rate, what attention over it reaches; 0: the CPU alone attends in host memory.",
     )
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
+    parser.add_argument(
+        "--without",
+        choices=("overlap", "cpu-attention"),
+        help="As in FlexGen's table 5: nothing is on its way while a layer computes, or the device attends over the "
+        "link. The plan's price is that of a run with it.",
+    )
     parser.add_argument("--once", action="store_true", help="One run: no seconds of a decode pass of its own.")
     parser.add_argument("--warm", action="store_true", help="All of it once before, so that no kernel is compiled.")
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
     layers.CPU_TOKENS = options.cpu_tokens
+    if options.without == "overlap":
+        layers.NUM_SLOTS = opened_layers.NUM_SLOTS = 1  # type: ignore[attr-defined]
+    if options.without == "cpu-attention":
+        capped.kv_over_link = lambda *_: 1.0  # type: ignore[attr-defined]
     if options.link_reads is not None:
         own_plan.LINK_READS = own_plan.LINK_READS_OF_CODES = options.link_reads  # type: ignore[attr-defined]
     if options.slow_disk is not None:
@@ -153,6 +167,7 @@ def main() -> None:
         _seconds(llm, prompts[:1], 2)  # kernels are compiled, buffers made
         if options.warm:
             _seconds(llm, [[1, 1, *prompt[2:]] for prompt in prompts], options.generate)
+            time.sleep(SETTLE_SECONDS)  # graphs of sizes that were met are recorded
         begun = _channels(report)
         first = 0.0 if options.once else _seconds(llm, prompts, 1)[0]
         before = _channels(report)

@@ -32,7 +32,7 @@ ROWS = {
         f"opt-6.7b {OPT} --batch 32 --max-num-batched-tokens 8192 --kv-cache-memory-bytes 10951680000",
     ),
     "opt-6.7b-int4": (OURS, f"opt-6.7b {OPT} {INT4} --batch 128 --max-num-batched-tokens 8192"),
-    "opt-30b": (OURS, f"opt-30b {OPT} --host-memory 105 --batch 77 --max-num-batched-tokens 8192"),
+    "opt-30b": (OURS, f"opt-30b {OPT} --host-memory 105 --batch 85 --max-num-batched-tokens 8192"),
     "opt-30b-int4": (OURS, f"opt-30b {OPT} {INT4} --host-memory 90 --batch 200 --max-num-batched-tokens 8192"),
     "opt-175b-int4": (OURS, f"opt-175b {OPT} {INT4} --host-memory 112 --batch 32 --max-num-batched-tokens 4096"),
     "llama-3-8b": (OURS, f"llama-3-8b {LLAMA} --device-memory 6 --batch 1 --prompt 128 --generate 24"),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from cellar.core.errors import DeviceError
@@ -20,6 +21,8 @@ from cellar.ops.linear.device import prepare
 from cellar.ops.linear.fused import norm_gated_linear, norm_gated_linear_definition
 from cellar.ops.linear.hopper import wide, wide_source, wide_takes
 from cellar.ops.linear.triton import multiply
+from cellar.ops.norm import add_rms_norm
+from cellar.ops.norm.triton import add_rms_norm_behind_sum
 from tests.ops import emulated
 
 # Of every kind one: clusters that share rows, tokens, sums, and all of them; persistent; with less than 64 tokens.
@@ -301,3 +304,33 @@ def test_a_prepared_matrix_uses_it_for_the_tokens_that_its_choice_says() -> None
     got, _ = norm_gated_linear(*parts)
     wanted, _ = norm_gated_linear_definition(*parts)
     torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@hopper
+def test_products_that_begin_before_a_norm_behind_a_sum_wait_for_it() -> None:
+    """Forty layers in a graph, of which each norm lets the product behind it begin while what it adds is computed."""
+    layers, tokens, width = 40, 96, 4096
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", generator=generator).bfloat16()
+
+    given, norm, matrices = random(tokens, width), random(width), random(4, width, width) / 64
+    sizes = Wide(128, 32, 6)
+
+    def run(add: Callable[..., tuple[Tensor, Tensor]]) -> Tensor:
+        residual = x = given
+        for j in range(layers):
+            x, residual = add(residual, wide(x, matrices[j % 4], None, sizes), norm, 1e-5)
+        return x
+
+    wanted = run(add_rms_norm)
+    assert torch.equal(run(add_rms_norm_behind_sum), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(add_rms_norm_behind_sum)
+    for _ in range(20):
+        found.zero_()
+        graph.replay()
+        assert torch.equal(found, wanted)
