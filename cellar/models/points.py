@@ -89,7 +89,7 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """-> (rms_norm(residual + delta) W^T + b, residual + delta)."""
     if isinstance(delta, Part):
-        x, total = _normed_sums(residual, comm).add_rms_norm(delta.x, residual, norm, eps)
+        x, total = _add_rms_norm(delta, residual, norm, eps, comm)
         return linear(x, weight, bias), total
     if not isinstance(comm, Laid):
         return fused.norm_linear(residual, delta, norm, eps, weight, bias)
@@ -137,7 +137,7 @@ def norm_feed_forward(
 
     assert up.gated, "what norms so is gated"
     if isinstance(delta, Part):
-        x, total = _normed_sums(residual, comm).add_rms_norm(delta.x, residual, norm, eps)
+        x, total = _add_rms_norm(delta, residual, norm, eps, comm)
         return Part(fused.feed_forward(x, up.weight, up.bias, up.kind, up.down, up.down_bias)), total
 
     def all_of_it(residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -191,21 +191,21 @@ def summed_linear(x: Tensor, weight: Weight, bias: Tensor | None, comm: Comm | N
 
 def parted_linear(x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, comm: Comm | None) -> Tensor | Part:
     """`summed_linear`, or this rank's part of it where the norm of what is added to `residual` adds it up."""
-    apart = not as_linear(weight).norms_itself  # as the layer's other matrices
-    if _adds_with_norm(residual, comm, apart) is None:
+    sums = _normed_sums(comm)
+    # What the norm is in front of has the format of this matrix, as all of a layer mostly have.
+    if sums is None or not sums.take(residual, not as_linear(weight).norms_itself):
         return summed_linear(x, weight, bias, comm)
     return Part(linear(x, weight, bias))
 
 
-def _adds_with_norm(like: Tensor, comm: Comm | None, apart: bool = True) -> NormedSums | None:
-    sums = None if comm is None or isinstance(comm, Laid) else comm.normed_sums
-    return sums if sums is not None and sums.take(like, apart) else None
+def _normed_sums(comm: Comm | None) -> NormedSums | None:
+    return None if comm is None or isinstance(comm, Laid) else comm.normed_sums
 
 
-def _normed_sums(like: Tensor, comm: Comm | None) -> NormedSums:
-    sums = _adds_with_norm(like, comm)
-    assert sums is not None, "it has said so when the part was left"
-    return sums
+def _add_rms_norm(delta: Part, residual: Tensor, norm: Tensor, eps: float, comm: Comm | None) -> tuple[Tensor, Tensor]:
+    sums = _normed_sums(comm)
+    assert sums is not None, "it was there when the part was left"
+    return sums.add_rms_norm(delta.x, residual, norm, eps)
 
 
 def _summed(x: Tensor, comm: Comm | None) -> Steps[Tensor]:
