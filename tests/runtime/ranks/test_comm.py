@@ -16,6 +16,8 @@ from cellar.core import sums
 from cellar.core.errors import DeviceError
 from cellar.models.loop import Loop
 from cellar.models.points import summed_linear
+from cellar.ops.peers import peer_boxes
+from cellar.runtime.ranks import comm as comms
 from cellar.runtime.ranks.comm import GroupComm, gloo_comm
 from cellar.runtime.ranks.lane import HostLane
 from tests.limits import SECONDS
@@ -126,3 +128,25 @@ def test_a_rank_that_has_gone_is_missed(tmp_path: Path) -> None:
         return "missed it"
 
     assert on_ranks(2, tmp_path, run) == ["missed it", "gone"]
+
+
+def test_norms_behind_sums_go_with_them_or_right_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of 16 KiB and boxes of three ranks, in which a sum of 384 KiB is small and one of 512 has its norm inside:
+    of several, one of small sums goes neither way.
+    """
+    launched: list[str] = []
+    for name in ("sum_norm_of_peers", "add_rms_norm_behind_sum"):
+        monkeypatch.setattr(comms, name, lambda *_, name=name: launched.append(name))
+    monkeypatch.setattr(comms, "sum_of_peers", lambda part, boxes: part)
+    boxes = peer_boxes([0, 0, 0], 1, 2**20, torch.device("cpu"))
+    whole = GroupComm(None, 1, 3, boxes=boxes)
+    cut = GroupComm(None, 1, 3, boxes=boxes, loop=Loop(HostLane(), 8))
+    norm = torch.ones(8184, dtype=torch.bfloat16)
+    rows = {n: torch.ones((n, 8184), dtype=torch.bfloat16) for n in (1, 2, 24, 25, 32, 33, 500)}
+    assert [n for n, x in rows.items() if whole.take(x)] == [1, 25, 32, 33, 500]
+    assert [n for n, x in rows.items() if whole.take(x, apart=False)] == [1, 25, 32], "it would be a launch more"
+    assert [n for n, x in rows.items() if cut.take(x)] == [1, 25, 32], "products hide what a loop sums"
+    assert not GroupComm(None, 1, 3).take(rows[33])
+    for n in (1, 32, 33, 500):
+        whole.add_rms_norm(rows[n], rows[n], norm, 1e-5)
+    assert launched == ["sum_norm_of_peers"] * 2 + ["add_rms_norm_behind_sum"] * 2
