@@ -35,6 +35,7 @@ from cellar.engine import own_plan
 from cellar.engine.measured_price import measured_price
 from cellar.engine.opened import open_front
 from cellar.planner import capped
+from cellar.planner import passes as passes_planned
 from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
@@ -117,9 +118,9 @@ def main() -> None:
     parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
     parser.add_argument(
         "--without",
-        choices=("overlap", "cpu-attention"),
+        choices=("overlap", "cpu-attention", "kv-in-host"),
         help="As in FlexGen's table 5: nothing is on its way while a layer computes, or the device attends over the "
-        "link. The plan's price is that of a run with it.",
+        "link; the plan's price is that of a run with it. Or all K and V lie on the device, as DeepSpeed has them.",
     )
     parser.add_argument("--once", action="store_true", help="One run: no seconds of a decode pass of its own.")
     parser.add_argument("--warm", action="store_true", help="All of it once before, so that no kernel is compiled.")
@@ -131,6 +132,12 @@ def main() -> None:
         layers.NUM_SLOTS = opened_layers.NUM_SLOTS = 1  # type: ignore[attr-defined]
     if options.without == "cpu-attention":
         capped.kv_over_link = lambda *_: 1.0  # type: ignore[attr-defined]
+    if options.without == "kv-in-host":
+        passes_planned.CPU_TOKENS = layers.CPU_TOKENS = 0  # nor does the CPU multiply
+        choices = capped._kv_choices
+        capped._kv_choices = lambda *args, **named: [
+            (place, kv) for place, kv in choices(*args, **named) if place == "device"
+        ]
     if options.link_reads is not None:
         own_plan.LINK_READS = own_plan.LINK_READS_OF_CODES = options.link_reads  # type: ignore[attr-defined]
     if options.slow_disk is not None:

@@ -21,6 +21,7 @@ from cellar.planner.passes import (
     Away,
     Rates,
     block_seconds,
+    few_tokens,
     longest,
     most_within,
     pass_cost,
@@ -248,12 +249,15 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
 
+    few = few_tokens(spec, config.schedule.max_num_seqs)
+    several = few.planned if few.planned > 1 else few.most
+
     def measured(reads: DiskReads | None) -> tuple[MeasuredRates, DeviceRates | None]:
         with ThreadPoolExecutor(1, "cellar-rates") as thread:
             own = None if kind == "cpu" else thread.submit(device_rates, spec, device, FEW_TOKENS, tokens).result()
             alone = MEASURED_SECONDS if kind == "cpu" else MEASURED_SECONDS_OF_A_HOST
             seconds = alone if reads is None else MEASURED_SECONDS_OF_A_DISK
-            how = (nbytes, seconds, threads, sparse_v, reads, ranks)
+            how = (nbytes, seconds, threads, sparse_v, reads, ranks, several)
             host = thread.submit(measured_rates, spec, device, *how).result()
             return host, own
 
@@ -274,6 +278,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
         rates_of_device(*own),
         link=found.link,
         multiply=found.multiply,
+        few_multiply=found.few_multiply,
+        few_measured=several,
         attention=found.attention,
         disk=disk,
         exchange=found.exchange,

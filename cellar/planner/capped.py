@@ -25,11 +25,12 @@ from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
 from cellar.planner.passes import (
     MOST_OVER_LINK,
     Away,
+    Few,
     Rates,
     block_seconds,
     cpu_share,
-    cpu_tokens,
     decode_seconds,
+    few_tokens,
     foreseen,
     in_formats,
     kv_over_link,
@@ -141,7 +142,7 @@ def capped_plan(
     # it is the device, it multiplies all of it as it lies.
     left = division.warm
     if room.kind != "cpu":
-        left *= cpu_share(spec, rates, best.away) if cpu_tokens(spec, limits) else 0.0
+        left *= cpu_share(spec, rates, best.away, best.few)
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
     weights, on_disk = _placed(spec, room.kind, division.tables, *cuts)
     if on_disk > room.disk:
@@ -163,7 +164,7 @@ def capped_plan(
         BlockSchedule(batch, -(-limits.max_num_seqs // batch), order),
     )
     said = f"weights offloaded, {100 * division.kept:.1f} % of each layer on the device, KV in {place} memory"
-    seconds = predicted_pass(spec, limits, rates, best.away, best.count, best.over_link)
+    seconds = predicted_pass(spec, rates, best.away, best.few, best.count, limits.max_model_len, best.over_link)
     return SavedPlan(
         model=model,
         geometry=geometry_of(spec),
@@ -180,7 +181,7 @@ def capped_plan(
             "machine": machine,
             "rates": asdict(rates),
             "decode_pass": {"sequences": best.count, "seconds": dict(seconds)},
-            "moves": asdict(pass_moves(spec, rates, best.away, cpu_tokens(spec, limits))),
+            "moves": asdict(pass_moves(spec, rates, best.away, best.few)),
             "predicted": asdict(foreseen(cost, job, best.count, limits, order, passes)),
         },
         kv_cache_dtype=kv_cache_dtype_of(spec),
@@ -190,7 +191,7 @@ def capped_plan(
 @dataclass(frozen=True, slots=True)
 class _Choice:
     """One way to divide, with its price: `kv` bytes of KV, for `count` sequences a pass, within `limits`; `over_link`:
-    the share of KV in host memory that the device attends to.
+    the share of KV in host memory that the device attends to. `few`: passes that leave rows to the CPU.
     """
 
     division: _Division
@@ -201,6 +202,7 @@ class _Choice:
     limits: Limits
     speed: float
     over_link: float
+    few: Few
 
 
 def _best(
@@ -217,6 +219,7 @@ def _best(
     found: list[_Choice] = []
     missing: CapacityError | None = None
     fastest = math.inf
+    few = few_tokens(spec, limits.max_num_seqs)
     brings = rates.reads > 0 and any(group.dtype != spec.dtype for group in spec.kv.groups)
     brought = math.ceil(MOST_OVER_LINK * limits.max_num_seqs / passes) if brings else 0
     for place, kv in _kv_choices(spec, room, limits, bounded=latency is not None):
@@ -231,7 +234,7 @@ def _best(
         at_once = kv_sequences(spec, limits, kv, job if order == "diagonal" else None)
         count = -(-at_once // passes)
         over = kv_over_link(spec, rates, away, count * limits.max_model_len)
-        cost = pass_cost(spec, rates, away, cpu_tokens(spec, limits), over)
+        cost = pass_cost(spec, rates, away, few, over)
         held = limits
         if latency is not None:
             fastest = min(fastest, block_seconds(cost, job, 1, limits, order))
@@ -244,7 +247,7 @@ def _best(
         else:
             waves = -(-held.max_num_seqs // min(at_once, passes * count))  # the last one is no larger than the others
             speed = held.max_num_seqs / waves / decode_seconds(cost, count, limits.max_model_len)
-        found.append(_Choice(division, away, kv, count, cost, held, speed, over))
+        found.append(_Choice(division, away, kv, count, cost, held, speed, over, few))
     if not found:
         if missing is not None and fastest == math.inf:
             raise missing

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.errors import ConfigError
@@ -58,6 +58,7 @@ class Rates:
     device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
     nobody has measured them). `device_attention`: of what its attention of decodes reads of the cache (0: likewise, and
     taken for `device`). `copies`: of what its kernels between products read and write (0: that is in `flops`).
+    `few_multiply`: of the CPU's products of `few_measured` tokens (0: likewise, and taken for `multiply`).
     `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the product. `reads`: over the
     link by kernels that attend to KV in host memory; 0: they attend to none of it. `runs_ahead`: launches go on while
     the CPU computes for the device; if not, the CPU waits for them. `idle`: how many times as fast the link is, or a
@@ -76,6 +77,8 @@ class Rates:
     few_flops: float = 0.0
     device_attention: float = 0.0
     copies: float = 0.0
+    few_multiply: float = 0.0
+    few_measured: int = 0
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
@@ -86,7 +89,7 @@ class Rates:
         products of many tokens are of the rank's own cores, with which they were measured; a GPU (`kind`) has memory
         and a link of its own, measured while the others' were at work.
         """
-        names = ("multiply", "attention", "disk", *(("link", "device") if kind == "cpu" else ()))
+        names = ("multiply", "few_multiply", "attention", "disk", *(("link", "device") if kind == "cpu" else ()))
         found: dict[str, Any] = {name: getattr(self, name) / ranks for name in names}
         return replace(self, **found)
 
@@ -116,15 +119,29 @@ def in_formats(rates: Rates, spec: ModelSpec) -> Rates:
     return replace(rates, device=min([rates.device, *found]))
 
 
-def cpu_tokens(spec: ModelSpec, limits: Limits) -> int:
-    """Tokens of the largest pass that leaves rows in host memory to the CPU; 0 if none are to lie there for it.
+class Few(NamedTuple):
+    """Passes that leave rows in host memory to the CPU: of up to `most` tokens (0: none does), and so many rows as suit
+    those of `planned` tokens.
+    """
 
-    Plain rows suit both it and an accelerator. Quantized ones have the order of one, and an accelerator writes out
+    most: int
+    planned: int = 1
+
+
+NO_FEW = Few(0)
+
+
+def few_tokens(spec: ModelSpec, sequences: int) -> Few:
+    """Those of a plan for up to so many sequences: for all of them if no pass has more, else for one that is alone.
+
+    Plain rows suit both the CPU and an accelerator. Quantized ones have the order of one, and an accelerator writes out
     those of the CPU: so they are left to it only where most passes are that small.
     """
-    if not any(tensor.formats for layer in spec.layers for tensor in layer.tensors):
-        return CPU_TOKENS
-    return CPU_TOKENS_IN_CODES if limits.max_num_seqs <= CPU_TOKENS_IN_CODES else 0
+    codes = any(tensor.formats for layer in spec.layers for tensor in layer.tensors)
+    most = CPU_TOKENS_IN_CODES if codes else CPU_TOKENS
+    if sequences <= most:
+        return Few(most, sequences)
+    return NO_FEW if codes else Few(most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +159,8 @@ class Away:
 @dataclass(frozen=True, slots=True)
 class Moves:
     """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
-    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows` and waits for an x for
-    `few_waits`. `attends`: it attends to KV, too. `idle`: see `Rates`.
+    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows`, for `few_each` more for each
+    token but the first, and waits for an x for `few_waits`. `attends`: it attends to KV, too. `idle`: see `Rates`.
     """
 
     disk: float
@@ -154,19 +171,17 @@ class Moves:
     few: int = CPU_TOKENS
     few_waits: float = 0.0
     idle: float = 1.0
-
-    @property
-    def few_streamed(self) -> float:
-        """The least that a pass of few tokens takes."""
-        return max(self.disk, self.few_link, self.few_rows + self.few_waits)
+    few_each: float = 0.0
 
 
-def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: int = CPU_TOKENS) -> Moves:
-    """What any pass moves. A pass of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`)."""
+def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: Few = NO_FEW) -> Moves:
+    """What any pass moves, where those of `few` tokens on a GPU leave rows to the CPU (`few_tokens`)."""
     disk, link = _moves(rates, away)
-    rows = away.host * cpu_share(spec, rates, away) if few else 0.0
-    few_rows, waits = (rows / rates.multiply, _waits(spec, rates, away)) if rows else (0.0, 0.0)
-    return Moves(disk, link, link - rows / rates.link, few_rows, _attends(away), few, waits, rates.idle)
+    rows = away.host * cpu_share(spec, rates, away, few)
+    one, each = _row_seconds(rates) if rows else (0.0, 0.0)
+    waits = _waits(spec, rates, away) if rows else 0.0
+    few_link = link - rows / rates.link
+    return Moves(disk, link, few_link, rows * one, _attends(away), few.most, waits, rates.idle, rows * each)
 
 
 def _attends(away: Away) -> bool:
@@ -174,14 +189,26 @@ def _attends(away: Away) -> bool:
     return away.kind != "cpu" and away.kv_place == "host"
 
 
-def cpu_share(spec: ModelSpec, rates: Rates, away: Away) -> float:
-    """Of the weights in host memory, what the CPU multiplies for an accelerator in passes of few tokens: it has ended,
-    exchanges and what the device computes in between included, when the link has brought the rest.
+def cpu_share(spec: ModelSpec, rates: Rates, away: Away, few: Few) -> float:
+    """Of the weights in host memory, what the CPU multiplies for an accelerator in passes of few tokens: in one of as
+    many as are planned for it has ended, exchanges and what the device computes in between included, when the link has
+    brought the rest.
     """
-    if away.kind == "cpu" or not rates.multiply or not away.host:
+    if away.kind == "cpu" or not few.most or not rates.multiply or not away.host:
         return 0.0
+    one, each = _row_seconds(rates)
     spare = away.host / rates.link - _waits(spec, rates, away)
-    return min(1.0, max(0.0, spare / (1 / rates.link + 1 / rates.multiply) / away.host))
+    return min(1.0, max(0.0, spare / (1 / rates.link + one + each * (few.planned - 1)) / away.host))
+
+
+def _row_seconds(rates: Rates) -> tuple[float, float]:
+    """What the CPU takes for a byte of its rows: for one token, and for each more, as if that were a straight line from
+    one, which takes as long as reading does, to those that were measured, which computing may bind.
+    """
+    one = 1 / rates.multiply
+    if not rates.few_multiply or rates.few_measured < 2:
+        return one, 0.0
+    return one, max(0.0, 1 / rates.few_multiply - one) / (rates.few_measured - 1)
 
 
 def _waits(spec: ModelSpec, rates: Rates, away: Away) -> float:
@@ -197,7 +224,8 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     """Seconds by channel of a pass, all of which work at once: disk, link, cpu and device. Their names are those of
     what is measured (`runtime/offload/channels.py`).
     """
-    alone = replace(cost, streamed=0.0, few_streamed=0.0, eager=0.0, beside=False)
+    none = dict.fromkeys(("streamed", "few_streamed", "few_rows", "few_each", "eager"), 0.0)
+    alone = replace(cost, **none, beside=False)  # type: ignore[arg-type]
     device = replace(alone, attended=0.0, resident=0.0).seconds(work)
     attention = alone.seconds(work) - device
     few = work.tokens <= moves.few
@@ -208,7 +236,8 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     return {
         "disk": disk,
         "link": moves.few_link if few else link,
-        "cpu": (moves.few_rows if few else 0.0) + (attention if moves.attends else 0.0),
+        "cpu": (moves.few_rows + moves.few_each * (work.tokens - 1) if few else 0.0)
+        + (attention if moves.attends else 0.0),
         "device": device + (0.0 if moves.attends else attention),
     }
 
@@ -242,8 +271,8 @@ def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) ->
     return share if share >= LEAST_OVER_LINK else 0.0
 
 
-def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link: float = 0.0) -> StepCost:
-    """The price of any pass. One of `few` tokens on a GPU leaves rows to the CPU (`cpu_tokens`); the device attends to
+def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: Few = NO_FEW, over_link: float = 0.0) -> StepCost:
+    """The price of any pass. One of `few` tokens on a GPU leaves rows to the CPU (`few_tokens`); the device attends to
     the share `over_link` of KV in host memory (`kv_over_link`) while the CPU attends to the rest.
     """
     d, moves = dimensions(spec), pass_moves(spec, rates, away, few)
@@ -273,8 +302,10 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: int = 0, over_link
         windows=d.windows if any(d.windows) else (),
         streamed=max(moves.disk, moves.link, beside),
         idle=moves.idle if (moves.link or moves.disk) > max(moves.disk if moves.link else 0.0, beside) else 1.0,
-        few=few if moves.few_rows else 0,
-        few_streamed=max(moves.few_streamed, beside) if moves.few_rows else 0.0,
+        few=few.most if moves.few_rows else 0,
+        few_streamed=max(moves.disk, moves.few_link, beside) if moves.few_rows else 0.0,
+        few_rows=moves.few_rows + moves.few_waits,
+        few_each=moves.few_each,
         beside=moves.attends,
         apart=max(0.0, few_token - token) if away.kind != "cpu" else 0.0,
     )
@@ -443,11 +474,10 @@ def kv_sequences(spec: ModelSpec, limits: Limits, nbytes: int, job: Job | None =
 
 
 def predicted_pass(
-    spec: ModelSpec, limits: Limits, rates: Rates, away: Away, count: int, over_link: float = 0.0
+    spec: ModelSpec, rates: Rates, away: Away, few: Few, count: int, context: int, over_link: float = 0.0
 ) -> Mapping[str, float]:
-    """Seconds by channel, which work at once, of a pass in which so many sequences of full length decode. What the
-    device reads over the link is the device's.
+    """Seconds by channel, which work at once, of a pass in which so many sequences decode, at a context of so many
+    tokens each. What the device reads over the link is the device's.
     """
     cost = pass_cost(spec, rates, away, over_link=over_link)
-    moves = pass_moves(spec, rates, away, cpu_tokens(spec, limits))
-    return channel_seconds(cost, moves, _decodes(cost, count, limits.max_model_len))
+    return channel_seconds(cost, pass_moves(spec, rates, away, few), _decodes(cost, count, context))

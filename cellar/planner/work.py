@@ -71,7 +71,8 @@ class StepCost:
     collectives, or others in larger steps (`talk_spans`: of more than how many tokens, and both); a step with prompts
     lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie elsewhere come in `streamed` seconds,
     while all else goes on, and `idle` times as fast behind it: no step is shorter, but one of up to `few` tokens, whose
-    weights a CPU multiplies in part, lasts `few_streamed` at least. With `loop_cut` a step with prompts is cut into
+    weights a CPU multiplies in part, lasts `few_streamed` at least, and the CPU's `few_rows` with `few_each` for each
+    token but the first. With `loop_cut` a step with prompts is cut into
     chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each
     more takes `loop_chunk` in collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager`
     as well. With `part_most` a step is cut into micro-batches of `part_least` to so many tokens
@@ -101,6 +102,8 @@ class StepCost:
     idle: float = 1.0
     few: int = 0
     few_streamed: float = 0.0
+    few_rows: float = 0.0
+    few_each: float = 0.0
     loop_cut: int = 0
     loop_hidden: float = 0.0
     loop_chunk: float = 0.0
@@ -160,5 +163,8 @@ class StepCost:
         else:
             both = products + attention
         found = both + head + self.launches + talk
-        streamed = self.few_streamed if work.tokens <= self.few else coming(self.streamed, found, self.idle)
+        if work.tokens <= self.few:
+            streamed = max(self.few_streamed, self.few_rows + self.few_each * (work.tokens - 1))
+        else:
+            streamed = coming(self.streamed, found, self.idle)
         return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)

@@ -31,7 +31,30 @@ FOUND = MeasuredRates(
     flops=1e12,
     exchange=2e-4,
     threads=11,
+    few_multiply=25e9,
 )
+
+
+@pytest.mark.parametrize(("sequences", "measured"), [(256, 16), (16, 16), (6, 6), (1, 16)])
+def test_the_cpus_products_are_measured_of_as_many_tokens_as_it_may_get(
+    sequences: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def measured_rates(*how: Any) -> MeasuredRates:
+        asked.append(how[-1])
+        return FOUND
+
+    monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", measured_rates)
+    monkeypatch.setattr(
+        "cellar.runtime.offload.device_rates.device_rates", lambda *_: DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11)
+    )
+    spec = registry.open_model(registry.read_config(write_checkpoint(tmp_path)), "float32", 16, 64).spec
+    config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, max_num_seqs=sequences).on("cuda")
+    rates, _ = own_plan._rates(config, spec, "gpu")
+    assert asked == [measured]
+    assert (rates.multiply, rates.few_multiply, rates.few_measured) == (70e9, 25e9, measured)
+    assert rates.shared(2, "gpu").few_multiply == 25e9 / 2
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,17 @@ from cellar.core.messages import BlockSchedule, Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan, fits
-from cellar.planner.passes import RECORDED_LAUNCHES, Away, Rates, decode_seconds, pass_cost, pass_moves, predicted_pass
+from cellar.planner.passes import (
+    RECORDED_LAUNCHES,
+    Away,
+    Few,
+    Rates,
+    decode_seconds,
+    few_tokens,
+    pass_cost,
+    pass_moves,
+    predicted_pass,
+)
 from cellar.planner.saved import Limits
 from tests.tiny_checkpoint import CONFIG
 
@@ -51,21 +61,21 @@ def test_a_pass_of_few_tokens_uses_both_memories(ahead: bool) -> None:
     of one matrix of a layer, so that there is one exchange. It waits for launches only where they do not run ahead.
     """
     spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
-    one, many = Limits(1, 128, 256), Limits(64, 128, 256)
+    one, few_of_one, few_of_many = Limits(1, 128, 256), few_tokens(spec, 1), few_tokens(spec, 64)
     room, shares = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), []
     for exchange in (0.0, 1e-3):
         rates = Rates(50e9, 84e9, 60e9, exchange=exchange, runs_ahead=ahead)
         away = Away(10**10, 0, "device", "gpu")
         between = exchange if ahead else exchange + RECORDED_LAUNCHES
         waits = 32 * between + sum(layer.nbytes for layer in spec.layers) / rates.device
-        few = predicted_pass(spec, one, rates, away, 1)
+        few = predicted_pass(spec, rates, away, few_of_one, 1, 256)
         assert few["link"] == pytest.approx(few["cpu"] + waits)
         assert few["link"] * rates.link + few["cpu"] * rates.multiply == pytest.approx(10**10)
-        cost = pass_cost(spec, rates, away, 16)
+        cost = pass_cost(spec, rates, away, Few(16))
         assert decode_seconds(cost, 1, 128) == pytest.approx(few["link"])
         assert decode_seconds(cost, 16, 128) == pytest.approx(few["link"])
         assert decode_seconds(cost, 17, 128) == pytest.approx(10**10 / 50e9)
-        moved = predicted_pass(spec, many, rates, away, 64)
+        moved = predicted_pass(spec, rates, away, few_of_many, 64, 256)
         assert moved["link"] == pytest.approx(10**10 / 50e9)
         assert moved["cpu"] == 0
         plan = capped_plan(spec, room, one, model="m", machine="any", rates=rates)
@@ -83,7 +93,23 @@ def test_a_pass_of_few_tokens_uses_both_memories(ahead: bool) -> None:
         assert by_cpu == {f"layers.{j}.gate_up" for j in range(32)}
     assert shares[0] > shares[1] + 0.05
     slow = Rates(50e9, 84e9, 60e9, exchange=1.0, runs_ahead=ahead)
-    assert predicted_pass(spec, one, slow, Away(10**10, 0, "device", "gpu"), 1)["cpu"] == 0
+    assert predicted_pass(spec, slow, Away(10**10, 0, "device", "gpu"), few_of_one, 1, 256)["cpu"] == 0
+
+
+@pytest.mark.parametrize(("sequences", "least"), [(1, 0.5), (12, 0.35), (64, 0.5)])
+def test_a_plan_places_the_rows_that_its_price_leaves_to_the_cpu(sequences: int, least: float) -> None:
+    """Fewer for twelve sequences, of which the CPU multiplies more slowly than it reads, than for one that is alone."""
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    rates = Rates(50e9, 84e9, 60e9, few_multiply=40e9, few_measured=12)
+    room, limits = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), Limits(sequences, 512, 256)
+    plan = capped_plan(spec, room, limits, model="m", machine="any", rates=rates)
+    placed, tensors = {"device": 0, "host": 0}, dict(spec.named_tensors())
+    for part in plan.placement.weights:
+        if part.device == "host":
+            tensor = tensors[part.tensor]
+            placed[part.compute] += (part.stop - part.start) * tensor.nbytes // tensor.shape[0]
+    assert placed["host"] == pytest.approx(plan.figures["moves"]["few_rows"] * rates.multiply, rel=0.01)
+    assert least < placed["host"] / sum(placed.values()) < least + 0.13
 
 
 def test_one_request_keeps_its_kv_where_it_costs_no_exchange() -> None:
@@ -95,7 +121,7 @@ def test_one_request_keeps_its_kv_where_it_costs_no_exchange() -> None:
     )
     assert {(part.device, part.compute) for part in plan.placement.kv} == {("device", "device")}
     there, here = (
-        pass_moves(spec, rates, Away(26 * 10**9, 0, place, "gpu"), 4).few_waits for place in ("device", "host")
+        pass_moves(spec, rates, Away(26 * 10**9, 0, place, "gpu"), Few(4)).few_waits for place in ("device", "host")
     )
     assert here == pytest.approx(there + 80 * rates.exchange)
 

@@ -17,11 +17,13 @@ from cellar.planner.passes import (
     LAYER_LAUNCHES,
     RECORDED_LAUNCHES,
     Away,
+    Few,
     Rates,
     between_products,
     block_seconds,
     channel_seconds,
     decode_seconds,
+    few_tokens,
     in_formats,
     longest,
     most_within,
@@ -114,11 +116,45 @@ def test_launches_pass_beside_what_the_cpu_does_if_they_run_ahead() -> None:
     assert decode_seconds(pass_cost(SPEC, quick, away), 1, 0) == pytest.approx(launches)
     moved = Away(10**6, 0, "device", "gpu")
     assert decode_seconds(pass_cost(SPEC, replace(quick, link=1e9), moved), 1, 0) == pytest.approx(launches)
-    few = pass_cost(SPEC, replace(quick, link=1e9, multiply=1e12), moved, 16)
+    few = pass_cost(SPEC, replace(quick, link=1e9, multiply=1e12), moved, Few(16))
     assert few.few == 16
     assert decode_seconds(few, 1, 0) == pytest.approx(launches)
     prompt = StepWork(64, 1, 64, 64, True)
     assert few.seconds(prompt) == pytest.approx(16 * LAYER_LAUNCHES), "prompts have no graphs"
+
+
+@pytest.mark.parametrize("planned", [1, 6, 11, 16])
+def test_the_cpus_rows_take_longer_with_each_token(planned: int) -> None:
+    """Both memories end together in passes of as many tokens as are planned for; one of fewer waits for the link, and
+    one of more for the CPU.
+    """
+    rates = replace(RATES, link=50e9, multiply=80e9, few_multiply=40e9, few_measured=11, exchange=1e-4, device=1e15)
+    rates, away, few = replace(rates, flops=1e20), Away(10**10, 0, "device", "gpu"), Few(16, planned)
+    moves, cost = pass_moves(SPEC, rates, away, few), pass_cost(SPEC, rates, away, few)
+    rows = moves.few_rows * 80e9
+    assert rows + moves.few_link * 50e9 == pytest.approx(10**10)
+    waits, seconds = 16 * 1e-4, {n: rows / 80e9 * (1 + (n - 1) / 10) for n in (1, planned, 11, 16)}
+    assert moves.few_link == pytest.approx(seconds[planned] + waits, rel=1e-6)
+    for tokens, cpu in seconds.items():
+        least = max(moves.few_link, cpu + waits)
+        assert decode_seconds(cost, tokens, 0) == pytest.approx(least, rel=1e-6)
+        assert (least == moves.few_link) == (tokens < planned) or tokens == planned
+        said = channel_seconds(cost, moves, StepWork(tokens, tokens, 0, 0))
+        assert said["cpu"] == pytest.approx(cpu)
+        assert said["link"] == moves.few_link
+    assert decode_seconds(cost, 17, 0) == pytest.approx(10**10 / 50e9)
+    unmeasured = pass_cost(SPEC, replace(rates, few_multiply=0.0), away, few)
+    assert decode_seconds(unmeasured, 16, 0) == decode_seconds(unmeasured, 1, 0)
+
+
+def test_rows_are_left_to_the_cpu_for_as_many_as_there_may_be() -> None:
+    """For one that is alone, where passes may have more than it is good for; in codes then for none."""
+    codes = open_model(CONFIG, "bfloat16", 16, 64, "int8").spec
+    assert [few_tokens(SPEC, count) for count in (1, 5, 16, 17, 256)] == [
+        *(Few(16, 1), Few(16, 5), Few(16, 16)),
+        *(Few(16, 1), Few(16, 1)),
+    ]
+    assert [few_tokens(codes, count) for count in (1, 4, 5)] == [Few(4, 1), Few(4, 4), Few(0, 1)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -55,6 +55,7 @@ class MeasuredRates:
     """Bytes/s: `alone` over the link, or of a processor's disk; the same while the CPU multiplies; of its products, and
     of its attention, beside them. And the FLOP/s of the CPU's products of many tokens, and the seconds in which an
     x comes from the accelerator and its product goes back, the CPU's own left out. What there is not has 0.
+    `few_multiply`: of products of as many tokens as were asked for.
     `runs_ahead`: launches go on while the CPU computes for the accelerator (`signal.py`). `threads`: of the CPU, with
     which all this was measured beside an accelerator.
     """
@@ -68,6 +69,7 @@ class MeasuredRates:
     exchange: float
     runs_ahead: bool = False
     threads: int = 0
+    few_multiply: float = 0.0
 
 
 def measured_rates(
@@ -79,14 +81,16 @@ def measured_rates(
     sparse_v: float | None = None,
     reads: DiskReads | None = None,
     ranks: int = 1,
+    few: int = 0,
 ) -> MeasuredRates:
     """Measure for `seconds` each, and beside an accelerator until that has settled, with the matrices and the attention
     of this model's layers, on `nbytes` (and no less than a matrix) each, with so many threads of the CPU (None: torch's
     number; beside one accelerator as many as read most together with the link, of those that its jobs may get).
     With several `ranks` on as many accelerators, the first ones, copies go to all of them at once, and the CPU's rates
     are those of all ranks' threads together. With `sparse_v` attention reads that share of the values, and its rate is
-    still that of all keys and values. Beside them goes on: on an accelerator copies, on a processor `reads` of the disk
-    (None: nothing).
+    still that of all keys and values. Of products of `few` tokens there is a rate, too, if these are several, and
+    there is an accelerator. Beside them goes on: on an accelerator copies, on a processor `reads` of the disk (None:
+    nothing).
 
     Raises CapacityError if the host has not so much.
     """
@@ -124,7 +128,9 @@ def measured_rates(
         # What is left to the CPU are decodes.
         _, attention = settled(lambda: beside.rate_while(lambda: of_cpu(alone=True)), lambda found: found[1])
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
-        return MeasuredRates(alone, link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads)
+        several = beside.rate_while(lambda: _products(spec, read, seconds, few))[1] if few > 1 else 0.0
+        shared = (link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads, several)
+        return MeasuredRates(alone, *shared)
     finally:
         for other in others:
             torch.cuda.synchronize(other)

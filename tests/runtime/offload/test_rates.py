@@ -150,11 +150,13 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
     monkeypatch.setattr(rates, "measured_left", left)
     monkeypatch.setattr(rates, "_attention", attention)
     monkeypatch.setattr(rates, "_flops", lambda *_: 1e12)
+    monkeypatch.setattr(rates, "_products", lambda spec, memory, seconds, tokens: {6: 35e9}[tokens])
     monkeypatch.setattr(rates, "threads_beside", lambda _: 8)
     monkeypatch.setattr(rates, "use_threads", lambda count: made.append(f"{count} used"))
     monkeypatch.setattr(rates.HeldMemory, "register", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    found = measured_rates(open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cuda"), 2**22, 0.01)
+    spec, gpu = open_model(BIG, "bfloat16", 16, 256).spec, torch.device("cuda")
+    found = measured_rates(spec, gpu, 2**22, 0.01, few=6)
     assert found == MeasuredRates(
         alone=60e9,
         link=50e9,
@@ -165,12 +167,14 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
         exchange=1e-4,
         runs_ahead=True,
         threads=8,
+        few_multiply=35e9,
     )
     assert made == [
         *("4 threads", "6 threads", "8 threads"),
         *("8 threads", "8 threads", "8 used"),
         *["attention"] * 3,
     ]
+    assert measured_rates(spec, gpu, 2**22, 0.01, few=1).few_multiply == 0, "that is `multiply`"
 
 
 @pytest.mark.parametrize(
