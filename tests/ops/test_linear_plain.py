@@ -1,4 +1,6 @@
-"""Few tokens times a plain matrix of 16 bits on the CPU, by the kernel that reads it as it lies."""
+"""Few tokens times a plain matrix of 16 bits on the CPU, by the kernels that read it as it lies: one of every processor
+and one of matrix units where there are any.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 
+from cellar.ops.cpu.launch import multiplies_in_units
 from cellar.ops.linear import dense
 from cellar.ops.linear.dense import MOST_FEW, DenseWeight
 
@@ -23,6 +27,16 @@ def threads_as_before() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[False, True], ids=["lanes", "units"])
+def units(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether bfloat16 is multiplied by matrix units."""
+    asked = bool(request.param)
+    if asked and not multiplies_in_units():
+        pytest.skip("this processor has no matrix units")
+    monkeypatch.setattr(dense, "multiplies_in_units", lambda: asked)
+    return asked
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -42,7 +56,7 @@ def check(x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
     assert bool(((got.double() - wanted).abs() <= allowed).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     tokens=st.integers(1, MOST_FEW),
     rows=st.integers(1, 70),
@@ -53,7 +67,7 @@ def check(x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
     seed=st.integers(0, 2**31),
 )
 def test_products_are_those_of_the_definition(
-    tokens: int, rows: int, blocks: int, dtype: torch.dtype, apart: int, biased: bool, seed: int
+    units: bool, tokens: int, rows: int, blocks: int, dtype: torch.dtype, apart: int, biased: bool, seed: int
 ) -> None:
     """Any number of rows and tokens; columns of one part and of several; rows that lie apart."""
     columns = 32 * blocks
@@ -64,7 +78,7 @@ def test_products_are_those_of_the_definition(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_token_has_its_bits_alone_and_in_company(dtype: torch.dtype) -> None:
+def test_every_token_has_its_bits_alone_and_in_company(dtype: torch.dtype, units: bool) -> None:
     matrix, x = random(530, 2080, seed=1, dtype=dtype), random(MOST_FEW, 2080, seed=2, dtype=dtype)
     weight = DenseWeight(matrix)
     torch.set_num_threads(1)
@@ -78,24 +92,51 @@ def test_every_token_has_its_bits_alone_and_in_company(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("tokens", [1, 3, 6])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_what_is_no_number_stays_in_its_row_and_token(dtype: torch.dtype, tokens: int) -> None:
-    matrix, x = random(9, 64, seed=1, dtype=dtype), random(tokens, 64, seed=2, dtype=dtype)
+def test_what_is_no_number_stays_in_its_row_and_token(dtype: torch.dtype, tokens: int, units: bool) -> None:
+    matrix, x = random(19, 64, seed=1, dtype=dtype), random(tokens, 64, seed=2, dtype=dtype)
     matrix[5, 33] = torch.nan
     x[tokens - 1, 7] = torch.inf
     got = DenseWeight(matrix).multiply(x)
     assert bool(got[:, 5].isnan().all())
     assert not bool(got[tokens - 1].isfinite().any())
-    fine = got[: tokens - 1, [r for r in range(9) if r != 5]]
+    fine = got[: tokens - 1, [r for r in range(19) if r != 5]]
     assert bool(fine.isfinite().all())
 
 
-def test_memory_behind_the_matrix_is_not_part_of_it() -> None:
-    """Seven rows are computed by fours; the memory behind the last holds no numbers."""
-    memory = torch.full((8 * 96,), torch.nan, dtype=torch.float16)
-    matrix = memory[: 7 * 96].view(7, 96)
-    matrix.copy_(random(7, 96, seed=1, dtype=torch.float16))
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.float16, 7), (torch.bfloat16, 7), (torch.bfloat16, 71)])
+def test_memory_behind_the_matrix_is_not_part_of_it(dtype: torch.dtype, rows: int, units: bool) -> None:
+    """Rows are computed by fours, or by 64; the memory behind the last holds no numbers, and is not written to."""
+    memory = torch.full(((rows + 64) * 96,), torch.nan, dtype=dtype)
+    matrix = memory[: rows * 96].view(rows, 96)
+    matrix.copy_(random(rows, 96, seed=1, dtype=dtype))
     for tokens in (1, 2, 5):
-        check(random(tokens, 96, seed=2, dtype=torch.float16), matrix, None)
+        check(random(tokens, 96, seed=2, dtype=dtype), matrix, None)
+    assert bool(memory[rows * 96 :].isnan().all())
+
+
+def test_matrix_units_take_what_is_bfloat16_and_has_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, few = list[str](), dense._few
+    monkeypatch.setattr(dense, "multiplies_in_units", lambda: True)
+    monkeypatch.setattr(dense, "_in_units", lambda *given: (taken.append("units"), few(*given))[1])
+    monkeypatch.setattr(dense, "_few", lambda *given: (taken.append("lanes"), few(*given))[1])
+    brain, half = torch.bfloat16, torch.float16
+    for rows, of_x, of_matrix in ((16, brain, brain), (15, brain, brain), (16, half, half), (16, torch.float32, brain)):
+        DenseWeight(random(rows, 64, seed=1, dtype=of_matrix)).multiply(random(2, 64, seed=2, dtype=of_x))
+    assert taken == ["units", "lanes", "lanes", "lanes"]
+
+
+def test_units_and_lanes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the order of sums in float32: a rounding to bfloat16, here and there."""
+    if not multiplies_in_units():
+        pytest.skip("this processor has no matrix units")
+    matrix, x = random(4096, 1024, seed=1, dtype=torch.bfloat16), random(16, 1024, seed=2, dtype=torch.bfloat16)
+    found = []
+    for units in (True, False):
+        monkeypatch.setattr(dense, "multiplies_in_units", lambda units=units: units)
+        found.append(DenseWeight(matrix).multiply(x).float())
+    differ = (found[0] - found[1]).abs()
+    assert bool((differ <= 2.0**-7 * found[1].abs() + 1e-4).all())
+    assert float((differ > 0).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize(
@@ -109,3 +150,15 @@ def test_what_the_kernel_does_not_take_is_the_librarys(
     matrix = random(5, columns, seed=1, dtype=torch.float16)
     check(random(tokens, columns, seed=2, dtype=torch.float16), matrix, None)
     assert asked == ([tokens] if by_kernel else [])
+
+
+def test_the_library_sets_the_units_for_itself(units: bool) -> None:
+    """Its products of many tokens, which may use them too, are what they were, between ours."""
+    matrix, many = random(512, 512, seed=1, dtype=torch.bfloat16), random(64, 512, seed=2, dtype=torch.bfloat16)
+    weight = DenseWeight(matrix)
+    library, ours = functional.linear(many, matrix), weight.multiply(many[:5])
+    for threads in (1, 2, 1):
+        torch.set_num_threads(threads)
+        assert torch.equal(weight.multiply(many[:5]), ours)
+        assert torch.equal(functional.linear(many, matrix), library)
+        assert torch.equal(weight.multiply(many[:16])[:5], ours)

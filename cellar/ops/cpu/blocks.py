@@ -19,3 +19,6 @@ PANEL = 2 * SIZE
 
 PLACE = 512
 """Bytes of COLUMNS numbers of a token among many: three of each, and what belongs to all."""
+
+UNIT = 4 * SIZE
+"""Rows of the matrix that matrix units multiply at once."""

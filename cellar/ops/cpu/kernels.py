@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
+from cellar.ops.cpu import amx as amx_cpu
 from cellar.ops.cpu import attention as attention_cpu
 from cellar.ops.cpu import blocks as blocks_cpu
 from cellar.ops.cpu import decodes as decodes_cpu
@@ -270,12 +271,14 @@ _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types
 # Numba looks at the file of the function alone; these are all that it may be made of.
 _PARTS = (
     lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, panels_cpu, sparse_cpu,
-    tiles_cpu, decodes_cpu, fours_cpu, attention_cpu, plain_cpu,
+    tiles_cpu, decodes_cpu, fours_cpu, attention_cpu, plain_cpu, amx_cpu,
 )  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()
 _KERNELS = _entries(_SOURCE)
-for _part in (attention_cpu, gates_cpu, quantized_cpu, planes_cpu, panels_cpu, sparse_cpu, decodes_cpu, plain_cpu):
+for _part in (
+    attention_cpu, gates_cpu, quantized_cpu, planes_cpu, panels_cpu, sparse_cpu, decodes_cpu, plain_cpu, amx_cpu,
+):  # fmt: skip
     _KERNELS |= _part.entries(_SOURCE)
 
 

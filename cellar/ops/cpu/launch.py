@@ -77,6 +77,14 @@ def multiplies_bytes() -> bool:
     return has_dots()
 
 
+@functools.cache
+def multiplies_in_units() -> bool:
+    """True if the kernel of `amx.py` runs on this processor."""
+    from cellar.ops.cpu.amx import has_units
+
+    return has_units()
+
+
 _is_profiled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 

@@ -1,17 +1,20 @@
-"""Plain matrices on the CPU: few tokens by a kernel that reads 16 bits as they lie, others by the library, and in
-float32 where 16-bit arithmetic is missing.
+"""Plain matrices on the CPU: few tokens by kernels that read 16 bits as they lie, others by the library, and in float32
+where 16-bit arithmetic is missing.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.cpu.blocks import BLOCK, ROWS
-from cellar.ops.cpu.launch import kernel
+from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE, UNIT
+from cellar.ops.cpu.launch import kernel, multiplies_in_units
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.ops.linear.weight import MatrixWeight
 
@@ -19,7 +22,7 @@ from cellar.ops.linear.weight import MatrixWeight
 WIDEN_ELEMENTS = 1 << 20
 
 MOST_FEW = 16
-"""Tokens that are multiplied by the kernel, which is 1.2 to 4 times as fast then (docs/performance/linear-cpu.md)."""
+"""Tokens that are multiplied by a kernel, which is 1.2 to 4 times as fast then (docs/performance/linear-cpu.md)."""
 
 _TURN = 1 << 15
 """Numbers that a thread takes per turn, about."""
@@ -31,14 +34,15 @@ class DenseWeight(MatrixWeight):
     __slots__ = ()
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """By the library; 16-bit matrices in float32: few tokens by the kernel, many with some rows of the matrix at a
-        time where that is faster.
+        """By the library; 16-bit matrices in float32: few tokens by a kernel, in bfloat16 by matrix units if there are
+        any, many with some rows of the matrix at a time where that is faster.
         """
         matrix = self.matrix
         if matrix.dtype == torch.float32:
             return functional.linear(x, matrix, bias)
         if 0 < x.shape[0] <= MOST_FEW and matrix.shape[1] % BLOCK == 0 and matrix.numel() and matrix.stride(1) == 1:
-            return _few(x, matrix, bias)
+            in_units = x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[0] >= SIZE and multiplies_in_units()
+            return _in_units(x, matrix, bias) if in_units else _few(x, matrix, bias)
         if matrix.dtype == torch.bfloat16 and (x.shape[0] < 5 or onednn_packs(torch.bfloat16)):
             return functional.linear(x, matrix, bias)
         return _widened(x, matrix, bias)
@@ -53,9 +57,33 @@ def _few(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     kernel("product_plain", matrix.dtype)(
         struct.pack("8q", *places, len(x), rows, columns, matrix.stride(0), turn), matrix.numel()
     )
+    return _with(out, bias, x.dtype)
+
+
+def _in_units(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """By `ops/cpu/amx.py`; likewise."""
+    rows, columns = matrix.shape
+    pairs = x.new_zeros((columns // 2, MOST_FEW, 2))
+    pairs[:, : len(x)] = x.reshape(len(x), -1, 2).transpose(0, 1)
+    out = torch.empty((len(x), rows), dtype=torch.float32)
+    places = (pairs.data_ptr(), matrix.data_ptr(), out.data_ptr(), _shape_of_tiles().ctypes.data)
+    kernel("product_units", matrix.dtype)(
+        struct.pack("9q", *places, len(x), rows, columns, matrix.stride(0), UNIT), matrix.numel()
+    )
+    return _with(out, bias, x.dtype)
+
+
+def _with(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     if bias is not None:
         out += bias
-    return out.to(x.dtype)
+    return out.to(dtype)
+
+
+@functools.cache
+def _shape_of_tiles() -> NDArray[np.uint8]:
+    from cellar.ops.cpu.amx import shape_of_tiles
+
+    return shape_of_tiles()
 
 
 def _widened(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
