@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from cellar.ops.cpu.launch import multiplies_in_units
 from cellar.ops.linear import dense
-from cellar.ops.linear.dense import MOST_FEW, DenseWeight
+from cellar.ops.linear.dense import MOST_FEW, MOST_IN_UNITS, DenseWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -58,7 +58,7 @@ def check(x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    tokens=st.integers(1, MOST_FEW),
+    tokens=st.integers(1, MOST_IN_UNITS),
     rows=st.integers(1, 70),
     blocks=st.sampled_from([1, 2, 5, 31, 32, 33, 65, 97]),
     dtype=st.sampled_from(DTYPES),
@@ -79,14 +79,15 @@ def test_products_are_those_of_the_definition(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_token_has_its_bits_alone_and_in_company(dtype: torch.dtype, units: bool) -> None:
-    matrix, x = random(530, 2080, seed=1, dtype=dtype), random(MOST_FEW, 2080, seed=2, dtype=dtype)
+    most = MOST_IN_UNITS if units and dtype == torch.bfloat16 else MOST_FEW
+    matrix, x = random(530, 2080, seed=1, dtype=dtype), random(most, 2080, seed=2, dtype=dtype)
     weight = DenseWeight(matrix)
     torch.set_num_threads(1)
-    alone = torch.cat([weight.multiply(x[k : k + 1]) for k in range(MOST_FEW)])
+    alone = torch.cat([weight.multiply(x[k : k + 1]) for k in range(most)])
     for threads in (1, 2, 7):
         torch.set_num_threads(threads)
-        for count in range(1, MOST_FEW + 1):
-            for first in (0, MOST_FEW - count):
+        for count in range(1, most + 1):
+            for first in (0, most - count):
                 assert torch.equal(weight.multiply(x[first : first + count]), alone[first : first + count])
 
 
@@ -117,12 +118,15 @@ def test_memory_behind_the_matrix_is_not_part_of_it(dtype: torch.dtype, rows: in
 def test_matrix_units_take_what_is_bfloat16_and_has_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, few = list[str](), dense._few
     monkeypatch.setattr(dense, "multiplies_in_units", lambda: True)
-    monkeypatch.setattr(dense, "_in_units", lambda *given: (taken.append("units"), few(*given))[1])
+    monkeypatch.setattr(dense, "_in_units", lambda *given: (taken.append("units"), given[0])[1])
     monkeypatch.setattr(dense, "_few", lambda *given: (taken.append("lanes"), few(*given))[1])
     brain, half = torch.bfloat16, torch.float16
     for rows, of_x, of_matrix in ((16, brain, brain), (15, brain, brain), (16, half, half), (16, torch.float32, brain)):
         DenseWeight(random(rows, 64, seed=1, dtype=of_matrix)).multiply(random(2, 64, seed=2, dtype=of_x))
     assert taken == ["units", "lanes", "lanes", "lanes"]
+    for tokens in (MOST_FEW + 1, MOST_IN_UNITS, MOST_IN_UNITS + 1):
+        DenseWeight(random(16, 64, seed=1, dtype=brain)).multiply(random(tokens, 64, seed=2, dtype=brain))
+    assert taken[4:] == ["units", "units"]
 
 
 def test_units_and_lanes_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,4 +165,4 @@ def test_the_library_sets_the_units_for_itself(units: bool) -> None:
         torch.set_num_threads(threads)
         assert torch.equal(weight.multiply(many[:5]), ours)
         assert torch.equal(functional.linear(many, matrix), library)
-        assert torch.equal(weight.multiply(many[:16])[:5], ours)
+        assert torch.equal(weight.multiply(many[: 33 if units else 16])[:5], ours)

@@ -1,9 +1,9 @@
 """The product of few tokens in bfloat16 with a matrix of it by a processor's matrix units (AMX).
 
-Sixteen rows of the matrix as they lie are one of their operands, up to sixteen tokens the other: a product takes as
-long as its matrix takes to be read, however many tokens there are. The form of a kernel is that of `kernels.py`. A
-token has the same sums whatever stands beside it: pairs of columns in their order. Numbers too small to be normal count
-as zeros.
+Sixteen rows of the matrix as they lie are one of their operands, sixteen tokens the other: up to so many a product
+takes as long as its matrix takes to be read. More of them find the rows in the cache. The form of a kernel is that of
+`kernels.py`. A token has the same sums whatever stands beside it: pairs of columns in their order. Numbers too small to
+be normal count as zeros.
 """
 
 from __future__ import annotations
@@ -113,24 +113,25 @@ def _fetch(matrix, at, row):  # type: ignore[no-untyped-def]
 
 
 @piece
-def _unit(x, matrix, at0, at1, at2, at3, row, columns, sums):  # type: ignore[no-untyped-def]
-    """Four times sixteen rows by all tokens: [4, 16 rows, 16 tokens]."""
+def _unit(x, x_at, matrix, at0, at1, at2, at3, row, columns, asks, sums):  # type: ignore[no-untyped-def]
+    """Four times sixteen rows by sixteen tokens: [4, 16 rows, 16 tokens]. `asks` for what comes behind."""
     zero_0()
     zero_1()
     zero_2()
     zero_3()
     for d in range(0, columns, BLOCK):
-        load_tokens(x, d * SIZE, 64)
-        _fetch(matrix, at0 + d, row)
+        load_tokens(x, x_at + d * SIZE, 64)
+        if asks:
+            _fetch(matrix, at0 + d, row)
+            _fetch(matrix, at1 + d, row)
+            _fetch(matrix, at2 + d, row)
+            _fetch(matrix, at3 + d, row)
         rows_0(matrix, at0 + d, 2 * row)
         dot_0()
-        _fetch(matrix, at1 + d, row)
         rows_1(matrix, at1 + d, 2 * row)
         dot_1()
-        _fetch(matrix, at2 + d, row)
         rows_2(matrix, at2 + d, 2 * row)
         dot_2()
-        _fetch(matrix, at3 + d, row)
         rows_0(matrix, at3 + d, 2 * row)
         dot_3()
     store_0(sums, 0, 64)
@@ -139,8 +140,9 @@ def _unit(x, matrix, at0, at1, at2, at3, row, columns, sums):  # type: ignore[no
     store_3(sums, 3 * SIZE * SIZE, 64)
 
 
-# x (pairs of columns: of each its two numbers of sixteen tokens), matrix, both bfloat16, out (float32), the shape of
-# tiles; tokens, rows (16 at least), columns, numbers from one row of the matrix to the next; rows per turn
+# x (sixteen tokens after sixteen, of them pairs of columns: of each its two numbers of each token), matrix, both
+# bfloat16, out (float32), the shape of tiles; tokens, rows (16 at least), columns, numbers from one row of the matrix
+# to the next; rows per turn
 
 
 @piece
@@ -157,12 +159,13 @@ def _product(words):  # type: ignore[no-untyped-def]
         for n in range(begin, min(begin + step, rows), UNIT):
             # The last sixteen rows again where there are no more.
             n0, n1, n2, n3 = min(n, most), min(n + SIZE, most), min(n + 2 * SIZE, most), min(n + 3 * SIZE, most)
-            _unit(x, matrix, n0 * row, n1 * row, n2 * row, n3 * row, row, columns, sums)
-            for k in range(4):
-                first = min(n + k * SIZE, most)
-                for t in range(tokens):
-                    for r in range(SIZE):
-                        put(out, t * rows + first + r, get(sums, (k * SIZE + r) * SIZE + t))
+            for m in range(0, tokens, SIZE):
+                _unit(x, m * columns, matrix, n0 * row, n1 * row, n2 * row, n3 * row, row, columns, m == 0, sums)
+                for k in range(4):
+                    first = min(n + k * SIZE, most)
+                    for t in range(min(SIZE, tokens - m)):
+                        for r in range(SIZE):
+                            put(out, (m + t) * rows + first + r, get(sums, (k * SIZE + r) * SIZE + t))
     tiles_end()
 
 

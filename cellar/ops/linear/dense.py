@@ -24,6 +24,9 @@ WIDEN_ELEMENTS = 1 << 20
 MOST_FEW = 16
 """Tokens that are multiplied by a kernel, which is 1.2 to 4 times as fast then (docs/performance/linear-cpu.md)."""
 
+MOST_IN_UNITS = 64
+"""The same by matrix units: of more tokens the library, which uses them too, is as fast."""
+
 _TURN = 1 << 15
 """Numbers that a thread takes per turn, about."""
 
@@ -40,10 +43,13 @@ class DenseWeight(MatrixWeight):
         matrix = self.matrix
         if matrix.dtype == torch.float32:
             return functional.linear(x, matrix, bias)
-        if 0 < x.shape[0] <= MOST_FEW and matrix.shape[1] % BLOCK == 0 and matrix.numel() and matrix.stride(1) == 1:
-            in_units = x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[0] >= SIZE and multiplies_in_units()
-            return _in_units(x, matrix, bias) if in_units else _few(x, matrix, bias)
-        if matrix.dtype == torch.bfloat16 and (x.shape[0] < 5 or onednn_packs(torch.bfloat16)):
+        count = x.shape[0]
+        if 0 < count <= MOST_IN_UNITS and matrix.numel() and matrix.shape[1] % BLOCK == 0 and matrix.stride(1) == 1:
+            if _suits_units(x, matrix):
+                return _in_units(x, matrix, bias)
+            if count <= MOST_FEW:
+                return _few(x, matrix, bias)
+        if matrix.dtype == torch.bfloat16 and (count < 5 or onednn_packs(torch.bfloat16)):
             return functional.linear(x, matrix, bias)
         return _widened(x, matrix, bias)
 
@@ -60,11 +66,14 @@ def _few(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return _with(out, bias, x.dtype)
 
 
+def _suits_units(x: Tensor, matrix: Tensor) -> bool:
+    return x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[0] >= SIZE and multiplies_in_units()
+
+
 def _in_units(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """By `ops/cpu/amx.py`; likewise."""
     rows, columns = matrix.shape
-    pairs = x.new_zeros((columns // 2, MOST_FEW, 2))
-    pairs[:, : len(x)] = x.reshape(len(x), -1, 2).transpose(0, 1)
+    pairs = functional.pad(x, (0, 0, 0, -len(x) % SIZE)).view(-1, SIZE, columns // 2, 2).transpose(1, 2).contiguous()
     out = torch.empty((len(x), rows), dtype=torch.float32)
     places = (pairs.data_ptr(), matrix.data_ptr(), out.data_ptr(), _shape_of_tiles().ctypes.data)
     kernel("product_units", matrix.dtype)(
