@@ -112,6 +112,16 @@ def test_a_plan_places_the_rows_that_its_price_leaves_to_the_cpu(sequences: int,
     assert least < placed["host"] / sum(placed.values()) < least + 0.13
 
 
+def test_a_stage_leaves_rows_to_the_cpu_for_the_sequences_of_one_of_its_passes() -> None:
+    """24 sequences in two passes are twelve at a time: link and CPU end together with these."""
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    rates = Rates(50e9, 84e9, 60e9, few_multiply=40e9, few_measured=16)
+    room, limits = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), Limits(24, 512, 256)
+    plan = capped_plan(spec, room, limits, model="m", machine="any", rates=rates, passes=2)
+    moves = plan.figures["moves"]
+    assert moves["few_link"] == pytest.approx(moves["few_rows"] + 11 * moves["few_each"] + moves["few_waits"])
+
+
 def test_one_request_keeps_its_kv_where_it_costs_no_exchange() -> None:
     """Of Llama-3-70B in 4 bits 47 MB of KV are as many rows that cross the link, but 80 more waits for the CPU."""
     spec = open_model(shipped_config("llama-3-70b"), "bfloat16", 16, 144, "int4").spec

@@ -32,7 +32,7 @@ AHEAD = 96
 _ARCH_PRCTL, _ALLOW, _TILE_DATA = 158, 0x1023, 18
 """The system is asked once whether this process may use the units' registers: they make its threads' state larger."""
 
-_BYTE, _LONG = ir.IntType(8), ir.IntType(64)
+_BYTE = ir.IntType(8)
 
 
 @functools.cache
