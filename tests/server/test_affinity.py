@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from functools import partial
 
@@ -45,11 +46,12 @@ def test_another_front_finds_what_a_conversation_left() -> None:
     assert isinstance(chooser, Affinity)
 
     def knows(prompt: list[int]) -> bool:
-        assert chooser._router is not None
+        """Would it choose by chunks now? Engines that are merely busy differ in costs, too."""
         assert chooser._basis is not None
         sent = Request("a", np.array(prompt, np.int32), SamplingParams(), frozenset(), 60)
-        costs = chooser._router.costs(chooser._basis.request(sent), time.monotonic()).values()
-        return max(costs) > 1.5 * min(costs)
+        router = copy.deepcopy(chooser._router)
+        assert router is not None
+        return router.choose(chooser._basis.request(sent), time.monotonic()).why is Why.CHUNKS
 
     async def run() -> None:
         llm = other.llm
