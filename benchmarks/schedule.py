@@ -1,10 +1,12 @@
 """Time of the scheduler alone: one plan and one commit of n running decodes, without any runtime.
 
-    python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned] [--chunks 100000]
+    python -m benchmarks.schedule [--requests 1 16 1000] [--steps 400] [--aligned] [--chunks 100000] [--prompt 128]
 
 The limits are the project's own: 2 ms with 1,000 requests, 150 us with 16, 80 us with one. With `--chunks` so many lie
 in three tiers and memory is short: a plan may take 1 ms; the column "turn" has what comes with it, the commit, deciding
-on copies and taking in their results. The last line is JSON.
+on copies and taking in their results. With `--prompt` one request of so many tokens after another comes, gets one token
+and ends, while memory has room (first line) and while it is full of others' chunks: a plan with its request's arrival,
+and in the column "turn" the commit as well. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ TIERS_LIMIT_SECONDS = 1e-3
 CHUNK_SIZE = 32
 TALK_CHUNKS = 16
 STEP_SECONDS = 0.02
+FULL_CHUNKS = 2048
 VOCAB = 4096
 
 
@@ -147,6 +150,33 @@ def measure_tiers(requests: int, steps: int, chunks: int, *, seed: int = 0, run_
     return replace(timing, turn=statistics.median(turns[warm_up:]))
 
 
+def measure_prompt(tokens: int, steps: int, *, full: bool, seed: int = 0) -> Timing:
+    """Requests that come one after another, of which nothing is found; if `full`, their memory was another's."""
+    rng = np.random.default_rng(seed)
+    each = -(-(tokens + 1) // CHUNK_SIZE)
+    warm_up = FULL_CHUNKS // each + 40 if full else 40
+    room = FULL_CHUNKS if full else each * (steps + warm_up)
+    config = ScheduleConfig(max_num_seqs=256, max_num_batched_tokens=1 << 20)
+    scheduler = StepScheduler(room, 256, CHUNK_SIZE, tokens + 64, config)
+    params = SamplingParams(temperature=0.0, max_tokens=1, seed=0)
+    seconds: list[float] = []
+    turns: list[float] = []
+    for k in range(steps + warm_up):
+        request = Request(f"request-{k}", rng.integers(3, VOCAB, tokens, dtype=np.int32), params, frozenset({1, 2}), 1)
+        begin = time.perf_counter()
+        scheduler.add(request, 0.0)
+        plan = _plan(scheduler)
+        planned = time.perf_counter()
+        if scheduler.plan(0, 0.0) is not None:
+            raise RuntimeError("a second plan had something to compute")
+        result = _result(plan, rng)
+        came = time.perf_counter()
+        scheduler.commit(result, 0.0)
+        seconds.append(planned - begin)
+        turns.append(time.perf_counter() - came + planned - begin)
+    return replace(_timing(1, steps, seconds[warm_up:], None), turn=statistics.median(turns[warm_up:]))
+
+
 def _kept(tier: Tier, count: int, rng: np.random.Generator) -> list[KeptChunk]:
     """Chunks of conversations that were active up to 100 s ago."""
     found = []
@@ -168,8 +198,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--aligned", action="store_true", help="all requests cross chunk borders together")
     parser.add_argument("--chunks", type=int, help="in three tiers, with memory short")
+    parser.add_argument("--prompt", type=int, help="one request of so many tokens after another")
     options = parser.parse_args(argv)
-    if options.chunks:
+    if options.prompt:
+        timings = [measure_prompt(options.prompt, options.steps, full=full) for full in (False, True)]
+    elif options.chunks:
         timings = [measure_tiers(count, options.steps, options.chunks) for count in options.requests]
     else:
         timings = [measure(count, options.steps, aligned=options.aligned) for count in options.requests]

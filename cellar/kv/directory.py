@@ -83,11 +83,9 @@ class Directory:
         """Number of one chunk, or -1."""
         return self._number.get(identity, -1)
 
-    def has(self, chunks: Chunks, identities: Sequence[bytes]) -> NDArray[np.bool_]:
-        """Which chunks (-1: none) have the identity that stands at the same place."""
-        mine = self._identity
-        pairs = zip(chunks.tolist(), identities, strict=True)
-        return np.array([chunk >= 0 and mine[chunk] == identity for chunk, identity in pairs], np.bool_)
+    def is_named(self, chunk: int, identity: bytes) -> bool:
+        """True if a chunk (-1: none) has this identity."""
+        return chunk >= 0 and self._identity[chunk] == identity
 
     def identity(self, chunk: int) -> bytes:
         """Of a chunk that is there."""

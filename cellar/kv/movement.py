@@ -189,13 +189,13 @@ class Movement:
         moments += [self._closed_until[k] for k, pool in enumerate(self._shelves.pools) if pool.to_erase]
         return min(moments) if moments else None
 
-    def puts_off(self, missing: int, most: int, again: float, loads: np.bool_, now: float) -> bool:
+    def puts_off(self, missing: int, most: int, again: float, loads: bool, now: float) -> bool:
         """Whether to take `missing` slots of the device later, when what they hold has been copied out, which has been
         ordered then, at most `most` chunks at once: what is copied is nobody's meanwhile, and decodes may need some.
 
         What would be lost is computed again in `again` seconds if its user comes back; whoever needs the slots waits.
         """
-        if missing <= 0 or self._seconds_out(missing, bool(loads), now) > again:
+        if missing <= 0 or self._seconds_out(missing, loads, now) > again:
             return False
         leaving, only = self._num_leaving(0), self._shelves.leaving.only[0]
         count = min(missing - leaving, most, len(only), self._room(0, 1))

@@ -31,8 +31,9 @@ class Names:
         identities = chain.identities[first : first + len(slots)]
         parents = [chain.parent(first), *identities]
         fresh, held = list[int](), list[int]()
-        for k in np.flatnonzero(~directory.has(chunks, identities)).tolist():  # the others were found by theirs
-            (fresh if chunks[k] < 0 and directory.get(identities[k]) < 0 else held).append(k)
+        for k, (chunk, identity) in enumerate(zip(chunks.tolist(), identities, strict=True)):
+            if not directory.is_named(chunk, identity):  # the others were found by theirs
+                (fresh if chunk < 0 and directory.get(identity) < 0 else held).append(k)
         if fresh:
             ends = (first + np.array(fresh) + 1) * self._chunk_size
             names, whose = [identities[k] for k in fresh], [parents[k] for k in fresh]

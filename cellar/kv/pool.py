@@ -70,6 +70,8 @@ class SlotPool:
 
     def give_back(self, slots: Slots) -> None:
         """Slots that nobody uses and that hold nothing are free again."""
+        if not len(slots):
+            return
         self.move(slots, FREE)
         self.chunk[slots] = -1
         self._free += slots.tolist()

@@ -20,7 +20,7 @@ from cellar.kv.states import LOADING, PRIVATE, RESIDENT, State
 NO_SLOTS: Slots = np.empty(0, np.int32)
 
 AT_ONCE = 16
-"""Slots that are reclaimed beyond those needed now, if nothing is lost by it."""
+"""Slots that are reclaimed beyond those needed now, where nothing is lost by it, or they would be lost soon."""
 
 
 class Shelves:
@@ -58,8 +58,10 @@ class Shelves:
             return None
         missing = count - self.pools[tier].num_free
         if missing > 0:
-            # Of those that a slower tier has, too, some more at once: a choice costs much the same for one or for many.
-            more = min(len(self.leaving.spare[tier]) - missing, AT_ONCE, self.pools[tier].num_slots // 64)
+            # Some more at once: a choice costs much the same for one or for many. What a slower tier may yet get stays.
+            last = tier + 1 == len(self.tiers)
+            rest = len(self.leaving.spare[tier]) + (len(self.leaving.only[tier]) if last else 0) - missing
+            more = min(rest, AT_ONCE, self.pools[tier].num_slots // 64)
             self.reclaim(tier, missing + max(0, more), now)
         return self.pools[tier].take(count, state)
 

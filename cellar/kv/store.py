@@ -27,6 +27,7 @@ from cellar.kv.shelves import NO_SLOTS, Shelves
 from cellar.kv.states import LOADING, PRIVATE, RESIDENT
 
 _TOKEN_BYTES = np.dtype(np.int32).itemsize
+_NO_CHUNK = np.full(1, -1, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,17 +135,19 @@ class KVStore:
         """
         size = self.chunk_size
         whole = (len(tokens) - 1) // size
-        chunks = self._shelves.directory.find(chain.grow(tokens, whole)[:whole])
-        filled = np.where(chunks >= 0, np.int32(size), np.int32(0))
-        chunks, filled = np.append(chunks, np.int32(-1)), np.append(filled, np.int32(0))
         directory = self._shelves.directory
-        for column in np.flatnonzero(chunks < 0).tolist():
-            if directory.has_tail(chain.parent(column)):
-                begin = column * size
-                held = tokens[begin : min(begin + size, len(tokens) - 1)].tobytes()
-                chunk, nbytes = directory.find_tail(chain.parent(column), held)
-                if self._has_tiers or self._is_free_to_write(np.array([chunk])).all():
-                    chunks[column], filled[column] = chunk, nbytes // _TOKEN_BYTES
+        chunks = directory.find(chain.grow(tokens, whole)[:whole])
+        columns = [k for k in (*np.flatnonzero(chunks < 0).tolist(), whole) if directory.has_tail(chain.parent(k))]
+        if not columns and (not whole or chunks.max() < 0):
+            return _nowhere(whole + 1)
+        chunks = np.concatenate((chunks, _NO_CHUNK))
+        filled = np.where(chunks >= 0, np.int32(size), np.int32(0))
+        for column in columns:
+            begin = column * size
+            held = tokens[begin : min(begin + size, len(tokens) - 1)].tobytes()
+            chunk, nbytes = directory.find_tail(chain.parent(column), held)
+            if self._has_tiers or self._is_free_to_write(np.array([chunk])).all():
+                chunks[column], filled[column] = chunk, nbytes // _TOKEN_BYTES
         return self._residency(chunks, filled)
 
     def _residency(self, chunks: Chunks, filled: NDArray[np.int32]) -> Residency:
@@ -206,38 +209,41 @@ class KVStore:
             hit_tokens += np.bincount(found.tier[hits_of], found.tokens[hits_of], len(hit_tokens)).astype(np.int64)
         hits = slots[slots >= 0]
         new = (slots < 0) & ~load
-        left = shelves.num_available(0) - int(np.count_nonzero(shelves.leaving.may(0, hits)))
-        needed = int(new.sum()) + int(load.sum())
+        loads = int(np.count_nonzero(load))
+        needed = len(slots) - len(hits)
+        available = shelves.num_available(0)
+        left = available - (int(np.count_nonzero(shelves.leaving.may(0, hits))) if len(hits) else 0)
         if left - needed < keep_free:
             self.put_off = False
             return None
         missing = needed - shelves.num_without_loss(hits) if patience and self._has_tiers else 0
         again = patience * self.recovery.least_seconds(missing)
-        self.put_off = self._movement.puts_off(missing, shelves.num_available(0) - keep_free, again, load.any(), now)
+        self.put_off = self._movement.puts_off(missing, available - keep_free, again, loads > 0, now)
         if self.put_off:
             return None
-        inherited = self._inherited(found) if found is not None and name is None else -1
+        inherited = self._inherited(found) if found is not None and len(chunks) and name is None else -1
         owner = owner_identity(*name) if name is not None else b""
         conversation = shelves.conversations.join(owner, inherited, now, tenant)
         shelves.hold(hits)  # before taking, or a hit could be reclaimed
         awaits = {self._movement.fills(slot) for slot in hits.tolist()} if self._has_tiers else set()
-        slots[new] = self._take(int(new.sum()), PRIVATE, now)
+        slots[new] = self._take(needed - loads, PRIVATE, now)
         compute = _ranges(filled, size, num_tokens)
-        if found is not None and load.any():
-            slots[load] = self._take(int(load.sum()), LOADING, now)
+        if found is not None and loads:
+            slots[load] = self._take(loads, LOADING, now)
             lead = self.recovery.lead(compute, size, step_tokens)
             awaits |= self._load(found, load[: len(found.chunk)], slots, now, lead)
         if len(chunks):
             shelves.share(chunks, conversation, now)
         awaits.discard(-1)
+        cached = int(filled.sum())
         return Reservation(
             slots=slots,
             compute=compute,
-            num_cached_tokens=int(filled.sum()),
+            num_cached_tokens=cached,
             conversation=conversation,
             awaits=frozenset(awaits),
             hits=tuple(hit_tokens.tolist()),
-            num_recomputed=known - int(filled.sum()),
+            num_recomputed=known - cached,
         )
 
     def measured(self, prompts: NDArray[np.int32], seconds: float) -> None:
@@ -476,15 +482,24 @@ class KVStore:
         return batches
 
     def _inherited(self, found: Residency) -> int:
-        """The conversation of the deepest chunk that was found, if it ends there: all else is a fork."""
-        deepest = int(found.chunk[np.flatnonzero(found.chunk >= 0)[-1]]) if (found.chunk >= 0).any() else -1
-        if deepest < 0 or self._shelves.directory.grown[deepest]:
+        """The conversation of the deepest of the chunks that were found, if it ends there: all else is a fork."""
+        deepest = int(found.chunk[np.flatnonzero(found.chunk >= 0)[-1]])
+        if self._shelves.directory.grown[deepest]:
             return -1
         return self._shelves.conversations.latest(int(self._shelves.directory.audience[deepest]))
 
 
+def _nowhere(count: int) -> Residency:
+    """Of chunks none of which is anywhere."""
+    none = np.full(count, -1, np.int32)
+    nothing = np.zeros(count, np.int32)
+    return Residency(none, nothing, none.astype(np.int8), none, nothing.astype(np.int8))
+
+
 def _ranges(filled: NDArray[np.int32], chunk_size: int, num_tokens: int) -> tuple[tuple[int, int], ...]:
     """What is to be computed of chunks that begin with so many tokens each; the last may end within a chunk."""
+    if num_tokens and not filled.any():
+        return ((0, num_tokens),)
     begins = np.arange(len(filled)) * chunk_size
     ends = np.minimum(begins + chunk_size, num_tokens)
     begins = begins + filled

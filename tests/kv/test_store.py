@@ -78,6 +78,20 @@ def test_leading_chunks_are_lost_first_and_the_answer_goes_on_past_them() -> Non
     assert reservation.num_cached_tokens == 12
 
 
+def test_a_full_device_is_cleared_for_a_few_requests_at_once_of_what_would_go_next() -> None:
+    """A choice costs much the same for one chunk or for many, so not every request pays for one."""
+    store = KVStore(16 * 64, 4)
+    prompts = [np.array([k, *range(3)], np.int32) for k in range(store.num_available)]
+    for now, prompt in enumerate(prompts):
+        release(store, filled(store, prompt, now=float(now)), float(now))
+    assert store.stats().free == 0
+    assert store.extend(1, 2_000.0) is not None
+    assert store.stats().free == 16
+    there = [store.find(store.chain(b""), np.append(prompt, np.int32(0))).num_tokens for prompt in prompts]
+    assert there == [0] * 17 + [4] * (len(prompts) - 17)
+    store.check_integrity()
+
+
 def test_hole_in_the_middle_is_a_range_of_its_own() -> None:
     store = KVStore(12, 4)
     held = filled(store, numbers(22))

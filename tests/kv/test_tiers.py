@@ -118,6 +118,16 @@ def test_nothing_is_copied_while_a_quarter_could_be_reclaimed() -> None:
     assert (bench.stats(Tier.DEVICE).free, bench.stats(Tier.HOST).cached) == (1, 1)
 
 
+def test_no_more_is_lost_than_has_to_be_while_a_slower_tier_could_still_get_it() -> None:
+    bench = Bench(device=128, host=256)
+    for k in range(128):
+        held = bench.open([k, 0, 0, 0])
+        bench.close([k, 0, 0, 0], held)  # and nothing is copied in time
+    assert bench.store.stats().free == 0
+    assert bench.store.extend(1, bench.now) is not None
+    assert bench.store.stats().free == 0
+
+
 def test_what_was_copied_is_reclaimed_first_and_comes_back() -> None:
     bench = Bench(device=4)
     first, second = bench.open(talk(0, 8)), bench.open(talk(1, 8))

@@ -29,6 +29,15 @@ class Ending:
 Said = Callable[[str, Exception], str]
 
 
+def late_rows(rows: Rows, record: InFlight, result: StepResult) -> list[int]:
+    """Those that results still count for, and whose mask did not come in time."""
+    if not np.count_nonzero(result.flags):
+        return []
+    late = record.sampled[(result.flags == Flag.LATE) & rows.accepts[record.sampled]]
+    found: list[int] = late[~np.isin(late, list(result.failed))].tolist()
+    return found
+
+
 def deliver(rows: Rows, record: InFlight, result: StepResult, output: StepOutput, said: Said) -> list[Ending]:
     """Fill `output`, append the tokens to their rows, and say which requests end.
 

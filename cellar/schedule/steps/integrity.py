@@ -21,6 +21,9 @@ def check_rows(rows: Rows, in_flight: Iterable[InFlight], num_slots: int) -> NDA
         named[record.rows] += 1
     if not np.array_equal(named, rows.in_flight):
         raise IntegrityError("rows count other plans in flight than there are")
+    owned = np.flatnonzero(rows.num_chunks)
+    if rows.most_chunks != int(np.maximum(rows.num_chunks, -(-rows.last // rows.chunk_size))[owned].sum()):
+        raise IntegrityError("rows count other chunks than they may need")
     references = np.zeros(num_slots, np.int32)
     for row, state in enumerate(rows.states):
         if state is None:

@@ -98,6 +98,8 @@ class Plans:
         if len(ready) > 1:
             ready = self._portions.of(ready, self._prompts.pace)
         ready = self._teams.of(ready, again)
+        if not len(ready):
+            return True
         if len(ready) > batch.budget:
             ready = rows.in_order(ready)[: batch.budget]
         need = ready[rows.planned[ready] >= rows.capacity[ready]]

@@ -249,7 +249,7 @@ class Prompts:
             return 0
         holders, size = self._holders, self._holders.rows.chunk_size
         grown = sum(chunks_of(len(one.known), one.limit, size) for one in (state, *holders.loading))
-        if grown + holders.rows.most_chunks() <= self._num_chunks:
+        if grown + holders.rows.most_chunks <= self._num_chunks:
             return 0
         return min(self._keep_free, holders.running + len(holders.loading))
 

@@ -45,6 +45,9 @@ class Rows:
         self.last = np.zeros(num_rows, np.int64)
         self.min_length = np.zeros(num_rows, np.int64)
         self.num_chunks = np.zeros(num_rows, np.int64)
+        self.most_chunks = 0
+        """Chunks of all rows that have an owner, if each gets as long as it may."""
+        self._most = [0] * num_rows
         self.capacity = np.zeros(num_rows, np.int64)
         self.next_named = np.full(num_rows, NEVER)
         self.in_flight = np.zeros(num_rows, np.int64)
@@ -79,6 +82,8 @@ class Rows:
         except Exception:
             self._blank(row)
             raise
+        self._most[row] = max(len(slots), -(-(state.limit - 1) // self.chunk_size))
+        self.most_chunks += self._most[row]
         self._free.pop()
         return row
 
@@ -112,6 +117,7 @@ class Rows:
     def free(self, row: int) -> None:
         """Take a row back."""
         self._blank(row)
+        self.most_chunks -= self._most[row]
         self._free.append(row)
 
     def _blank(self, row: int) -> None:
@@ -127,11 +133,6 @@ class Rows:
         state = self.states[row]
         assert state is not None
         return state
-
-    def most_chunks(self) -> int:
-        """Chunks of all rows that have an owner, if each gets as long as it may."""
-        grown = np.maximum(self.num_chunks, -(-self.last // self.chunk_size))
-        return int(grown[self.num_chunks > 0].sum())
 
     def slots(self, row: int) -> IntArray:
         """Slots of a row's chunks, in order of position."""

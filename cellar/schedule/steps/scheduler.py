@@ -23,7 +23,6 @@ from cellar.core.messages import (
     Event,
     EventKind,
     FinishReason,
-    Flag,
     IntArray,
     KeptChunk,
     MemoryAnswer,
@@ -41,7 +40,7 @@ from cellar.kv.policy import Policy
 from cellar.kv.recovery import Recovery
 from cellar.kv.store import KVStore
 from cellar.schedule.steps.batch import InFlight, StepBatch
-from cellar.schedule.steps.delivery import Ending, deliver
+from cellar.schedule.steps.delivery import Ending, deliver, late_rows
 from cellar.schedule.steps.failures import Failures
 from cellar.schedule.steps.holders import Holders
 from cellar.schedule.steps.limits import limit_of
@@ -291,10 +290,9 @@ class StepScheduler:
     def _take_in(self, record: InFlight, result: StepResult, output: StepOutput) -> None:
         rows, holders = self._rows, self._holders
         rows.computed[record.rows] = record.stops
-        late = record.sampled[(result.flags == Flag.LATE) & rows.accepts[record.sampled]]
-        late = late[~np.isin(late, list(result.failed))] if result.failed else late
+        late = late_rows(rows, record, result)
         endings = deliver(rows, record, result, output, self._failures.said)
-        for row in late.tolist():
+        for row in late:
             holders.park(row)
         self._tally.generation_tokens += len(output.ids)
         for ending in endings:
