@@ -19,6 +19,13 @@ def test_last_line_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["timings"][1]["limit"] is None
 
 
+def test_prompts_are_measured_with_room_and_without(capsys: pytest.CaptureFixture[str]) -> None:
+    assert schedule.main(["--prompt", "70", "--steps", "10"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(report["timings"]) == 2
+    assert all(0 < t["best"] <= t["median"] < t["turn"] for t in report["timings"])
+
+
 def slowness() -> float:
     """How much slower than where the limits were set the interpreter is at this moment; at least 1."""
     best = math.inf

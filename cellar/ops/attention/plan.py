@@ -455,58 +455,57 @@ def work_items(
     programs_of_wide = -(-programs // 2) if wide_tile == HOPPER_TILE else programs
     rows = (stop - start) * shape.group
     narrow = rows <= most_narrow
-    wide_rows = int(rows[~narrow].sum())
+    places = _places(row, start, offset, narrow)
     if wide_tile is None:
-        fills = wide_rows * shape.kv_heads >= 128 * programs
+        fills = int(rows[~narrow].sum()) * shape.kv_heads >= 128 * programs
         by_slots = not (shape.reads_new and (start[~narrow] == 0).all())
         wide_tile = 128 if fills and by_slots and split is None and shape.head_dim <= 128 else 64
 
-    places = _places(row, start, offset, narrow)
+    token, kv_last, first = offset[:-1], stop, np.zeros(len(rows), np.int32)
+    last = rows
     tiles = np.where(narrow, 1, -(-rows // wide_tile))
-    if len(rows) == int(tiles.sum()):
-        span, first = np.arange(len(rows)), np.zeros(len(rows), np.int32)
+    if (count := int(tiles.sum())) > len(rows):
+        span = np.arange(len(rows)).repeat(tiles)
+        first = (np.arange(count) - (tiles.cumsum() - tiles)[span]) * wide_tile
+        narrow, start, rows, row, token = narrow[span], start[span], rows[span], row[span], token[span]
+        last = np.minimum(first + wide_tile, rows)
+        kv_last = start + (last - 1) // shape.group + 1
+    if shape.window is None:
+        kv_first, length = None, kv_last
     else:
-        span = np.repeat(np.arange(len(rows)), tiles)
-        first = (np.arange(len(span)) - (np.cumsum(tiles) - tiles)[span]) * wide_tile
-    narrow, start, rows = narrow[span], start[span], rows[span]
-    last = np.minimum(first + wide_tile, rows)
-    kv_last = start + (last - 1) // shape.group + 1
-    kv_first = np.zeros_like(kv_last)
-    if shape.window is not None:
         kv_first = np.maximum(start + first // shape.group - shape.window + 1, 0)
+        length = kv_last - kv_first
 
-    piece = _pieces(kv_last - kv_first, narrow, shape.kv_heads, programs, programs_of_wide, split)
-    parts = -(-(kv_last - kv_first) // piece)
-    tile = np.where(narrow, NARROW_TILE, wide_tile)
-    is_split = parts > 1
-    scratch = np.where(is_split, parts * tile, 0)
-    partial = np.cumsum(scratch) - scratch
-    counter = np.cumsum(is_split) - is_split
+    # A tile's item, of which it is the only one for now.
+    table = np.zeros((len(rows), ITEM_FIELDS), np.int32)
+    for field_, values in ((ROW, row), (TOKEN, token), (FIRST, first), (LAST, last), (START, start)):
+        table[:, field_] = values
+    table[:, KV_LAST] = kv_last
+    table[:, PARTS] = 1
+    if kv_first is not None:
+        table[:, KV_FIRST] = kv_first
 
-    if is_split.any():
-        of = np.repeat(np.arange(len(span)), parts)
-        part = np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
-        begin = kv_first[of] + part * piece[of]
-        end = np.minimum(begin + piece[of], kv_last[of])
-    else:
-        of, part, begin, end = np.arange(len(span)), 0, kv_first, kv_last
+    piece = _pieces(length, narrow, shape.kv_heads, programs, programs_of_wide, split)
     # Narrow items first, then by falling cost; stable, so that equal plans give equal lists.
-    cost = np.where(narrow, 1 << 30, 0)[of] + 2 * tile[of] + (end - begin)
-    order = np.argsort(-cost, kind="stable")
-    of = of[order]
-    table = np.zeros((len(of), ITEM_FIELDS), np.int32)
-    table[:, ROW] = row[span[of]]
-    table[:, TOKEN] = offset[span[of]]
-    table[:, FIRST] = first[of]
-    table[:, LAST] = last[of]
-    table[:, START] = start[of]
-    table[:, KV_FIRST] = begin[order]
-    table[:, KV_LAST] = end[order]
-    table[:, PARTIAL] = partial[of]
-    table[:, PART] = part if isinstance(part, int) else part[order]
-    table[:, PARTS] = parts[of]
-    table[:, COUNTER] = counter[of]
-    return Items(table, int(narrow[of].sum()), wide_tile, int(scratch.sum()), int(is_split.sum()), places)
+    weight = np.where(narrow, (1 << 30) + 2 * NARROW_TILE, 2 * wide_tile)
+    scratch = counters = 0
+    if (length > piece).any():
+        parts = -(-length // piece)
+        is_split = parts > 1
+        rows_of = np.where(is_split, parts * np.where(narrow, NARROW_TILE, wide_tile), 0)
+        scratch, counters = int(rows_of.sum()), int(np.count_nonzero(is_split))
+        table[:, PARTIAL] = rows_of.cumsum() - rows_of
+        table[:, PARTS] = parts
+        table[:, COUNTER] = is_split.cumsum() - is_split
+        of = np.arange(len(rows)).repeat(parts)
+        part = np.arange(len(of)) - (parts.cumsum() - parts)[of]
+        table, narrow, weight = table[of], narrow[of], weight[of]
+        table[:, PART] = part
+        table[:, KV_FIRST] += part * piece[of]
+        table[:, KV_LAST] = np.minimum(table[:, KV_FIRST] + piece[of], table[:, KV_LAST])
+        length = table[:, KV_LAST] - table[:, KV_FIRST]
+    order = (-weight - length).argsort(kind="stable")
+    return Items(table[order], int(np.count_nonzero(narrow)), wide_tile, scratch, counters, places)
 
 
 def _places(row: IntArray, start: IntArray, offset: IntArray, narrow: NDArray[np.bool_]) -> IntArray:
@@ -530,10 +529,13 @@ def _pieces(
     """
     if split is not None:
         return np.full(len(length), split, np.int32)
-    share = np.empty(len(length), np.int32)
     least_of_wide = PIECE if programs_of_wide == programs else 4 * PIECE
-    for of_class, number, least in ((narrow, programs, PIECE), (~narrow, programs_of_wide, least_of_wide)):
-        share[of_class] = max(least, int(length[of_class].sum()) * kv_heads // number)
+    total, of_narrow = int(length.sum()), int(length[narrow].sum())
+    share = np.where(
+        narrow,
+        max(PIECE, of_narrow * kv_heads // programs),
+        max(least_of_wide, (total - of_narrow) * kv_heads // programs_of_wide),
+    )
     # Rounded, not up: a tile little longer than its share is left whole, for two halves would take two turns.
     parts = np.clip((length + share // 2) // share, 1, MAX_PARTS)
     even: IntArray = -(-length // (16 * parts)) * 16

@@ -115,27 +115,28 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
     ends = lengths.cumsum()
     begins = ends - lengths
     total = int(ends[-1]) if len(ends) else 0
-    order = np.arange(total)
     rows = spans.row.astype(np.int64)
     token_rows = rows.repeat(lengths)
-    positions = order + (spans.start - begins).repeat(lengths)
+    positions = np.arange(total) + (spans.start - begins).repeat(lengths)
 
-    tokens = np.zeros(total, np.int64)
     from_device = spans.source == _DEVICE
     if (lengths[from_device] != 1).any():
         raise IntegrityError(f"step {plan.step} takes more than a row's last token from the device.")
     feed = begins[from_device]
-    from_host = (~from_device).repeat(lengths)
-    if np.count_nonzero(from_host) != len(plan.tokens):
-        raise IntegrityError(
-            f"step {plan.step} brings {len(plan.tokens)} tokens for {np.count_nonzero(from_host)} positions."
-        )
-    tokens[from_host] = plan.tokens
+    hosted = total - len(feed)
+    if hosted != len(plan.tokens):
+        raise IntegrityError(f"step {plan.step} brings {len(plan.tokens)} tokens for {hosted} positions.")
+    if len(feed):
+        tokens = np.zeros(total, np.int64)
+        tokens[(~from_device).repeat(lengths)] = plan.tokens
+    else:
+        tokens = plan.tokens.astype(np.int64)
 
-    is_all = spans.emit == _ALL
+    emits = set(spans.emit.tolist())
     samples = spans.emit == _LAST
     scored = targets = scored_rows = _NONE
-    if is_all.any():
+    if _ALL in emits:
+        is_all = spans.emit == _ALL
         scored = np.flatnonzero(is_all.repeat(lengths))
         given = plan.targets
         if given is None or len(given) != len(scored):
@@ -147,9 +148,8 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
         with_target = targets >= 0
         scored, targets = scored[with_target], targets[with_target]
         scored_rows = token_rows[scored]
-    is_hidden, is_summed = spans.emit == _HIDDEN, spans.emit == _SUM
-    hidden = np.flatnonzero(is_hidden.repeat(lengths)) if is_hidden.any() else _NONE
-    pooled = np.flatnonzero(is_summed.repeat(lengths)) if is_summed.any() else _NONE
+    hidden = np.flatnonzero((spans.emit == _HIDDEN).repeat(lengths)) if _HIDDEN in emits else _NONE
+    pooled = np.flatnonzero((spans.emit == _SUM).repeat(lengths)) if _SUM in emits else _NONE
     sampled = ends[samples] - 1
     return StepInputs(
         num_tokens=total,
@@ -168,9 +168,9 @@ def _mixed_inputs(plan: StepPlan, table: IntArray, chunk_size: int) -> StepInput
         scored_rows=scored_rows,
         targets=targets,
         hidden=hidden,
-        hidden_rows=token_rows[hidden],
+        hidden_rows=token_rows[hidden] if len(hidden) else _NONE,
         pooled=pooled,
-        pooled_rows=token_rows[pooled],
+        pooled_rows=token_rows[pooled] if len(pooled) else _NONE,
     )
 
 
