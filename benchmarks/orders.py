@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import pickle
 import statistics
 import struct
 import threading
@@ -31,8 +30,9 @@ from cellar.core.sampling import SamplingParams
 from cellar.engine.steps import step_engine
 from cellar.runtime.protocol import Capacity
 from cellar.runtime.ranks import rank as rank_module
+from cellar.runtime.ranks.lines import Answer, read, written
 from cellar.runtime.ranks.rank import MOST_AT_ONCE as AT_ONCE
-from cellar.runtime.ranks.rank import Answer, News, Opened, Packed, ProcessRank, obey
+from cellar.runtime.ranks.rank import News, Opened, Packed, ProcessRank, obey
 from cellar.runtime.steps.fake import FakeRuntime
 from cellar.schedule.steps.scheduler import StepScheduler
 
@@ -66,7 +66,7 @@ def decode_plan(rows: int) -> StepPlan:
 
 
 class Sink:
-    """A runtime of which every plan is done at once: its tokens are when it came, in nanoseconds."""
+    """A runtime of which every plan is done at once: its seconds are when it came."""
 
     capacity = LEAST_ROOM
     in_flight = 0
@@ -76,8 +76,8 @@ class Sink:
         self._results: SimpleQueue[StepResult | None] = SimpleQueue()
 
     def submit(self, plan: StepPlan) -> None:
-        none = np.empty(0, np.int32)
-        self._results.put(StepResult(plan.step, np.array([[time.perf_counter_ns()]]), none, none))
+        one = np.ones(1, np.int32)
+        self._results.put(StepResult(plan.step, one.reshape(1, 1), one, one, seconds=time.perf_counter()))
 
     def poll(self, timeout: float | None) -> list[StepResult]:
         found = self._results.get()
@@ -98,7 +98,7 @@ class Ring:
 
     def send(self, order: Any) -> None:
         """To all ranks; of a size that fits a slot. Nobody is SLOTS behind here, so none is overwritten."""
-        packed = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        packed = written(order)
         at = self._count % SLOTS * SLOT_NBYTES
         buffer = self.memory.buf
         assert buffer is not None
@@ -121,10 +121,13 @@ def run_ring_rank(number: int, pipe: Any, name: str, wake: Semaphore) -> None:
         at = count % SLOTS * SLOT_NBYTES
         count += 1
         (length,) = struct.unpack("I", buffer[at : at + 4])
-        return pickle.loads(buffer[at + 4 : at + 4 + length])
+        return read(bytes(buffer[at + 4 : at + 4 + length]))
 
-    pipe.send(Opened(number, LEAST_ROOM))
-    obey(Sink(), order, lambda result: pipe.send(Answer(number, result)), lambda error: None)  # type: ignore[arg-type]
+    def answer(result: Any) -> None:
+        pipe.send_bytes(written(Answer(number, result)))
+
+    pipe.send_bytes(written(Opened(number, LEAST_ROOM)))
+    obey(Sink(), order, answer, lambda error: None)  # type: ignore[arg-type]
 
 
 def measured_all(
@@ -142,12 +145,12 @@ def measured(send: Callable[[StepPlan], None], answer: Callable[[], News], plan:
     process = time.process_time()
     for _ in range(steps):
         time.sleep(gap)
-        begin, thread = time.perf_counter_ns(), time.thread_time()
+        begin, thread = time.perf_counter(), time.thread_time()
         send(plan)
         mine.append((time.thread_time() - thread) * 1e6)
         answers = [answer() for _ in range(ranks)]
-        came = [int(one.result.tokens[0, 0]) for one in answers]  # type: ignore[union-attr]
-        took.append((max(came) - begin) / 1e3)
+        came = [one.result.seconds for one in answers]  # type: ignore[union-attr]
+        took.append((max(came) - begin) * 1e6)
     whole = (time.process_time() - process) / steps * 1e6
     tenth = statistics.quantiles(took, n=10)[0]
     return {"median": statistics.median(took), "tenth": tenth, "thread": statistics.median(mine), "process": whole}
@@ -203,21 +206,21 @@ def over_ring(plans: dict[int, StepPlan], ranks: int, steps: int, gap: float) ->
 def _pass_on(pipe: Any, news: Queue[News]) -> None:
     try:
         while True:
-            news.put(pipe.recv())
+            news.put(read(pipe.recv_bytes()))
     except (EOFError, OSError):
         return
 
 
-def pickled(plan: StepPlan) -> tuple[int, float, float]:
+def packed(plan: StepPlan) -> tuple[int, float, float]:
     """Bytes, and microseconds to make and to read them."""
-    packed = pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+    data = written(plan)
     begin = time.perf_counter()
     for _ in range(500):
-        pickle.dumps(plan, pickle.HIGHEST_PROTOCOL)
+        written(plan)
     middle = time.perf_counter()
     for _ in range(500):
-        pickle.loads(packed)
-    return len(packed), (middle - begin) * 2000, (time.perf_counter() - middle) * 2000
+        read(data)
+    return len(data), (middle - begin) * 2000, (time.perf_counter() - middle) * 2000
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -231,8 +234,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     plans = {int(rows): decode_plan(int(rows)) for rows in given.rows.split(",")}
     for rows, plan in plans.items():
-        nbytes, make, read = pickled(plan)
-        print(f"{rows} rows: {nbytes:,} bytes, pickled in {make:.1f} us, read in {read:.1f} us", flush=True)
+        nbytes, make, take = packed(plan)
+        print(f"{rows} rows: {nbytes:,} bytes, written in {make:.1f} us, read in {take:.1f} us", flush=True)
     print("ranks rows way    last rank has it (median, tenth)  orders' thread  engine's process   us a step")
     for ranks in (int(count) for count in given.ranks.split(",")):
         found: dict[tuple[int, str], dict[str, float]] = {}

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from cellar.core.errors import BuffersError, ConfigError, DeviceError, IntegrityError
 from cellar.core.messages import CopyResult, Flag, StepPlan, StepResult, TierOrder
 from cellar.runtime.protocol import Capacity
+from cellar.runtime.ranks.lines import Answer
 from cellar.runtime.ranks.pace import Pace
 from cellar.runtime.ranks.rank import (
     CLOSE_SECONDS,
-    Answer,
     Died,
     Masks,
     News,

@@ -15,7 +15,6 @@ import gc
 import logging
 import multiprocessing
 import os
-import pickle
 import select
 import signal
 import sys
@@ -36,6 +35,7 @@ from cellar.core.messages import CopyBatch, CopyResult, EraseBatch, StepPlan, St
 from cellar.runtime.memory import is_out_of_memory
 from cellar.runtime.protocol import Capacity, Runtime
 from cellar.runtime.ranks.comm import GONE
+from cellar.runtime.ranks.lines import Answer, read, written
 from cellar.runtime.ranks.pace import Pulse
 
 logger = logging.getLogger(__name__)
@@ -83,14 +83,6 @@ class Opened:
     capacity: Capacity
     memory: Any = None
     offload: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a rank's runtime answered."""
-
-    rank: int
-    result: StepResult | CopyResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +136,9 @@ class Packed:
         self._bytes: bytes | None = None
 
     def bytes(self) -> bytes:
-        """Pickled."""
+        """As `read` takes them."""
         if self._bytes is None:
-            self._bytes = pickle.dumps(self._order, pickle.HIGHEST_PROTOCOL)
+            self._bytes = written(self._order)
         return self._bytes
 
 
@@ -287,7 +279,7 @@ class ProcessRank:
     def _read(self) -> None:
         try:
             while True:
-                news = self._pipe.recv()
+                news = read(self._pipe.recv_bytes())
                 self.heard = time.monotonic()
                 if isinstance(news, Alive):
                     self.pulse = news.pulse
@@ -332,7 +324,7 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
 
     def say(what: News | Alive) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens: the end is near
-            pipe.send(what)
+            pipe.send_bytes(written(what))
 
     opened: list[Runtime[StepPlan]] = []
 
@@ -345,7 +337,7 @@ def run_rank(number: int, pipe: Connection, lifeline: Connection, opener: Opener
 
     def order() -> Order | None:
         try:
-            found: Order | None = pipe.recv()
+            found: Order | None = read(pipe.recv_bytes())
         except (EOFError, OSError):
             return None
         return found
