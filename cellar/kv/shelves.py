@@ -58,12 +58,20 @@ class Shelves:
             return None
         missing = count - self.pools[tier].num_free
         if missing > 0:
-            # Some more at once: a choice costs much the same for one or for many. What a slower tier may yet get stays.
-            last = tier + 1 == len(self.tiers)
-            rest = len(self.leaving.spare[tier]) + (len(self.leaving.only[tier]) if last else 0) - missing
-            more = min(rest, AT_ONCE, self.pools[tier].num_slots // 64)
-            self.reclaim(tier, missing + max(0, more), now)
+            self.reclaim(tier, missing + self._more(tier, missing), now)
         return self.pools[tier].take(count, state)
+
+    def _more(self, tier: int, missing: int) -> int:
+        """Slots that are reclaimed with those needed now: a choice costs much the same for one or for many.
+
+        What a slower tier may yet get stays; and in a tier that outlives the process all, since what is cleared there
+        lies there until it is written over, and nobody could erase it then.
+        """
+        if self.tiers[tier].persistent:
+            return 0
+        last = tier + 1 == len(self.tiers)
+        rest = len(self.leaving.spare[tier]) + (len(self.leaving.only[tier]) if last else 0) - missing
+        return max(0, min(rest, AT_ONCE, self.pools[tier].num_slots // 64))
 
     def reclaim(self, tier: int, count: int, now: float) -> None:
         """`count` slots become free: of spare chunks, then of others, which are lost there."""

@@ -128,6 +128,21 @@ def test_no_more_is_lost_than_has_to_be_while_a_slower_tier_could_still_get_it()
     assert bench.store.stats().free == 0
 
 
+@pytest.mark.parametrize(("tier", "more"), [(Tier.HOST, 2), (Tier.DISK, 0)])
+def test_a_tier_that_outlives_the_process_is_cleared_of_nothing_that_is_not_written_over(tier: Tier, more: int) -> None:
+    """Whoever is forgotten meanwhile could not be erased there."""
+    shelves = Shelves({Tier.DEVICE: 8, tier: 128}, LeastRecentlyUsed())
+    audience = shelves.conversations.audience(shelves.conversations.restored(b"", 0.0))
+    names = [bytes([k]) * 16 for k in range(128)]
+    chunks = shelves.directory.add(names, [b""] * 128, np.full(128, CHUNK), audience)
+    shelves.conversations.count(audience, 128)
+    shelves.pools[1].occupy(np.arange(128, dtype=np.int32), chunks)
+    shelves.directory.slot[1, chunks] = np.arange(128)
+    shelves.leaving.classify(chunks)
+    assert shelves.take(1, 3, LOADING, 0.0) is not None
+    assert shelves.pools[1].num_free == more
+
+
 def test_what_was_copied_is_reclaimed_first_and_comes_back() -> None:
     bench = Bench(device=4)
     first, second = bench.open(talk(0, 8)), bench.open(talk(1, 8))
