@@ -5,8 +5,10 @@ A step is (t(130 tokens) - t(2 tokens)) / 128, each the better of two runs, so t
     python -m benchmarks.decode --model llama-3-8b --shapes 1x1024,32x1024 --json out.json
     python -m benchmarks.decode --model llama-3-8b --tensor-parallel-size 2
     python -m benchmarks.decode --model llama-3-70b --tensor-parallel-size 2 --shares-of 4
+    python -m benchmarks.decode --model llama-3-70b --tensor-parallel-size 2 --shapes "" --prompts 128 --line 128
 
 With `--shares-of 4` two ranks compute what two of four would: heads, inner numbers and vocabulary are cut to half.
+`--line 128` says of prompts of 128 tokens what begins and ends when, in all processes; marks cost some microseconds.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.marks import Line, lines, marks, read
 from cellar.bench.offline import SETTLE_SECONDS
 from cellar.core.sampling import SamplingParams
 from cellar.engine.llm import LLM
@@ -32,6 +35,7 @@ CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab
 
 SHAPES = "1x1024,8x1024,32x1024,64x1024,128x1024,256x512,1x8000,16x8000"
 SHORT, LONG = 2, 130
+LINES = 20
 
 
 def seconds_per_step(
@@ -69,6 +73,13 @@ def prompt_seconds(llm: LLM, length: int) -> float:
         return time.perf_counter() - begin
 
     return min(run() for _ in range(4))
+
+
+def prompt_line(llm: LLM, length: int, path: Path) -> list[Line]:
+    """What begins and ends when in prompts of so many tokens: milliseconds, medians of LINES of them."""
+    for _ in range(-(-(LINES + 2) // 4)):
+        prompt_seconds(llm, length)
+    return lines(read(path), "LLM.generate", LINES)
 
 
 def tokens_per_second(llm: LLM, count: int, prompt: int, generate: int) -> float:
@@ -133,6 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--offline", default="", help="requests x prompt x tokens of whole runs, comma-separated")
     parser.add_argument("--machine-profile", default="auto", help="as of an engine")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--line", type=int, help="where the time of prompts of so many tokens goes")
     parser.add_argument("--same-prompts", action="store_true", help="compute the prompts of a shape once: faster")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
@@ -149,6 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if rest:
                 raise SystemExit(f"{options.tensor_parallel_size} ranks have no whole shares of {options.shares_of}.")
             (Path(model) / "config.json").write_text(json.dumps(cut(config, parts)), encoding="utf-8")
+        marked = None if options.line is None else stack.enter_context(marks())
         llm = stack.enter_context(_opened(model, options))
         found["seconds to ready"] = time.perf_counter() - begin
         print(f"ready after {found['seconds to ready']:.1f} s", flush=True)
@@ -163,6 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for load in filter(None, options.offline.split(",")):
             found[f"offline {load}"] = tokens_per_second(llm, *map(int, load.split("x")))
             print(f"offline {load}: {found[f'offline {load}']:.0f} tokens/s", flush=True)
+        if marked is not None:
+            for line in prompt_line(llm, options.line, marked):
+                print(f"{line.begin:9.3f} {line.end:9.3f}  {line.process:2}  {line.name}", flush=True)
     print(json.dumps(found))
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import decode
+from benchmarks.marks import Line, Mark, lines
 from cellar import demo
 from cellar.models.registry import open_model, shipped_config
 from cellar.models.sharding import shard
+from cellar.schedule.steps.scheduler import StepScheduler
 
 
 def test_prints_and_writes_one_figure_per_shape(
@@ -23,6 +25,42 @@ def test_prints_and_writes_one_figure_per_shape(
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == found
     assert found["prompt 20"] > 0
     assert found["offline 3x9x4"] > 0
+
+
+@pytest.mark.long
+def test_a_prompt_is_followed_through_all_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(demo.path()), "--device", "cpu", "--dtype", "float32", "--max-model-len", "256"]
+    before = StepScheduler.plan
+    decode.main([*arguments, "--shapes", "", "--prompts", "", "--line", "20", "--tensor-parallel-size", "2"])
+    said = [line.split() for line in capsys.readouterr().out.splitlines()[1:-1]]
+    found = [Line(int(process), float(begin), float(end), name) for begin, end, process, name in said]
+    assert found == sorted(found, key=lambda line: line.begin)
+    whole = found[0]
+    assert (whole.process, whole.begin, whole.name) == (0, 0.0, "LLM.generate")
+    assert {line.process for line in found if line.name == "StepScheduler.plan"} == {0}
+    assert {line.process for line in found if line.name == "StepExecutor.launch"} == {1, 2}
+    first = {name: next(line for line in found if line.name == name) for _, _, _, name in found}
+    assert first["StepScheduler.plan"].end <= first["RankGroup.submit"].begin
+    assert first["DeviceRows.apply"].begin >= first["StepExecutor.launch"].begin
+    assert StepScheduler.plan is before
+
+
+def test_only_what_most_prompts_have_is_told_and_the_first_of_a_name_is_apart_from_the_second() -> None:
+    marks = [
+        Mark(7, 1_000_000, 9_000_000, "whole"),
+        Mark(5, 2_000_000, 3_000_000, "read"),
+        Mark(7, 4_000_000, 6_000_000, "read"),
+        Mark(7, 7_000_000, 7_500_000, "read"),
+        Mark(7, 20_000_000, 30_000_000, "whole"),
+        Mark(7, 25_000_000, 26_000_000, "read"),
+        Mark(5, 22_000_000, 25_000_000, "read"),
+        Mark(5, 35_000_000, 36_000_000, "read"),
+    ]
+    assert lines(marks[::-1], "whole", 5) == [
+        Line(0, 0.0, 9.0, "whole"),
+        Line(1, 1.5, 3.5, "read"),
+        Line(0, 4.0, 5.5, "read"),
+    ]
 
 
 def test_a_rank_of_two_has_the_share_of_one_of_four() -> None:
