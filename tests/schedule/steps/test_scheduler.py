@@ -18,6 +18,7 @@ from cellar.core.messages import (
     Event,
     EventKind,
     FinishReason,
+    Flag,
     Request,
     Source,
     StepOutput,
@@ -344,6 +345,29 @@ def test_who_is_new_does_not_wait_for_rows_that_may_not_join() -> None:
     assert len(named) <= 1 + 1 + 32 // LATE_JOINING, "rows whose mask was late count as several"
     bench.run()
     assert len(bench.reasons) == 73
+
+
+def test_who_has_no_mask_in_time_gets_no_token_and_waits_without_a_row() -> None:
+    """Until what is late has come: then it goes on where it was. A row that could not be opened just ends."""
+    bench = Bench(run_ahead=1)
+    bench.add(*(request(name, range(5), 4) for name in ("late", "lost", "other")))
+    plan = bench.plan()
+    names = {opened.name: opened.row for opened in plan.opens}
+    (result,) = bench.runtime.poll(0)
+    assert isinstance(result, StepResult)
+    rows = plan.spans.row.tolist()
+    late = [rows.index(names[name]) for name in ("late", "lost")]
+    result.flags[late] = Flag.LATE
+    output = bench.scheduler.commit(replace(result, failed={names["lost"]: "no memory"}), 0.0)
+    bench.scheduler.check_integrity()
+    assert output.ids == ["other"]
+    assert output.finished == {"lost": (FinishReason.ERROR, "no memory")}
+    assert (bench.scheduler.stats().running, bench.scheduler.stats().waiting) == (1, 1)
+    bench.tokens["other"] = output.tokens.copy()
+    bench.step()
+    bench.scheduler.resume("late")
+    bench.run()
+    assert {name: len(tokens) for name, tokens in bench.tokens.items()} == {"late": 4, "other": 4}
 
 
 def test_short_prompts_fill_a_step_beside_decodes() -> None:
