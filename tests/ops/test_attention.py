@@ -245,6 +245,24 @@ def test_what_is_no_number_stays_none_and_spreads_no_further_on_the_cpu() -> Non
 # -- the plan ---------------------------------------------------------------------------------------------------------
 
 
+def test_decodes_and_prompts_of_a_step_are_cut_as_if_they_were_alone() -> None:
+    """Each class runs by itself, and has all programs."""
+    shape = AttentionShape(32, 8, 128, 32)
+    spans = {False: [(0, 9000, 9001), (1, 12000, 12001), (2, 150, 151)], True: [(3, 3000, 3200), (4, 0, 90)]}
+
+    def ranges(some: list[Span], wide: bool) -> list[list[int]]:
+        row, start, stop = (np.array(x, np.int32) for x in zip(*some, strict=True))
+        offset = np.append(0, np.cumsum(stop - start)).astype(np.int32)
+        items = work_items(shape, row, start, stop, offset, 264, wide_tile=128)
+        part = items.table[items.narrow :] if wide else items.table[: items.narrow]
+        return part[:, [ROW, FIRST, KV_FIRST, KV_LAST]].tolist()
+
+    for wide in (False, True):
+        alone = ranges(spans[wide], wide)
+        assert len(alone) > len(spans[wide]), "some are cut"
+        assert ranges(spans[False] + spans[True], wide) == alone
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     span_lists(rows=12, longest=1200),
