@@ -478,8 +478,8 @@ def work_items(
 
     # A tile's item, of which it is the only one for now.
     table = np.zeros((len(rows), ITEM_FIELDS), np.int32)
-    for field_, values in ((ROW, row), (TOKEN, token), (FIRST, first), (LAST, last), (START, start)):
-        table[:, field_] = values
+    for column, values in ((ROW, row), (TOKEN, token), (FIRST, first), (LAST, last), (START, start)):
+        table[:, column] = values
     table[:, KV_LAST] = kv_last
     table[:, PARTS] = 1
     if kv_first is not None:
@@ -488,13 +488,13 @@ def work_items(
     piece = _pieces(length, narrow, shape.kv_heads, programs, programs_of_wide, split)
     # Narrow items first, then by falling cost; stable, so that equal plans give equal lists.
     weight = np.where(narrow, (1 << 30) + 2 * NARROW_TILE, 2 * wide_tile)
-    scratch = counters = 0
+    partial_rows = counters = 0
     if (length > piece).any():
         parts = -(-length // piece)
         is_split = parts > 1
-        rows_of = np.where(is_split, parts * np.where(narrow, NARROW_TILE, wide_tile), 0)
-        scratch, counters = int(rows_of.sum()), int(np.count_nonzero(is_split))
-        table[:, PARTIAL] = rows_of.cumsum() - rows_of
+        partial = np.where(is_split, parts * np.where(narrow, NARROW_TILE, wide_tile), 0)
+        partial_rows, counters = int(partial.sum()), int(np.count_nonzero(is_split))
+        table[:, PARTIAL] = partial.cumsum() - partial
         table[:, PARTS] = parts
         table[:, COUNTER] = is_split.cumsum() - is_split
         of = np.arange(len(rows)).repeat(parts)
@@ -505,7 +505,7 @@ def work_items(
         table[:, KV_LAST] = np.minimum(table[:, KV_FIRST] + piece[of], table[:, KV_LAST])
         length = table[:, KV_LAST] - table[:, KV_FIRST]
     order = (-weight - length).argsort(kind="stable")
-    return Items(table[order], int(np.count_nonzero(narrow)), wide_tile, scratch, counters, places)
+    return Items(table[order], int(np.count_nonzero(narrow)), wide_tile, partial_rows, counters, places)
 
 
 def _places(row: IntArray, start: IntArray, offset: IntArray, narrow: NDArray[np.bool_]) -> IntArray:
