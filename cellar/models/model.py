@@ -50,6 +50,10 @@ class Hidden(NamedTuple):
         """What is to be added to the residual, or this rank's part of it."""
         return self.delta if self.part is None else self.part
 
+    def first(self, count: int) -> Hidden:
+        """Of the first `count` tokens, of a state without a part."""
+        return Hidden(self.residual[:count], None if self.delta is None else self.delta[:count])
+
 
 class Carried(NamedTuple):
     """What the second half of a layer takes of the first: the residual that it adds to, and what a parallel block has

@@ -49,7 +49,7 @@ MOVE_SECONDS = 10.0
 LOOK_SECONDS = 0.02
 """How often a front looks whether another engine is connected."""
 
-_END, _RENEW = b"e", b"r"
+_ENDS, _RENEWS = (signal.SIGINT, signal.SIGTERM), signal.SIGUSR1
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Fronts:
         self._grace = plan.limits.shutdown_timeout + GRACE_SECONDS
         self._pauses = [PAUSE_SECONDS[0]] * len(self._plans)
         self._signal_read, self._signal_write = os.pipe()
+        os.set_blocking(self._signal_write, False)
         self.fronts: list[FrontProcess | None] = [FrontProcess(one) for one in self._plans]
         try:
             for front in self._live():
@@ -138,16 +139,19 @@ class Fronts:
 
     def run(self, renew: Callable[[], None] = lambda: None) -> None:
         """Keep them until SIGTERM or SIGINT, then drain them; a second signal ends them at once. SIGUSR1: `renew`."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, self._note) for number in numbers}
+        before = {number: signal.signal(number, _taken) for number in (*_ENDS, _RENEWS)}
+        # The system may hand a signal to any thread, as to a process that was stopped when it came: this one would
+        # wait on, and its handlers with it. The pipe is written to at once, whichever thread it is.
+        earlier = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         try:
             due: dict[int, float] = {}
-            while (said := self._signalled(self._next(due))) != _END:
-                if said == _RENEW:
+            while (number := self._signalled(self._next(due))) not in _ENDS:
+                if number == _RENEWS:
                     renew()
                 self._start_again(due)
             self._drain()
         finally:
+            signal.set_wakeup_fd(earlier)
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._close()
@@ -165,15 +169,12 @@ class Fronts:
     def _live(self) -> list[FrontProcess]:
         return [front for front in self.fronts if front is not None]
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        os.write(self._signal_write, _RENEW if number == signal.SIGUSR1 else _END)
-
-    def _signalled(self, timeout: float | None) -> bytes:
-        """Wait for a signal, or the end of a front; -> what is wanted, empty if it was no signal."""
+    def _signalled(self, timeout: float | None) -> int | None:
+        """Wait for a signal, or the end of a front; -> the signal's number, None if it was none."""
         ends = [front.process.sentinel for front in self._live()]
         if self._signal_read in wait([self._signal_read, *ends], timeout):
-            return os.read(self._signal_read, 1)
-        return b""
+            return os.read(self._signal_read, 1)[0]
+        return None
 
     def _next(self, due: dict[int, float]) -> float | None:
         return max(0.0, min(due.values()) - time.monotonic()) if due else None
@@ -206,7 +207,7 @@ class Fronts:
             left = end - time.monotonic()
             if left <= 0:
                 return
-            if self.fronts and self._signalled(left) == _END:
+            if self.fronts and self._signalled(left) in _ENDS:
                 for front in self._live():
                     front.tell(STOP)
 
@@ -215,6 +216,10 @@ class Fronts:
             front.close()
         os.close(self._signal_read)
         os.close(self._signal_write)
+
+
+def _taken(number: int, frame: FrameType | None) -> None:
+    """A signal has a handler, so that it is said by the pipe and does nothing else."""
 
 
 # -- in a front's process ---------------------------------------------------------------------------

@@ -161,6 +161,7 @@ def test_the_page_names_what_there_is() -> None:
     assert command("serve deploy") == ["serve", "deploy", "deploy/ray/serve.yaml"]
 
 
+@pytest.mark.timeout(400)  # 170 s on two cores
 def test_start_deploy_upgrade_and_drain(shell: Shell) -> None:
     """Two of Ray's hosts on this one; streams go on through an upgrade and a drain to the tokens of before."""
     gcs, dashboard, port = free_port(), free_port(), free_port()
@@ -178,7 +179,7 @@ def test_start_deploy_upgrade_and_drain(shell: Shell) -> None:
             until(lambda: len(nodes(shell)) == 2)
             url = f"http://127.0.0.1:{port}"
             shell.run(*command("serve deploy")[:-1], prepared(shell.directory, port))
-            until(lambda: is_running(shell))
+            until(lambda: is_running(shell), 1.5 * SECONDS)  # all of Ray's processes start at once
             assert httpx.get(f"{url}/v1/models", timeout=SECONDS).status_code == 401
             conversation = post(url, "/v1/conversations", {})["id"]
             turn = {"model": "my-model", "conversation": conversation, "max_output_tokens": 16, "temperature": 0}

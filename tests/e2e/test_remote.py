@@ -13,21 +13,25 @@ import pytest
 
 from cellar import LLM, AsyncLLM
 from cellar.core.messages import SchedulerStats, Tier, TierStats
+from cellar.runtime.tiers import remote as remote_module
 from tests.conformance.test_models import Case, saved_model
 from tests.e2e.test_restart import TURNS, histories, turn
 from tests.e2e.test_tiers import FAMILIES, GREEDY, TALKS, Tokens, small_options
 from tests.e2e.test_tiers import opened as opened_engine
-from tests.limits import until
+from tests.limits import SECONDS, until
 from tests.redis_server import RedisServer, SlowRedis, redis_server
 
 pytestmark = pytest.mark.long  # they need Debian's redis-server, see scripts/setup-system
 
 SIZE = 0.02  # GiB
 KEY = "0123456789abcdef" * 2
+LOOKUP_SECONDS = remote_module._LOOKUP_SECONDS
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RedisServer]:
+    """One that may take long to answer, as on a busy machine."""
+    monkeypatch.setattr(remote_module, "_LOOKUP_SECONDS", SECONDS / 4)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CELLAR_KV_REMOTE_KEY", KEY)
     with redis_server() as server:
@@ -89,7 +93,7 @@ def test_with_host_and_disk_before_it(model: Path, tmp_path: Path, server: Redis
     answers, figures = run(model, 12, server.url, **options)
     assert answers == run(model, 400)[0]
     assert [stats.tier for stats in figures[-1].tiers] == list(Tier)
-    assert remote(figures[-1]).saved > 0, "what the disk has no room for"
+    assert sum(remote(stats).saved for stats in figures) > 0, "what the disk has no room for"
 
 
 def _dropped(server: RedisServer, which: Callable[[int], bool]) -> Callable[[], None]:
@@ -177,8 +181,11 @@ FAULTS: dict[str, Callable[[RedisServer, SlowRedis], object]] = {
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_faults_while_conversations_go_on(seed: int, model: Path, server: RedisServer) -> None:
+def test_random_faults_while_conversations_go_on(
+    seed: int, model: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed, hung, slow, emptied, short of memory, in any order, in the middle of loads; everybody is answered."""
+    monkeypatch.setattr(remote_module, "_LOOKUP_SECONDS", LOOKUP_SECONDS)
     plenty, _ = run(model, 400)
     rng, slow, over = random.Random(seed), SlowRedis(server), threading.Event()
 

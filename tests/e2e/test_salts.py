@@ -13,8 +13,10 @@ from cellar.core.messages import SchedulerStats, Tier
 from cellar.engine.opened import open_front
 from cellar.engine.outputs import RequestOutput
 from cellar.kv.store import KVStore
+from cellar.runtime.tiers import remote
 from tests.conformance.test_models import saved_model
 from tests.e2e.test_tiers import CHUNK, FAMILIES, GREEDY, Tokens, small_options
+from tests.limits import SECONDS
 from tests.redis_server import redis_server
 
 PROMPTS = [list(range(first, first + 3 * CHUNK + 5)) for first in range(3, 45, 7)]
@@ -94,5 +96,6 @@ def test_a_salt_that_is_ignored_is_found(model: Path, tmp_path: Path, monkeypatc
 def test_nothing_of_others_is_found_in_redis(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CELLAR_KV_REMOTE_KEY", "0123456789abcdef" * 2)
+    monkeypatch.setattr(remote, "_LOOKUP_SECONDS", SECONDS / 4)
     with redis_server() as server:
         check(model, {"kv_remote": server.url, "kv_remote_size": SIZE}, Tier.REMOTE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -134,6 +135,20 @@ def test_one_set_of_metrics_and_a_drain() -> None:
         endless.leave()
         process.wait(SECONDS)
         until(lambda: not any(path.exists() for path in (engine, *both)))
+
+
+@pytest.mark.long
+def test_a_signal_that_another_thread_takes_ends_the_server() -> None:
+    """The system gives it to any that is awake, as when a server that was stopped goes on."""
+    process, _ = started(fronts=2, **ROOMY)
+    try:
+        others = sorted({int(task.name) for task in Path(f"/proc/{process.pid}/task").iterdir()} - {process.pid})
+        assert ctypes.CDLL(None).tgkill(process.pid, others[-1], signal.SIGTERM) == 0
+        _, errors = process.communicate(timeout=SECONDS)
+        assert (process.returncode, "Traceback" in errors) == (0, False), errors
+    finally:
+        process.kill()
+        process.wait(SECONDS)
 
 
 @pytest.mark.long

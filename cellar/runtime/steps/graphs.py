@@ -209,7 +209,7 @@ class StepGraphs:
             captured.layers.replay(gate)
             assert captured.hidden is not None
             h = captured.hidden
-        return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
+        return h.first(count)
 
     def prepare(self) -> bool:
         """Launch or record one size that is missing, while no step is under way; -> whether there was one."""

@@ -206,7 +206,7 @@ class RecordedPass:
 
     def left(self, h: Hidden) -> Hidden:
         """Without the padding."""
-        return Hidden(h.residual[: self._tokens], None if h.delta is None else h.delta[: self._tokens])
+        return h.first(self._tokens)
 
     def _first(self, j: int, weights: Weights, h: Hidden, ctx: LayerContext) -> Projected:
         q, k, v, carried = self._model.before_attention(j, weights, h, ctx)

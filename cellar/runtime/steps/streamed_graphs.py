@@ -37,4 +37,4 @@ class StreamedGraphs:
         self._inputs.send(inputs, size, lists)
         placed = self._inputs.placed(size, limits, given_too=len(inputs.feed) < count)
         h = self._forward.run(*placed, gate=gate, kind="decodes" if decodes else "prompts")
-        return Hidden(h.residual[:count], None if h.delta is None else h.delta[:count])
+        return h.first(count)
