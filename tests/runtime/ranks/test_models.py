@@ -105,7 +105,7 @@ def test_requests_that_join_leave_and_are_suspended(family: str, tmp_path: Path)
     nbytes = token_nbytes(tmp_path)
 
     def run(count: int) -> tuple[list[CompletionOutput], int, int]:
-        options = {"kv_offloading_size": 8 * 16 * nbytes / 2**30, "max_num_batched_tokens": 64}
+        options = {"kv_offloading_size": 3 * 16 * nbytes / 2**30, "max_num_batched_tokens": 64}
         with opened(tmp_path, count, token_nbytes=nbytes, **options) as llm:
             outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
             stats = llm.stats()

@@ -90,7 +90,7 @@ class Crowded:
 
     def run(self, stages: int, tensor: int) -> tuple[list[CompletionOutput], int, int]:
         """Answers, suspensions, and tokens that were computed again."""
-        options = {"kv_offloading_size": 8 * 16 * self.nbytes / 2**30, "max_num_batched_tokens": 64}
+        options = {"kv_offloading_size": 3 * 16 * self.nbytes / 2**30, "max_num_batched_tokens": 64}
         with opened(self.path, stages, tensor, token_nbytes=self.nbytes, **options) as llm:
             outputs = [llm.generate(*crowd(), use_tqdm=False) for _ in range(2)]
             stats = llm.stats()
