@@ -139,10 +139,10 @@ class Fronts:
 
     def run(self, renew: Callable[[], None] = lambda: None) -> None:
         """Keep them until SIGTERM or SIGINT, then drain them; a second signal ends them at once. SIGUSR1: `renew`."""
-        before = {number: signal.signal(number, _taken) for number in (*_ENDS, _RENEWS)}
         # The system may hand a signal to any thread, as to a process that was stopped when it came: this one would
         # wait on, and its handlers with it. The pipe is written to at once, whichever thread it is.
         earlier = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+        before = {number: signal.signal(number, _taken) for number in (*_ENDS, _RENEWS)}
         try:
             due: dict[int, float] = {}
             while (number := self._signalled(self._next(due))) not in _ENDS:
@@ -151,9 +151,9 @@ class Fronts:
                 self._start_again(due)
             self._drain()
         finally:
-            signal.set_wakeup_fd(earlier)
             for number, handler in before.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(earlier)
             self._close()
 
     def leave(self, engine: int) -> None:
