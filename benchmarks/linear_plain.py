@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cellar.ops.cpu.launch import use_threads
-from cellar.ops.linear.dense import MOST_FEW, DenseWeight, _widened
+from cellar.ops.linear.dense import MOST_FEW, DenseWeight, widened
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.ops.linear.pack import pack
 
@@ -78,7 +78,7 @@ def before(matrix: Tensor) -> Product:
     def multiply(x: Tensor) -> Tensor:
         if matrix.dtype == torch.bfloat16 and (len(x) < 5 or onednn_packs(torch.bfloat16)):
             return functional.linear(x, matrix)
-        return _widened(x, matrix, None)
+        return widened(x, matrix, None)
 
     return multiply
 

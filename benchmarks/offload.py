@@ -40,7 +40,6 @@ from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
 from cellar.runtime.offload import opened as opened_layers
-from cellar.runtime.offload.layers import CPU_TOKENS
 from cellar.runtime.offload.opened import OffloadReport
 from cellar.runtime.offload.reads import DiskReads
 from cellar.server.engine_process import SWITCH_SECONDS
@@ -115,7 +114,7 @@ def main() -> None:
         default=None,
         help="Of the link's rate, what attention over it reaches; 0: the CPU alone attends in host memory.",
     )
-    parser.add_argument("--cpu-tokens", type=int, default=CPU_TOKENS, help="Passes of so many use the CPU's products.")
+    parser.add_argument("--cpu-tokens", type=int, help="Passes of so many use the CPU's products.")
     parser.add_argument(
         "--without",
         choices=("overlap", "cpu-attention", "kv-in-host"),
@@ -127,13 +126,14 @@ def main() -> None:
     parser.add_argument("--resident", action="store_true", help="Run the resident engine, too, and compare tokens.")
     options = parser.parse_args()
     sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
-    layers.CPU_TOKENS = options.cpu_tokens
+    most = 0 if options.without == "kv-in-host" else options.cpu_tokens  # where all KV is there the CPU does nothing
+    if most is not None:
+        passes_planned.most_tokens = layers.most_tokens = lambda **_: most  # type: ignore[attr-defined]
     if options.without == "overlap":
         layers.NUM_SLOTS = opened_layers.NUM_SLOTS = 1  # type: ignore[attr-defined]
     if options.without == "cpu-attention":
         capped.kv_over_link = lambda *_: 1.0  # type: ignore[attr-defined]
     if options.without == "kv-in-host":
-        passes_planned.CPU_TOKENS = layers.CPU_TOKENS = 0  # nor does the CPU multiply
         choices = capped._kv_choices
         capped._kv_choices = lambda *args, **named: [
             (place, kv) for place, kv in choices(*args, **named) if place == "device"

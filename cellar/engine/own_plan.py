@@ -240,6 +240,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     """
     from cellar.runtime.device import resolve_device
     from cellar.runtime.offload.device_rates import DeviceRates, device_rates
+    from cellar.runtime.offload.host_rows import have_units
     from cellar.runtime.offload.rates import MeasuredRates, measured_rates
     from cellar.runtime.offload.reads import DiskReads
 
@@ -249,7 +250,8 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
     tokens = config.schedule.max_num_batched_tokens
     assert tokens is not None, "decided by EngineConfig.on"
 
-    few = few_tokens(spec, config.schedule.max_num_seqs)
+    units = have_units(spec.dtype)
+    few = few_tokens(spec, config.schedule.max_num_seqs, units)
     several = few.planned if few.planned > 1 else few.most
 
     def measured(reads: DiskReads | None) -> tuple[MeasuredRates, DeviceRates | None]:
@@ -285,6 +287,7 @@ def _rates(config: EngineConfig, spec: ModelSpec, kind: str, ranks: int = 1) -> 
         exchange=found.exchange,
         reads=0.0 if sparse_v else (LINK_READS if plain else LINK_READS_OF_CODES) * found.link,
         runs_ahead=found.runs_ahead,
+        units=units,
         idle=idle,
     )
     return rates.shared(ranks, kind), threads if found.threads == 0 else found.threads

@@ -219,7 +219,7 @@ def _best(
     found: list[_Choice] = []
     missing: CapacityError | None = None
     fastest = math.inf
-    few = few_tokens(spec, -(-limits.max_num_seqs // passes))
+    few = few_tokens(spec, -(-limits.max_num_seqs // passes), rates.units)
     brings = rates.reads > 0 and any(group.dtype != spec.dtype for group in spec.kv.groups)
     brought = math.ceil(MOST_OVER_LINK * limits.max_num_seqs / passes) if brings else 0
     for place, kv in _kv_choices(spec, room, limits, bounded=latency is not None):

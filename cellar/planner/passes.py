@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from cellar.core.cpu_rows import MOST, most_tokens
 from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
@@ -21,13 +22,6 @@ from cellar.planner.work import StepCost, StepWork, coming
 
 RESERVE = 0.1
 """Of the chunks of KV, what the scheduler keeps free when it admits requests whose full lengths may find none."""
-
-CPU_TOKENS = 16
-"""Passes of up to so many tokens leave rows in host memory to the CPU."""
-
-CPU_TOKENS_IN_CODES = 4
-"""The same where rows are quantized: of more tokens the CPU decodes them more slowly than it reads them."""
-
 
 BY_CODES = 3.8
 """Times as long as a token of a prompt takes one of few that are multiplied by codes, if nobody has measured it: 174
@@ -61,8 +55,8 @@ class Rates:
     `few_multiply`: of the CPU's products of `few_measured` tokens (0: likewise, and taken for `multiply`).
     `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the product. `reads`: over the
     link by kernels that attend to KV in host memory; 0: they attend to none of it. `runs_ahead`: launches go on while
-    the CPU computes for the device; if not, the CPU waits for them. `idle`: how many times as fast the link is, or a
-    processor's disk, while the CPU has nothing to do.
+    the CPU computes for the device; if not, the CPU waits for them. `units`: its matrix units multiply the model's
+    rows. `idle`: how many times as fast the link is, or a processor's disk, while the CPU has nothing to do.
 
     Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
     disk. `multiply` 0: no rows are left to the CPU.
@@ -82,6 +76,7 @@ class Rates:
     exchange: float = 5e-5
     reads: float = 0.0
     runs_ahead: bool = True
+    units: bool = False
     idle: float = 1.0
 
     def shared(self, ranks: int, kind: str = "cpu") -> Rates:
@@ -131,14 +126,15 @@ class Few(NamedTuple):
 NO_FEW = Few(0)
 
 
-def few_tokens(spec: ModelSpec, sequences: int) -> Few:
+def few_tokens(spec: ModelSpec, sequences: int, units: bool = False) -> Few:
     """Those of a plan for up to so many sequences: for all of them if no pass has more, else for one that is alone.
+    `units`: see `Rates`.
 
     Plain rows suit both the CPU and an accelerator. Quantized ones have the order of one, and an accelerator writes out
     those of the CPU: so they are left to it only where most passes are that small.
     """
     codes = any(tensor.formats for layer in spec.layers for tensor in layer.tensors)
-    most = CPU_TOKENS_IN_CODES if codes else CPU_TOKENS
+    most = most_tokens(codes=codes, units=units)
     if sequences <= most:
         return Few(most, sequences)
     return NO_FEW if codes else Few(most)
@@ -168,7 +164,7 @@ class Moves:
     few_link: float
     few_rows: float
     attends: bool
-    few: int = CPU_TOKENS
+    few: int = MOST
     few_waits: float = 0.0
     idle: float = 1.0
     few_each: float = 0.0

@@ -72,12 +72,11 @@ class StepCost:
     lasts `eager` at least. `windows` are as in `Dimensions`. Weights that lie elsewhere come in `streamed` seconds,
     while all else goes on, and `idle` times as fast behind it: no step is shorter, but one of up to `few` tokens, whose
     weights a CPU multiplies in part, lasts `few_streamed` at least, and the CPU's `few_rows` with `few_each` for each
-    token but the first. With `loop_cut` a step with prompts is cut into
-    chunks of its tokens / `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each
-    more takes `loop_chunk` in collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager`
-    as well. With `part_most` a step is cut into micro-batches of `part_least` to so many tokens
-    (`core/micro_batches.py`): each reads the weights and is launched, and collectives take `part_adding` a token, and
-    what products do not hide of `part_copying`.
+    token but the first, and with its attention. With `loop_cut` a step with prompts is cut into chunks of its tokens /
+    `loop_cut` (`core/loops.py`): n of them hide (1 - 1/n) of `loop_hidden` a token, and each more takes `loop_chunk` in
+    collectives and reads `loop_weights` again. Decodes that are not `captured` last `eager` as well. With `part_most` a
+    step is cut into micro-batches of `part_least` to so many tokens (`core/micro_batches.py`): each reads the weights
+    and is launched, and collectives take `part_adding` a token, and what products do not hide of `part_copying`.
     `beside`: a processor attends to decodes while an accelerator computes the prompts beside them. These have products
     of their own then: `weights` are read once more, and each of them takes `apart` longer than a token of a prompt, as
     in a step of up to `FEW_TOKENS` without one.
@@ -164,7 +163,9 @@ class StepCost:
             both = products + attention
         found = both + head + self.launches + talk
         if work.tokens <= self.few:
-            streamed = max(self.few_streamed, self.few_rows + self.few_each * (work.tokens - 1))
+            # Rows and attention are the same processor's, one after the other.
+            rows = self.few_rows + self.few_each * (work.tokens - 1)
+            streamed = max(self.few_streamed, rows + (attention if self.beside else 0.0))
         else:
             streamed = coming(self.streamed, found, self.idle)
         return max(found, streamed, parts * self.eager if work.prompts or not self.captured else 0.0)

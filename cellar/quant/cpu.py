@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from cellar.ops.cpu.blocks import BLOCK, COLUMNS, PANEL, PLACE, ROWS, SIZE
 from cellar.ops.cpu.launch import kernel, multiplies_bytes
+from cellar.ops.linear.dense import widened
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.quant.activations import rounded, token_codes
 from cellar.quant.matrix import Quantized
@@ -20,10 +21,10 @@ _IN_COLUMNS = (BLOCK, 2 * BLOCK, 4 * BLOCK)
 # Turns of each thread, and the least numbers of one: the longer a thread reads on, the faster memory delivers, and the
 # more turns, the less all wait for one that has no core for a while.
 _TURNS, _TURN = 4, 1 << 16
-# Tokens from which on the library's product of bfloat16 is worth writing the matrix out, so many numbers at a time;
-# tokens up to which whole numbers have the kernel for a few, by what codes cost it, and how many of those a thread's
-# stack holds at once.
-_EXPANDED_FROM = 8
+# Tokens from which on it is worth writing the matrix out for the library, in bfloat16 and in float32, so many numbers
+# at a time; tokens up to which whole numbers have the kernel for a few, by what codes cost it, and how many of those a
+# thread's stack holds at once.
+_EXPANDED_FROM, _WIDENED_FROM = 8, 32
 _EXPANDED = 1 << 20
 _WHOLE_TO, _WHOLE_AT_ONCE = {"int4": 4, "int8": 6}, 8
 # Tokens of a call of the kernel that takes many: what they have become stays in the second cache.
@@ -64,7 +65,7 @@ def quantized_linear_cpu(x: Tensor, matrix: Quantized, bias: Tensor | None = Non
         return products_in_bytes(x, matrix, bias, x.dtype)
     elif rows >= PANEL and multiplied_in_bytes(x, matrix):
         return products_in_panels(x, matrix, bias, x.dtype)
-    elif x.dtype == torch.bfloat16 and tokens >= _EXPANDED_FROM and onednn_packs(torch.bfloat16):
+    elif x.dtype == torch.bfloat16 and tokens >= (_EXPANDED_FROM if onednn_packs(torch.bfloat16) else _WIDENED_FROM):
         return _expanded(x, matrix, bias)
     else:
         out = _summed(x.float(), matrix)
@@ -130,12 +131,13 @@ def _expanded(x: Tensor, matrix: Quantized, bias: Tensor | None) -> Tensor:
         step = -(-step // matrix.format.rows) * matrix.format.rows
     scratch = x.new_empty((min(step, rows), columns))
     x = _in_order(x, matrix).reshape(x.shape)
+    multiply = functional.linear if onednn_packs(torch.bfloat16) else widened
     parts = []
     for start in range(0, rows, step):
         part = matrix.rows(start, min(rows, start + step))
         there = scratch[: part.shape[0]]
         _launch("expansion", (), part, there, ())
-        parts.append(functional.linear(x, there, None if bias is None else bias[start : start + step]))
+        parts.append(multiply(x, there, None if bias is None else bias[start : start + step]))
     return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
 

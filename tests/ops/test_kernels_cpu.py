@@ -31,6 +31,7 @@ from cellar.ops.cpu.lanes import (
     total,
     totals,
 )
+from cellar.ops.cpu.wide import wide_turn
 from cellar.ops.norm import add_rms_norm, rms_norm
 from cellar.ops.norm.definition import add_rms_norm_definition, rms_norm_definition
 from cellar.ops.registry import TOLERANCE
@@ -208,6 +209,19 @@ from cellar.ops.norm import rms_norm
 assert rms_norm(torch.ones(1, 8), torch.ones(8), 0.0).tolist() == [[1.0] * 8]
 print(kernels_cpu.compiled("norm", torch.float32).cache_hits)
 """
+
+
+def test_sixteen_by_sixteen_numbers_are_turned() -> None:
+    """In place, and nothing before or behind them is touched."""
+    x = torch.randn(16 * 16 + 8, generator=torch.Generator().manual_seed(1))
+    wanted = x.clone()
+    wanted[3:259] = x[3:259].view(16, 16).t().reshape(-1)
+
+    def turned(address: int) -> None:
+        wide_turn(floats(address), 3)
+
+    compiled(turned, x)
+    assert torch.equal(x, wanted)
 
 
 @pytest.mark.long

@@ -115,6 +115,17 @@ def test_memory_behind_the_matrix_is_not_part_of_it(dtype: torch.dtype, rows: in
     assert bool(memory[rows * 96 :].isnan().all())
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 65])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+def test_products_are_written_where_they_are_wanted(dtype: torch.dtype, tokens: int, units: bool) -> None:
+    """All of them, and nothing behind them; 416 columns are more than are multiplied at once."""
+    weight, x = DenseWeight(random(150, 416, seed=1, dtype=dtype)), random(tokens, 416, seed=2, dtype=dtype)
+    memory = torch.full((tokens + 1, 150), torch.nan, dtype=dtype)
+    weight.multiply_into(memory[:tokens], x)
+    assert torch.equal(memory[:tokens], weight.multiply(x))
+    assert bool(memory[tokens].isnan().all())
+
+
 def test_matrix_units_take_what_is_bfloat16_and_has_enough_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     taken, few = list[str](), dense._few
     monkeypatch.setattr(dense, "multiplies_in_units", lambda: True)

@@ -147,14 +147,33 @@ def test_the_cpus_rows_take_longer_with_each_token(planned: int) -> None:
     assert decode_seconds(unmeasured, 16, 0) == decode_seconds(unmeasured, 1, 0)
 
 
+def test_rows_and_attention_are_the_same_cpus() -> None:
+    """One after the other: a pass with KV in host memory lasts as long as both."""
+    rates = replace(RATES, link=50e9, multiply=80e9, attention=60e9, exchange=0.0, device=1e15, flops=1e20)
+    away, few = Away(10**9, 0, "host", "gpu"), Few(16, 16)
+    cost, moves = pass_cost(SPEC, rates, away, few), pass_moves(SPEC, rates, away, few)
+    attention = 16 * 20_000 * SPEC.kv.chunk_nbytes() / SPEC.kv.chunk_size / 60e9
+    assert attention > 0.1 * moves.few_link
+    said = channel_seconds(cost, moves, StepWork(16, 16, 0, 16 * 20_000))
+    assert said["cpu"] == pytest.approx(moves.few_rows + attention, rel=1e-3)
+    assert decode_seconds(cost, 16, 20_000) == pytest.approx(said["cpu"] + moves.few_waits, rel=1e-3)
+
+
 def test_rows_are_left_to_the_cpu_for_as_many_as_there_may_be() -> None:
-    """For one that is alone, where passes may have more than it is good for; in codes then for none."""
+    """For one that is alone, where passes may have more than it is good for; in codes then for none. Matrix units take
+    more of them, but not of codes.
+    """
     codes = open_model(CONFIG, "bfloat16", 16, 64, "int8").spec
     assert [few_tokens(SPEC, count) for count in (1, 5, 16, 17, 256)] == [
         *(Few(16, 1), Few(16, 5), Few(16, 16)),
         *(Few(16, 1), Few(16, 1)),
     ]
     assert [few_tokens(codes, count) for count in (1, 4, 5)] == [Few(4, 1), Few(4, 4), Few(0, 1)]
+    assert [few_tokens(SPEC, count, units=True) for count in (1, 17, 64, 65)] == [
+        *(Few(64, 1), Few(64, 17)),
+        *(Few(64, 64), Few(64, 1)),
+    ]
+    assert few_tokens(codes, 4, units=True) == Few(4, 4)
 
 
 @settings(max_examples=60, deadline=None)

@@ -22,12 +22,15 @@ from numba.extending import intrinsic
 
 from cellar.ops.cpu.blocks import BLOCK, SIZE, UNIT
 from cellar.ops.cpu.dots import fetch_element
-from cellar.ops.cpu.lanes import brains, floats, get, like, longs, next_of, put, stack
+from cellar.ops.cpu.lanes import brains, floats, get, like, longs, next_of, stack
 from cellar.ops.cpu.pieces import piece
-from cellar.ops.cpu.wide import has
+from cellar.ops.cpu.wide import has, wide_load, wide_plus, wide_splat, wide_store, wide_turn
 
 AHEAD = 96
-"""Numbers of a row that are asked for before they are needed: three lines of each of 64 rows."""
+"""Numbers of a row that are asked for before they are needed: three lines of each of 64 rows. So many columns are
+multiplied by all tokens, if these are more than sixteen, before the next ones: the first cache holds them, and the
+tokens', and the next ones come meanwhile.
+"""
 
 _ARCH_PRCTL, _ALLOW, _TILE_DATA = 158, 0x1023, 18
 """The system is asked once whether this process may use the units' registers: they make its threads' state larger."""
@@ -100,6 +103,7 @@ def tiles_begin(typing: Any, pointer: Any) -> Any:
 tiles_end = _named("tilerelease")
 zero_0, zero_1, zero_2, zero_3 = (_named("tilezero", k) for k in range(4))
 store_0, store_1, store_2, store_3 = (_of_memory("tilestored64", k) for k in range(4))
+sums_0, sums_1, sums_2, sums_3 = (_of_memory("tileloadd64", k) for k in range(4))
 load_tokens = _of_memory("tileloadd64", 4)
 rows_0, rows_1, rows_2 = (_of_memory("tileloadd64", k) for k in (5, 6, 7))
 dot_0, dot_1, dot_2, dot_3 = (_named("tdpbf16ps", k, 5 + k % 3, 4) for k in range(4))
@@ -109,23 +113,36 @@ dot_0, dot_1, dot_2, dot_3 = (_named("tdpbf16ps", k, 5 + k % 3, 4) for k in rang
 @piece
 def _fetch(matrix, at, row):  # type: ignore[no-untyped-def]
     for r in range(SIZE):
-        fetch_element(matrix, at + r * row + AHEAD)
+        fetch_element(matrix, at + r * row)
 
 
 @piece
-def _unit(x, x_at, matrix, at0, at1, at2, at3, row, columns, asks, sums):  # type: ignore[no-untyped-def]
-    """Four times sixteen rows by sixteen tokens: [4, 16 rows, 16 tokens]. `asks` for what comes behind."""
-    zero_0()
-    zero_1()
-    zero_2()
-    zero_3()
+def _unit(x, x_at, matrix, starts, row, columns, is_first, asked, sums, s):  # type: ignore[no-untyped-def]
+    """Some columns of four times sixteen rows by sixteen tokens, added to their sums [4, 16 rows, 16 tokens] unless
+    they are the first. asked: which of the four ask for what comes behind.
+    """
+    at0, at1, at2, at3 = starts
+    asks0, asks1, asks2, asks3 = asked
+    if is_first:
+        zero_0()
+        zero_1()
+        zero_2()
+        zero_3()
+    else:
+        sums_0(sums, s, 64)
+        sums_1(sums, s + SIZE * SIZE, 64)
+        sums_2(sums, s + 2 * SIZE * SIZE, 64)
+        sums_3(sums, s + 3 * SIZE * SIZE, 64)
     for d in range(0, columns, BLOCK):
         load_tokens(x, x_at + d * SIZE, 64)
-        if asks:
-            _fetch(matrix, at0 + d, row)
-            _fetch(matrix, at1 + d, row)
-            _fetch(matrix, at2 + d, row)
-            _fetch(matrix, at3 + d, row)
+        if asks0:
+            _fetch(matrix, at0 + d + AHEAD, row)
+        if asks1:
+            _fetch(matrix, at1 + d + AHEAD, row)
+        if asks2:
+            _fetch(matrix, at2 + d + AHEAD, row)
+        if asks3:
+            _fetch(matrix, at3 + d + AHEAD, row)
         rows_0(matrix, at0 + d, 2 * row)
         dot_0()
         rows_1(matrix, at1 + d, 2 * row)
@@ -134,38 +151,48 @@ def _unit(x, x_at, matrix, at0, at1, at2, at3, row, columns, asks, sums):  # typ
         dot_2()
         rows_0(matrix, at3 + d, 2 * row)
         dot_3()
-    store_0(sums, 0, 64)
-    store_1(sums, SIZE * SIZE, 64)
-    store_2(sums, 2 * SIZE * SIZE, 64)
-    store_3(sums, 3 * SIZE * SIZE, 64)
+    store_0(sums, s, 64)
+    store_1(sums, s + SIZE * SIZE, 64)
+    store_2(sums, s + 2 * SIZE * SIZE, 64)
+    store_3(sums, s + 3 * SIZE * SIZE, 64)
 
 
-# x (sixteen tokens after sixteen, of them pairs of columns: of each its two numbers of each token), matrix, both
-# bfloat16, out (float32), the shape of tiles; tokens, rows (16 at least), columns, numbers from one row of the matrix
-# to the next; rows per turn
+# x (sixteen tokens after sixteen, of them pairs of columns: of each its two numbers of each token), matrix, bias
+# (float32, 0: none), out, the shape of tiles; tokens, rows (16 at least), columns, numbers from one row of the matrix
+# to the next. All but the bias are bfloat16.
 
 
 @piece
 def _product(words):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
-    x, matrix, out = brains(get(a, 0)), brains(get(a, 1)), floats(get(a, 2))
-    tokens, rows, columns, row, step = get(a, 4), get(a, 5), get(a, 6), get(a, 7), get(a, 8)
-    sums, most = stack(UNIT * SIZE), rows - SIZE
-    tiles_begin(like(brains(0), get(a, 3)))
+    x, matrix, bias, out = brains(get(a, 0)), brains(get(a, 1)), floats(get(a, 2)), brains(get(a, 3))
+    is_there = get(a, 2) != 0
+    tokens, rows, columns, row = get(a, 5), get(a, 6), get(a, 7), get(a, 8)
+    passes, most = (tokens + SIZE - 1) // SIZE, rows - SIZE
+    part = columns if passes == 1 else AHEAD
+    sums = stack(passes * UNIT * SIZE)
+    tiles_begin(like(brains(0), get(a, 4)))
     while True:
-        begin = next_of(words) * step
-        if begin >= rows:
+        n = next_of(words) * UNIT
+        if n >= rows:
             break
-        for n in range(begin, min(begin + step, rows), UNIT):
-            # The last sixteen rows again where there are no more.
-            n0, n1, n2, n3 = min(n, most), min(n + SIZE, most), min(n + 2 * SIZE, most), min(n + 3 * SIZE, most)
-            for m in range(0, tokens, SIZE):
-                _unit(x, m * columns, matrix, n0 * row, n1 * row, n2 * row, n3 * row, row, columns, m == 0, sums)
-                for k in range(4):
-                    first = min(n + k * SIZE, most)
-                    for t in range(min(SIZE, tokens - m)):
-                        for r in range(SIZE):
-                            put(out, (m + t) * rows + first + r, get(sums, (k * SIZE + r) * SIZE + t))
+        # The last sixteen rows again where there are no more.
+        n0, n1, n2, n3 = min(n, most), min(n + SIZE, most), min(n + 2 * SIZE, most), min(n + 3 * SIZE, most)
+        for start in range(0, columns, part):
+            starts = (n0 * row + start, n1 * row + start, n2 * row + start, n3 * row + start)
+            count = min(part, columns - start)
+            for p in range(passes):
+                # Each pass asks for some of the rows, all together for all.
+                asked = (p == 0, 1 % passes == p, 2 % passes == p, 3 % passes == p)
+                at = p * SIZE * columns + start * SIZE
+                _unit(x, at, matrix, starts, row, count, start == 0, asked, sums, p * UNIT * SIZE)
+        for p in range(passes):
+            for k in range(4):
+                first, s = min(n + k * SIZE, most), (p * UNIT + k * SIZE) * SIZE
+                wide_turn(sums, s)
+                added = wide_load(bias, first) if is_there else wide_splat(0.0)
+                for t in range(min(SIZE, tokens - p * SIZE)):
+                    wide_store(out, (p * SIZE + t) * rows + first, wide_plus(wide_load(sums, s + t * SIZE), added))
     tiles_end()
 
 

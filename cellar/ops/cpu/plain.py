@@ -3,6 +3,7 @@
 The form of a kernel is that of `kernels.py`. A row of x has the same sums whatever stands beside it: sixteen lanes, in
 the order of the columns, added by halves at the end. Of up to four tokens numbers are multiplied as they are widened;
 for more of them those of four rows and some columns are widened first, and each is used for all tokens from there.
+Numbers are asked for four rows ahead: rows are too short for the processor to see where it goes on.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cellar.ops.cpu.blocks import ROWS, SIZE
 from cellar.ops.cpu.dots import fetch_element, sixteen
 from cellar.ops.cpu.lanes import brains, floats, get, halves, like, longs, next_of, put, stack
 from cellar.ops.cpu.pieces import piece
-from cellar.ops.cpu.wide import wide_fma, wide_load, wide_splat, wide_store, wide_total
+from cellar.ops.cpu.wide import is_one_register, wide_fma, wide_load, wide_splat, wide_store, wide_total
 
 FEW = 4
 """Tokens that are multiplied by numbers as they are widened."""
@@ -23,19 +24,16 @@ FEW = 4
 PART = 1024
 """Columns of four rows that are widened at once: 16 KB, beside 4 KB of each token."""
 
-AHEAD = 1024
-"""Numbers of a row that are asked for before they are needed."""
-
 
 @piece
-def _one_token(x, matrix, at0, at1, at2, at3, columns):  # type: ignore[no-untyped-def]
+def _one_token(x, matrix, at0, at1, at2, at3, columns, ahead):  # type: ignore[no-untyped-def]
     """-> the products of x with four rows."""
     s0 = s1 = s2 = s3 = wide_splat(0.0)
     for d in range(0, columns, 2 * SIZE):
-        fetch_element(matrix, at0 + d + AHEAD)
-        fetch_element(matrix, at1 + d + AHEAD)
-        fetch_element(matrix, at2 + d + AHEAD)
-        fetch_element(matrix, at3 + d + AHEAD)
+        fetch_element(matrix, at0 + d + ahead)
+        fetch_element(matrix, at1 + d + ahead)
+        fetch_element(matrix, at2 + d + ahead)
+        fetch_element(matrix, at3 + d + ahead)
         for e in range(d, d + 2 * SIZE, SIZE):
             y = wide_load(x, e)
             s0 = wide_fma(y, sixteen(matrix, at0 + e), s0)
@@ -46,12 +44,33 @@ def _one_token(x, matrix, at0, at1, at2, at3, columns):  # type: ignore[no-untyp
 
 
 @piece
-def _few_tokens(x, at0, at1, at2, at3, matrix, first, second, columns):  # type: ignore[no-untyped-def]
-    """-> the products of four rows of x with two rows of the matrix."""
+def _few_tokens_by_one(x, at0, at1, at2, at3, matrix, at, columns, ahead):  # type: ignore[no-untyped-def]
+    """-> the products of four rows of x with a row of the matrix."""
+    s0 = s1 = s2 = s3 = wide_splat(0.0)
+    for d in range(0, columns, 2 * SIZE):
+        fetch_element(matrix, at + d + ahead)
+        for e in range(d, d + 2 * SIZE, SIZE):
+            v = sixteen(matrix, at + e)
+            s0 = wide_fma(wide_load(x, at0 + e), v, s0)
+            s1 = wide_fma(wide_load(x, at1 + e), v, s1)
+            s2 = wide_fma(wide_load(x, at2 + e), v, s2)
+            s3 = wide_fma(wide_load(x, at3 + e), v, s3)
+    return wide_total(s0), wide_total(s1), wide_total(s2), wide_total(s3)
+
+
+@piece
+def _few_tokens(x, at0, at1, at2, at3, matrix, first, second, columns, ahead):  # type: ignore[no-untyped-def]
+    """-> the products of four rows of x with two rows of the matrix: one after the other, where sums of both would take
+    all registers.
+    """
+    if not is_one_register():
+        s0, s1, s2, s3 = _few_tokens_by_one(x, at0, at1, at2, at3, matrix, first, columns, ahead)
+        t0, t1, t2, t3 = _few_tokens_by_one(x, at0, at1, at2, at3, matrix, second, columns, ahead)
+        return s0, s1, s2, s3, t0, t1, t2, t3
     s0 = s1 = s2 = s3 = t0 = t1 = t2 = t3 = wide_splat(0.0)
     for d in range(0, columns, 2 * SIZE):
-        fetch_element(matrix, first + d + AHEAD)
-        fetch_element(matrix, second + d + AHEAD)
+        fetch_element(matrix, first + d + ahead)
+        fetch_element(matrix, second + d + ahead)
         for e in range(d, d + 2 * SIZE, SIZE):
             v, w = sixteen(matrix, first + e), sixteen(matrix, second + e)
             y = wide_load(x, at0 + e)
@@ -69,9 +88,9 @@ def _few_tokens(x, at0, at1, at2, at3, matrix, first, second, columns):  # type:
 
 
 @piece
-def _widen(matrix, at, count, tile, to):  # type: ignore[no-untyped-def]
+def _widen(matrix, at, count, tile, to, ahead):  # type: ignore[no-untyped-def]
     for d in range(0, count, 2 * SIZE):
-        fetch_element(matrix, at + d + AHEAD)
+        fetch_element(matrix, at + d + ahead)
         wide_store(tile, to + d, sixteen(matrix, at + d))
         wide_store(tile, to + d + SIZE, sixteen(matrix, at + d + SIZE))
 
@@ -111,7 +130,7 @@ def _product(words, kind):  # type: ignore[no-untyped-def]
     a = longs(get(words, 1))
     x, matrix, out = floats(get(a, 0)), like(kind, get(a, 1)), floats(get(a, 2))
     tokens, rows, columns, row, step = get(a, 3), get(a, 4), get(a, 5), get(a, 6), get(a, 7)
-    fours = (tokens + 3) // 4
+    fours, ahead = (tokens + 3) // 4, ROWS * row
     tile = stack(ROWS * PART if tokens > FEW else SIZE)
     sums = stack(fours * ROWS * 4 * SIZE if tokens > FEW else SIZE)
     while True:
@@ -124,7 +143,7 @@ def _product(words, kind):  # type: ignore[no-untyped-def]
             r1, r2, r3 = min(1, last), min(2, last), min(3, last)
             at0, at1, at2, at3 = n * row, (n + r1) * row, (n + r2) * row, (n + r3) * row
             if tokens == 1:
-                s0, s1, s2, s3 = _one_token(x, matrix, at0, at1, at2, at3, columns)
+                s0, s1, s2, s3 = _one_token(x, matrix, at0, at1, at2, at3, columns, ahead)
                 put(out, n, s0)
                 put(out, n + r1, s1)
                 put(out, n + r2, s2)
@@ -136,7 +155,7 @@ def _product(words, kind):  # type: ignore[no-untyped-def]
                         one, other = n + pair, n + min(pair + 1, last)
                         a0, a1, a2, a3, b0, b1, b2, b3 = _few_tokens(
                             x, 0, m1 * columns, m2 * columns, m3 * columns,
-                            matrix, one * row, other * row, columns,
+                            matrix, one * row, other * row, columns, ahead,
                         )  # fmt: skip
                         put(out, one, a0)
                         put(out, m1 * rows + one, a1)
@@ -152,10 +171,10 @@ def _product(words, kind):  # type: ignore[no-untyped-def]
                     wide_store(sums, s, zero)
                 for part in range(0, columns, PART):
                     count = min(PART, columns - part)
-                    _widen(matrix, at0 + part, count, tile, 0)
-                    _widen(matrix, at1 + part, count, tile, PART)
-                    _widen(matrix, at2 + part, count, tile, 2 * PART)
-                    _widen(matrix, at3 + part, count, tile, 3 * PART)
+                    _widen(matrix, at0 + part, count, tile, 0, ahead)
+                    _widen(matrix, at1 + part, count, tile, PART, ahead)
+                    _widen(matrix, at2 + part, count, tile, 2 * PART, ahead)
+                    _widen(matrix, at3 + part, count, tile, 3 * PART, ahead)
                     for m in range(0, tokens, 4):
                         most = tokens - 1 - m
                         at = m * columns + part

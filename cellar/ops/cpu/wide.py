@@ -68,6 +68,16 @@ def use_whole_registers(builder: Any) -> None:
         set.add(builder.function.attributes, '"min-legal-vector-width"="512"')
 
 
+@written
+def is_one_register(typing: Any) -> Any:
+    """Whether sixteen lanes are one register, of which there are thirty-two, and not two of sixteen."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(1), int(_has_avx512()))
+
+    return signature(types.boolean), lower
+
+
 def _all(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, [value] * SIZE)
 
@@ -157,6 +167,30 @@ def wide_store(typing: Any, pointer: Any, index: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return signature(types.none, pointer, types.int64, wide), lower
+
+
+@written
+def wide_turn(typing: Any, pointer: Any, index: Any) -> Any:
+    """Sixteen rows of sixteen float32, from the index-th on, become columns."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        use_whole_registers(builder)
+        starts = [builder.add(args[1], ir.Constant(_LONG, SIZE * r)) for r in range(SIZE)]
+        places = [_place(builder, args[0], start, _FLOAT) for start in starts]
+        rows = [builder.load(place, align=4) for place in places]
+        for width in (1, 2, 4, 8):
+            # Of two rows so far apart each has lanes of the other where the two bits differ.
+            for r in (r for r in range(SIZE) if not r & width):
+                both = rows[r], rows[r + width]
+                first = [SIZE + lane - width if lane & width else lane for lane in range(SIZE)]
+                second = [SIZE + lane if lane & width else lane + width for lane in range(SIZE)]
+                rows[r] = builder.shuffle_vector(*both, ir.Constant(_INTS, first))
+                rows[r + width] = builder.shuffle_vector(*both, ir.Constant(_INTS, second))
+        for row, place in zip(rows, places, strict=True):
+            builder.store(row, place, align=4)
+        return context.get_dummy_value()
+
+    return signature(types.none, FLOATS, types.int64), lower
 
 
 @written

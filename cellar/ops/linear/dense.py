@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE, UNIT
+from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
 from cellar.ops.cpu.launch import kernel, multiplies_in_units
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.ops.linear.weight import MatrixWeight
@@ -27,8 +27,8 @@ MOST_FEW = 16
 MOST_IN_UNITS = 64
 """The same by matrix units: of more tokens the library, which uses them too, is as fast."""
 
-_TURN = 1 << 15
-"""Numbers that a thread takes per turn, about."""
+_TURNS, _TURN = 4, 1 << 15
+"""Turns of each thread, and the least numbers of one: behind its end a thread has asked for rows that are another's."""
 
 
 class DenseWeight(MatrixWeight):
@@ -44,21 +44,29 @@ class DenseWeight(MatrixWeight):
         if matrix.dtype == torch.float32:
             return functional.linear(x, matrix, bias)
         count = x.shape[0]
-        if 0 < count <= MOST_IN_UNITS and matrix.numel() and matrix.shape[1] % BLOCK == 0 and matrix.stride(1) == 1:
+        if _takes(x, matrix):
             if _suits_units(x, matrix):
                 return _in_units(x, matrix, bias)
             if count <= MOST_FEW:
                 return _few(x, matrix, bias)
         if matrix.dtype == torch.bfloat16 and (count < 5 or onednn_packs(torch.bfloat16)):
             return functional.linear(x, matrix, bias)
-        return _widened(x, matrix, bias)
+        return widened(x, matrix, bias)
+
+    def multiply_into(self, out: Tensor, x: Tensor) -> None:
+        """By matrix units right into it, if `multiply` would use them."""
+        matrix = self.matrix
+        if _takes(x, matrix) and _suits_units(x, matrix):
+            _in_units(x, matrix, None, out)
+        else:
+            super().multiply_into(out, x)
 
 
 def _few(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     """By `ops/cpu/plain.py`: [t, in] and [out, in], whose rows may lie apart, -> [t, out]."""
     (rows, columns), wide = matrix.shape, x.float().contiguous()
     out = wide.new_empty((len(x), rows))
-    turn = max(1, _TURN // columns // ROWS) * ROWS
+    turn = max(rows // (_TURNS * torch.get_num_threads()), _TURN // columns) // ROWS * ROWS or ROWS
     places = (wide.data_ptr(), matrix.data_ptr(), out.data_ptr())
     kernel("product_plain", matrix.dtype)(
         struct.pack("8q", *places, len(x), rows, columns, matrix.stride(0), turn), matrix.numel()
@@ -66,20 +74,34 @@ def _few(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
     return _with(out, bias, x.dtype)
 
 
+def _takes(x: Tensor, matrix: Tensor) -> bool:
+    """Whether the kernels multiply such matrices; `_few` takes fewer tokens."""
+    fits = matrix.shape[1] % BLOCK == 0 and matrix.stride(1) == 1
+    return 0 < len(x) <= MOST_IN_UNITS and matrix.numel() > 0 and fits
+
+
 def _suits_units(x: Tensor, matrix: Tensor) -> bool:
     return x.dtype == matrix.dtype == torch.bfloat16 and matrix.shape[0] >= SIZE and multiplies_in_units()
 
 
-def _in_units(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def _in_units(x: Tensor, matrix: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
     """By `ops/cpu/amx.py`; likewise."""
     rows, columns = matrix.shape
-    pairs = functional.pad(x, (0, 0, 0, -len(x) % SIZE)).view(-1, SIZE, columns // 2, 2).transpose(1, 2).contiguous()
-    out = torch.empty((len(x), rows), dtype=torch.float32)
-    places = (pairs.data_ptr(), matrix.data_ptr(), out.data_ptr(), _shape_of_tiles().ctypes.data)
+    padded = functional.pad(x, (0, 0, 0, -len(x) % SIZE)).contiguous().view(torch.int32)  # pairs of columns
+    pairs = padded.view(-1, SIZE, columns // 2).transpose(1, 2).contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    out = x.new_empty((len(x), rows)) if out is None else out
+    places = (pairs, matrix, added, out)
     kernel("product_units", matrix.dtype)(
-        struct.pack("9q", *places, len(x), rows, columns, matrix.stride(0), UNIT), matrix.numel()
+        struct.pack(
+            "9q",
+            *(0 if place is None else place.data_ptr() for place in places),
+            _shape_of_tiles().ctypes.data,
+            *(len(x), rows, columns, matrix.stride(0)),
+        ),
+        matrix.numel(),
     )
-    return _with(out, bias, x.dtype)
+    return out
 
 
 def _with(out: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -95,7 +117,8 @@ def _shape_of_tiles() -> NDArray[np.uint8]:
     return shape_of_tiles()
 
 
-def _widened(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+def widened(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product in float32, with some rows of the matrix at a time."""
     wide = x.float()
     rows = max(1, WIDEN_ELEMENTS // max(1, matrix.shape[1]))
     out = wide.new_empty((x.shape[0], matrix.shape[0]))

@@ -45,6 +45,10 @@ class LinearWeight(ABC):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b: x: [t, in]; bias: [out] or None -> [t, out] in x's dtype."""
 
+    def multiply_into(self, out: Tensor, x: Tensor) -> None:
+        """`multiply` without a bias, into [t, out] of x's dtype, contiguous. A format that can write there says so."""
+        out.copy_(self.multiply(x))
+
     @abstractmethod
     def dense(self) -> Tensor:
         """The matrix itself, [out, in]: what every product with it is to equal, up to rounding."""

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cellar.core.cpu_rows import MOST_IN_UNITS
+from cellar.ops.cpu.launch import multiplies_in_units
 from cellar.ops.linear.weight import LinearWeight
 from cellar.quant.weight import StackedWeight
 from cellar.runtime.offload.channels import Channel
@@ -21,10 +23,15 @@ from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.rooms import Room, Rooms, fetched
 from cellar.runtime.recorder import Between, at_once
 
-SPUN_TOKENS = 16
+SPUN_TOKENS = MOST_IN_UNITS
 """Up to so many tokens the CPU's thread spins until x has come: it is on its way for microseconds, and to be woken
 takes tens of them, once a layer. Pinned memory for so many is kept.
 """
+
+
+def have_units(dtype: str) -> bool:
+    """True if this processor's matrix units multiply plain rows of that type."""
+    return dtype == "bfloat16" and multiplies_in_units()
 
 
 @dataclass(slots=True)
@@ -90,7 +97,7 @@ class Exchange:
         def multiply() -> None:
             with self._channel.busy():
                 for weight, room in zip(weights, rooms, strict=True):
-                    room.here.copy_(weight.multiply(here))
+                    weight.multiply_into(room.here, here)
 
         return Begun(self._jobs, multiply, rooms, kept)
 

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cellar.core.cpu_rows import most_tokens
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.models.loader import LoadedWeights
 from cellar.ops.linear.dense import DenseWeight
@@ -21,7 +22,7 @@ from cellar.runtime.offload.channels import Channels
 from cellar.runtime.offload.cpu_jobs import CpuJobs
 from cellar.runtime.offload.held import HeldMemory
 from cellar.runtime.offload.homes import Homes
-from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight
+from cellar.runtime.offload.host_rows import Exchange, HostRows, SharedWeight, have_units
 from cellar.runtime.offload.layout import PAGE, Copy, LayerLayout, PlacedRows, aligned
 from cellar.runtime.offload.mover import Fence, Mover, opened
 from cellar.runtime.offload.ring import WeightRing
@@ -30,10 +31,6 @@ from cellar.runtime.registered import mapped
 
 NUM_SLOTS = 2
 """One layer computes while the next is on its way."""
-CPU_TOKENS = 16
-"""A pass of up to so many tokens leaves rows to the CPU: of more tokens it multiplies more slowly than it reads."""
-CPU_TOKENS_IN_CODES = 4
-"""The same of quantized rows, which take longer to decode than to read where there are more tokens."""
 MEASURED_NBYTES = 2**31
 
 
@@ -80,7 +77,8 @@ class StreamedLayers:
                     self._weights[layer.index, slot, by_cpu] = weights.of(layer, layout, there, by_cpu=by_cpu)
         self._by_cpu = self._is_here
         areas = [area for layout in homes.layouts for area in layout.areas if area.source is not None]
-        self._in_codes = any(area.rows.run.format.is_quantized for area in areas)
+        codes = any(area.rows.run.format.is_quantized for area in areas)
+        self._most_by_cpu = most_tokens(codes=codes, units=have_units(spec.dtype))
         # Whether what a slot holds leaves rows to the CPU; the loader writes it, before the slot can be taken.
         self._left = [self._is_here] * len(self._slots)
         self._streamed = frozenset(layout.index for layout in streamed)
@@ -110,7 +108,7 @@ class StreamedLayers:
 
     def begin(self, num_tokens: int) -> None:
         """A pass over so many tokens begins."""
-        self._by_cpu = self._is_here or num_tokens <= (CPU_TOKENS_IN_CODES if self._in_codes else CPU_TOKENS)
+        self._by_cpu = self._is_here or num_tokens <= self._most_by_cpu
         if self._ring is not None:
             self._ring.begin()
 

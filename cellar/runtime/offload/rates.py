@@ -128,7 +128,11 @@ def measured_rates(
         # What is left to the CPU are decodes.
         _, attention = settled(lambda: beside.rate_while(lambda: of_cpu(alone=True)), lambda found: found[1])
         _, flops = beside.rate_while(lambda: _flops(spec, read, seconds))
-        several = beside.rate_while(lambda: _products(spec, read, seconds, few))[1] if few > 1 else 0.0
+        several = 0.0
+        if few > 1:
+            several = settled(
+                lambda: beside.rate_while(lambda: _products(spec, read, seconds, few)), lambda found: found[1]
+            )[1]
         shared = (link, 0.0, left.multiply, attention, flops, left.exchange, left.runs_ahead, threads, several)
         return MeasuredRates(alone, *shared)
     finally:
