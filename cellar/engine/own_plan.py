@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cellar.core.config import EngineConfig
+from cellar.core.cores import num_cores
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
@@ -95,6 +97,8 @@ def with_own_plan(
         return _resident(config, spec, room, limits), None
     if not spared:
         _warn_of_loss(config, raw, spec, room, limits)
+    if room.kind == "gpu":
+        _warn_of_few_threads(config, asked.machine)
     rates, threads = _rates(config, spec, room.kind)
     plan = _planned(asked, spec, room, limits, rates=rates, latency=config.offload.latency)
     assert plan.limits is not None
@@ -298,6 +302,23 @@ def rates_of_device(device: float, flops: float, few_flops: float, attention: fl
     return Rates(
         device=device, flops=PROMPT_SHARE * flops, few_flops=few_flops, device_attention=attention, copies=copies
     )
+
+
+def _warn_of_few_threads(config: EngineConfig, where: str) -> None:
+    """Say so where the environment leaves most of the cores out of what a CPU does for an accelerator."""
+    import torch
+
+    said, threads, cores = os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads(), num_cores()
+    if said and config.device.num_threads is None and 2 * threads < cores:
+        _LOG.warning(
+            "OMP_NUM_THREADS is %s, so the CPU works for %s with %d threads on %d cores; unset it, or say "
+            "--num-threads %d.",
+            said,
+            where,
+            threads,
+            cores,
+            cores - 1,
+        )
 
 
 def _warn_of_loss(config: EngineConfig, raw: Mapping[str, Any], spec: ModelSpec, room: Room, limits: Limits) -> None:

@@ -35,9 +35,12 @@ FOUND = MeasuredRates(
 )
 
 
-@pytest.mark.parametrize(("sequences", "measured"), [(256, 16), (16, 16), (6, 6), (1, 16)])
+@pytest.mark.parametrize(
+    ("sequences", "units", "measured"),
+    [(256, False, 16), (16, False, 16), (6, False, 6), (1, False, 16), (256, True, 64), (40, True, 40), (1, True, 64)],
+)
 def test_the_cpus_products_are_measured_of_as_many_tokens_as_it_may_get(
-    sequences: int, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sequences: int, units: bool, measured: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
@@ -45,6 +48,7 @@ def test_the_cpus_products_are_measured_of_as_many_tokens_as_it_may_get(
         asked.append(how[-1])
         return FOUND
 
+    monkeypatch.setattr("cellar.runtime.offload.host_rows.have_units", lambda dtype: units)
     monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", measured_rates)
     monkeypatch.setattr(
         "cellar.runtime.offload.device_rates.device_rates", lambda *_: DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11)
@@ -53,7 +57,7 @@ def test_the_cpus_products_are_measured_of_as_many_tokens_as_it_may_get(
     config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0, max_num_seqs=sequences).on("cuda")
     rates, _ = own_plan._rates(config, spec, "gpu")
     assert asked == [measured]
-    assert (rates.multiply, rates.few_multiply, rates.few_measured) == (70e9, 25e9, measured)
+    assert (rates.multiply, rates.few_multiply, rates.few_measured, rates.units) == (70e9, 25e9, measured, units)
     assert rates.shared(2, "gpu").few_multiply == 25e9 / 2
 
 
@@ -94,6 +98,29 @@ def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(
     assert plan is not None
     assert planned.device.num_threads == 5
     assert config.device.num_threads is None
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "threads", "warns"),
+    [("4", None, 4, True), ("8", None, 8, False), (None, None, 4, False), ("4", 4, 4, False)],
+)
+def test_an_environment_that_leaves_cores_out_is_said(
+    said: str | None,
+    asked: int | None,
+    threads: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(own_plan, "num_cores", lambda: 16)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    if said is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", said)
+    own_plan._warn_of_few_threads(EngineConfig.of(device="cpu", num_threads=asked), "cuda:0")
+    assert ("with 4 threads on 16 cores; unset it, or say --num-threads 15." in caplog.text) == warns
+    assert len(caplog.records) == warns
 
 
 def test_a_model_that_a_gpu_does_not_hold_is_streamed_unasked(
