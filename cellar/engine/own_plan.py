@@ -144,6 +144,8 @@ def with_rank_plans(
             f"{asked.name} is quantized, and shares of quantized weights are not streamed yet; leave "
             "tensor_parallel_size or quantization out, take pipeline_parallel_size, or raise device_memory."
         )
+    if room.kind == "gpu":
+        _warn_of_few_threads(config, asked.machine)
     device = replace(asked.config.device, num_threads=threads_of_rank(config.device, room.kind, size))
     rates, _ = _rates(replace(asked.config, device=device), largest, room.kind, size)
     wishes: dict[str, Any] = {"rates": rates, "passes": stages}

@@ -100,6 +100,22 @@ def test_an_engine_gets_the_threads_that_its_plan_was_measured_with(
     assert config.device.num_threads is None
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_an_engine_that_streams_to_a_gpu_looks_at_the_environment(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr("cellar.runtime.device.resolve_device", lambda name: torch.device(name))
+    monkeypatch.setattr("cellar.runtime.memory.device_free", lambda _: 2**40)
+    monkeypatch.setattr(own_plan, "_warn_of_few_threads", lambda config, where: asked.append(where))
+    monkeypatch.setattr(own_plan, "_rates", lambda *_: (Rates(), 5))
+    monkeypatch.setattr(own_plan, "fits", lambda *_: False)
+    path = write_checkpoint(tmp_path)
+    config = EngineConfig.of(model=str(path), device=kind, device_memory=1.0, max_model_len=64, max_num_seqs=2)
+    assert own_plan.with_own_plan(config, path)[1] is not None
+    assert asked == (["cuda"] if kind == "cuda" else [])
+
+
 @pytest.mark.parametrize(
     ("said", "asked", "threads", "warns"),
     [("4", None, 4, True), ("8", None, 8, False), (None, None, 4, False), ("4", 4, 4, False)],
