@@ -26,7 +26,7 @@ from cellar.planner.cost import dimensions
 from cellar.planner.machines import h200
 from cellar.planner.offload import Job, Schedule
 from cellar.planner.partition import BF16
-from cellar.planner.passes import Rates
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits, SavedPlan
 from cellar.planner.steps import StepPrices
 from cellar.runtime.protocol import Capacity

@@ -35,7 +35,7 @@ from cellar.engine import own_plan
 from cellar.engine.measured_price import measured_price
 from cellar.engine.opened import open_front
 from cellar.planner import capped
-from cellar.planner import passes as passes_planned
+from cellar.planner import moves as moves_planned
 from cellar.planner.passes import predicted_line
 from cellar.reports.forecast import predict
 from cellar.runtime.offload import layers
@@ -128,7 +128,7 @@ def main() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)  # as a server does
     most = 0 if options.without == "kv-in-host" else options.cpu_tokens  # where all KV is there the CPU does nothing
     if most is not None:
-        passes_planned.most_tokens = layers.most_tokens = lambda **_: most  # type: ignore[attr-defined]
+        moves_planned.most_tokens = layers.most_tokens = lambda **_: most  # type: ignore[attr-defined]
     if options.without == "overlap":
         layers.NUM_SLOTS = opened_layers.NUM_SLOTS = 1  # type: ignore[attr-defined]
     if options.without == "cpu-attention":

@@ -8,7 +8,8 @@ from typing import Any
 
 from cellar.bench.meter import MeteredRuntime, phase_of
 from cellar.core.messages import Emit, StepPlan, StepResult
-from cellar.planner.passes import Moves, channel_seconds
+from cellar.planner.moves import Moves
+from cellar.planner.passes import channel_seconds
 from cellar.planner.saved import SavedPlan
 from cellar.planner.work import StepCost, step_work
 from cellar.runtime.protocol import Runtime

@@ -206,7 +206,7 @@ def _held(
     better one of these schedules.
     """
     from cellar.planner.capped import Room, capped_plan
-    from cellar.planner.passes import processor_rates
+    from cellar.planner.rates import processor_rates
     from cellar.planner.saved import Limits
 
     if job.generate < 2:

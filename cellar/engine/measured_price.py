@@ -8,7 +8,8 @@ from cellar.core.config import EngineConfig
 from cellar.engine.opened import checkpoint_of
 from cellar.engine.own_plan import model_of, rates_of_device
 from cellar.planner.machines import H200_LAYER
-from cellar.planner.passes import Away, pass_cost
+from cellar.planner.moves import Away
+from cellar.planner.passes import pass_cost
 from cellar.planner.work import FEW_TOKENS, StepCost
 
 

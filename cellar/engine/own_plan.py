@@ -16,20 +16,18 @@ from cellar.core.cores import num_cores
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.capped import KV_SHARE, Room, capped_plan, fits
+from cellar.planner.moves import LINK_READS, Away, few_tokens
 from cellar.planner.passes import (
-    LINK_READS,
     LINK_READS_OF_CODES,
     PROMPT_SHARE,
-    Away,
-    Rates,
     block_seconds,
-    few_tokens,
     longest,
     most_within,
     pass_cost,
     predicted_line,
     too_slow,
 )
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits, SavedPlan
 from cellar.planner.work import FEW_TOKENS
 

@@ -21,27 +21,22 @@ from cellar.core.messages import BlockSchedule, Placed, PlacedUnits, Placement
 from cellar.core.pieces import ALIGNMENT, cut_at_most, format_name, is_ordered, rows_nbytes, runs
 from cellar.core.specs import LayerSpec, ModelSpec, TensorSpec
 from cellar.planner.cost import dimensions
+from cellar.planner.moves import LEAST_ROWS, Away, Few, few_tokens, matrices_of, pass_moves, rows_left
 from cellar.planner.offload import Job, Schedule, logits_bytes, working_bytes
 from cellar.planner.passes import (
     MOST_OVER_LINK,
-    Away,
-    Few,
-    Rates,
     block_seconds,
-    cpu_share,
     decode_seconds,
-    few_tokens,
     foreseen,
-    in_formats,
     kv_over_link,
     kv_sequences,
     longest,
     most_within,
     pass_cost,
-    pass_moves,
     predicted_pass,
     too_slow,
 )
+from cellar.planner.rates import Rates, in_formats
 from cellar.planner.saved import Limits, SavedPlan, geometry_of, kv_cache_dtype_of
 from cellar.planner.work import StepCost
 
@@ -142,7 +137,8 @@ def capped_plan(
     # it is the device, it multiplies all of it as it lies.
     left = division.warm
     if room.kind != "cpu":
-        left *= cpu_share(spec, rates, best.away, best.few)
+        matrices = sum(t.nbytes for layer in spec.layers for t in matrices_of(layer))
+        left = min(left, rows_left(spec, rates, best.away, best.few).nbytes / max(1, matrices))
     cuts = (division.kept, division.kept + division.warm - left, division.kept + division.warm)
     weights, on_disk = _placed(spec, room.kind, division.tables, *cuts)
     if on_disk > room.disk:
@@ -219,7 +215,8 @@ def _best(
     found: list[_Choice] = []
     missing: CapacityError | None = None
     fastest = math.inf
-    few = few_tokens(spec, -(-limits.max_num_seqs // passes), rates.units)
+    context = job.prompt + job.generate / 2
+    few = few_tokens(spec, -(-limits.max_num_seqs // passes), rates.units, context)
     brings = rates.reads > 0 and any(group.dtype != spec.dtype for group in spec.kv.groups)
     brought = math.ceil(MOST_OVER_LINK * limits.max_num_seqs / passes) if brings else 0
     for place, kv in _kv_choices(spec, room, limits, bounded=latency is not None):
@@ -371,15 +368,15 @@ def _kv_choices(spec: ModelSpec, room: Room, limits: Limits, *, bounded: bool) -
 def _placed(
     spec: ModelSpec, kind: str, tables: frozenset[str], first: float, second: float, third: float
 ) -> tuple[tuple[Placed, ...], int]:
-    """Rows of each layer up to the share `first` on the device, up to `third` in host memory, from `second` on for the
-    CPU to multiply; `tables` in host memory; and bytes on disk.
+    """Rows of each layer up to the share `first` on the device, up to `third` in host memory, about from `second` on
+    for the CPU to multiply; `tables` in host memory; and bytes on disk.
     """
     found, on_disk = [], 0
     cuts = {
-        f"layers.{layer.index}.{t.name}": tuple(_rows(matrices, k, share) for share in (first, second, third))
+        f"layers.{layer.index}.{t.name}": cut
         for layer in spec.layers
-        for matrices in (_matrices(layer),)
-        for k, t in enumerate(matrices)
+        for matrices in (matrices_of(layer),)
+        for t, cut in zip(matrices, _cuts(matrices, first, second, third), strict=True)
     }
     for name, tensor in spec.named_tensors():
         whole = tensor.shape[0]
@@ -392,18 +389,25 @@ def _placed(
     return tuple(found), on_disk
 
 
-def _matrices(layer: LayerSpec) -> list[TensorSpec]:
-    """The largest last: what a CPU multiplies for an accelerator is the end, and in one matrix it is one exchange."""
-    found = [t for t in layer.tensors if len(t.shape) == 2]
-    largest = max(found, key=lambda t: t.nbytes, default=None)
-    return sorted(found, key=lambda t: t is largest)
+def _cuts(matrices: Sequence[TensorSpec], first: float, second: float, third: float) -> list[tuple[int, int, int]]:
+    """Of each matrix the rows before which those shares of all end. Of the first one that is left to the CPU in part it
+    has `LEAST_ROWS`, or none while there are others (`moves.rows_left`).
+    """
+    ends = ([_rows(matrices, k, share) for k in range(len(matrices))] for share in (first, second, third))
+    found = list(zip(*ends, strict=True))
+    left = [k for k, (_, b, c) in enumerate(found) if b < c]
+    if len(left) > 1:
+        a, b, c = found[left[0]]
+        if c - b < min(LEAST_ROWS, matrices[left[0]].shape[0]):
+            found[left[0]] = (a, c, c)
+    return found
 
 
 def _kinds(layers: Sequence[LayerSpec]) -> Counter[tuple[TensorSpec, ...]]:
     """Matrices of layers that differ in more than what their tensors are called in the checkpoint, and how many layers
     have such: what a division takes is the same for all of a kind.
     """
-    return Counter(tuple(replace(t, stored=("",) * len(t.stored)) for t in _matrices(layer)) for layer in layers)
+    return Counter(tuple(replace(t, stored=("",) * len(t.stored)) for t in matrices_of(layer)) for layer in layers)
 
 
 def _in_layer(name: str) -> bool:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
 
-from cellar.core.cpu_rows import MOST, most_tokens
 from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.cost import dimensions
-from cellar.planner.machines import Machine
+from cellar.planner.moves import NO_FEW, RECORDED_LAUNCHES, Away, Few, Moves, channels_moved, pass_moves
 from cellar.planner.offload import Job, Schedule
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits, SavedPlan
 from cellar.planner.work import StepCost, StepWork, coming
 
@@ -38,182 +37,6 @@ LAYER_LAUNCHES = 8e-4
 """Seconds in which a layer's kernels are launched one by one: on an H200's host 18 to 25 ms for 32 layers, and 0.87 ms
 a layer of Llama-3-8B's passes that nothing else explained (docs/log/offload.md). So of passes with prompts.
 """
-
-RECORDED_LAUNCHES = 1.7e-4
-"""The same of decodes, whose layers have graphs (of up to 256 tokens, unless `enforce_eager`; ranks that share layers
-have none, and are priced too fast): 5.3 ms of Llama-3-8B's 32 layers with nothing to move, on an H200's host
-(docs/log/offload.md).
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes/s while all go on at once: over the link to the device, of products and of attention by the CPU, of the
-    device's memory, of the disk; and the FLOP/s of the device's products of many tokens, and of few (`FEW_TOKENS`; 0:
-    nobody has measured them). `device_attention`: of what its attention of decodes reads of the cache (0: likewise, and
-    taken for `device`). `copies`: of what its kernels between products read and write (0: that is in `flops`).
-    `few_multiply`: of the CPU's products of `few_measured` tokens (0: likewise, and taken for `multiply`).
-    `exchange`: seconds in which an x comes to the CPU and its product goes back, beside the product. `reads`: over the
-    link by kernels that attend to KV in host memory; 0: they attend to none of it. `runs_ahead`: launches go on while
-    the CPU computes for the device; if not, the CPU waits for them. `units`: its matrix units multiply the model's
-    rows. `idle`: how many times as fast the link is, or a processor's disk, while the CPU has nothing to do.
-
-    Those of an H200 (products of prompts of 4,096 tokens and more, docs/log/offload.md), its 16 cores and a solid-state
-    disk. `multiply` 0: no rows are left to the CPU.
-    """
-
-    link: float = 50e9
-    multiply: float = 0.0
-    attention: float = 60e9
-    device: float = 4e12
-    disk: float = 2e9
-    flops: float = 6.2e14
-    few_flops: float = 0.0
-    device_attention: float = 0.0
-    copies: float = 0.0
-    few_multiply: float = 0.0
-    few_measured: int = 0
-    exchange: float = 5e-5
-    reads: float = 0.0
-    runs_ahead: bool = True
-    units: bool = False
-    idle: float = 1.0
-
-    def shared(self, ranks: int, kind: str = "cpu") -> Rates:
-        """Those of each of so many ranks on one processor, which read its memory and its disk at once. On a CPU
-        products of many tokens are of the rank's own cores, with which they were measured; a GPU (`kind`) has memory
-        and a link of its own, measured while the others' were at work.
-        """
-        names = ("multiply", "few_multiply", "attention", "disk", *(("link", "device") if kind == "cpu" else ()))
-        found: dict[str, Any] = {name: getattr(self, name) / ranks for name in names}
-        return replace(self, **found)
-
-
-def processor_rates(machine: Machine, dtype: str) -> Rates:
-    """Those of a processor by its profile. Nothing crosses a link."""
-    constants, memory = machine.constants, machine.host.bandwidth.value
-    disk = Rates().disk if machine.disk is None else machine.disk.bandwidth.value
-    return Rates(
-        attention=memory * constants.attention_hbm.value,
-        device=memory * constants.hbm.value,
-        flops=machine.flops(dtype) * constants.matmul.value,
-        disk=disk,
-    )
-
-
-QUANTIZED_RATES = {"int4": 2.0e12, "mxfp4": 1.9e12, "int8": 3.7e12, "fp8": 3.7e12}
-"""Bytes/s of products of one token in a format on an H200, whose memory is not what binds them
-(docs/performance/h200-quantized.md, 28672 x 4096).
-"""
-
-
-def in_formats(rates: Rates, spec: ModelSpec) -> Rates:
-    """Rates of an accelerator for the formats of a model's layers: the slowest of them is that of its memory."""
-    formats = {format.name for layer in spec.layers for tensor in layer.tensors for format in tensor.formats}
-    found = [QUANTIZED_RATES[name] for name in formats if name in QUANTIZED_RATES]
-    return replace(rates, device=min([rates.device, *found]))
-
-
-class Few(NamedTuple):
-    """Passes that leave rows in host memory to the CPU: of up to `most` tokens (0: none does), and so many rows as suit
-    those of `planned` tokens.
-    """
-
-    most: int
-    planned: int = 1
-
-
-NO_FEW = Few(0)
-
-
-def few_tokens(spec: ModelSpec, sequences: int, units: bool = False) -> Few:
-    """Those of a plan for up to so many sequences: for all of them if no pass has more, else for one that is alone.
-    `units`: see `Rates`.
-
-    Plain rows suit both the CPU and an accelerator. Quantized ones have the order of one, and an accelerator writes out
-    those of the CPU: so they are left to it only where most passes are that small.
-    """
-    codes = any(tensor.formats for layer in spec.layers for tensor in layer.tensors)
-    most = most_tokens(codes=codes, units=units)
-    if sequences <= most:
-        return Few(most, sequences)
-    return NO_FEW if codes else Few(most)
-
-
-@dataclass(frozen=True, slots=True)
-class Away:
-    """Bytes of weights that each pass brings from host memory and from the disk; where KV lies, on which `kind` of
-    device: cpu or gpu.
-    """
-
-    host: int
-    disk: int
-    kv_place: str
-    kind: str
-
-
-@dataclass(frozen=True, slots=True)
-class Moves:
-    """Seconds of what a pass moves, whatever it computes, and what its CPU does: `disk` and `link` of any pass; in one
-    of up to `few` tokens the link's are `few_link`, and the CPU multiplies for `few_rows`, for `few_each` more for each
-    token but the first, and waits for an x for `few_waits`. `attends`: it attends to KV, too. `idle`: see `Rates`.
-    """
-
-    disk: float
-    link: float
-    few_link: float
-    few_rows: float
-    attends: bool
-    few: int = MOST
-    few_waits: float = 0.0
-    idle: float = 1.0
-    few_each: float = 0.0
-
-
-def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: Few = NO_FEW) -> Moves:
-    """What any pass moves, where those of `few` tokens on a GPU leave rows to the CPU (`few_tokens`)."""
-    disk, link = _moves(rates, away)
-    rows = away.host * cpu_share(spec, rates, away, few)
-    one, each = _row_seconds(rates) if rows else (0.0, 0.0)
-    waits = _waits(spec, rates, away) if rows else 0.0
-    few_link = link - rows / rates.link
-    return Moves(disk, link, few_link, rows * one, _attends(away), few.most, waits, rates.idle, rows * each)
-
-
-def _attends(away: Away) -> bool:
-    """Whether the CPU attends for an accelerator."""
-    return away.kind != "cpu" and away.kv_place == "host"
-
-
-def cpu_share(spec: ModelSpec, rates: Rates, away: Away, few: Few) -> float:
-    """Of the weights in host memory, what the CPU multiplies for an accelerator in passes of few tokens: in one of as
-    many as are planned for it has ended, exchanges and what the device computes in between included, when the link has
-    brought the rest.
-    """
-    if away.kind == "cpu" or not few.most or not rates.multiply or not away.host:
-        return 0.0
-    one, each = _row_seconds(rates)
-    spare = away.host / rates.link - _waits(spec, rates, away)
-    return min(1.0, max(0.0, spare / (1 / rates.link + one + each * (few.planned - 1)) / away.host))
-
-
-def _row_seconds(rates: Rates) -> tuple[float, float]:
-    """What the CPU takes for a byte of its rows: for one token, and for each more, as if that were a straight line from
-    one, which takes as long as reading does, to those that were measured, which computing may bind.
-    """
-    one = 1 / rates.multiply
-    if not rates.few_multiply or rates.few_measured < 2:
-        return one, 0.0
-    return one, max(0.0, 1 / rates.few_multiply - one) / (rates.few_measured - 1)
-
-
-def _waits(spec: ModelSpec, rates: Rates, away: Away) -> float:
-    """Seconds of a pass of one token in which the CPU waits for an x, one a layer, and for a q if it attends, too: it
-    goes through the layers with the device, and not beside it. Launches are made beside it, if they can run ahead.
-    """
-    weights = sum(layer.nbytes for layer in spec.layers) / rates.device
-    exchanges = 2 if _attends(away) else 1
-    return len(spec.layers) * (exchanges * rates.exchange + (0.0 if rates.runs_ahead else RECORDED_LAUNCHES)) + weights
 
 
 def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, float]:
@@ -238,13 +61,8 @@ def channel_seconds(cost: StepCost, moves: Moves, work: StepWork) -> dict[str, f
     }
 
 
-LINK_READS = 0.8
-"""Of the rate of copies over the link, what kernels reach that attend to K and V in host memory, if these are of the
-model's own type.
-"""
-
 LINK_READS_OF_CODES = 0.7
-"""The same for K and V in fewer bits, which a kernel brings to the device first: it reaches 0.92 alone, and weights
+"""`LINK_READS` of K and V in fewer bits, which a kernel brings to the device first: it reaches 0.92 alone, and weights
 cross the link beside it (docs/log/offload.md).
 """
 
@@ -262,7 +80,7 @@ def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) ->
     if away.kind == "cpu" or away.kv_place != "host" or not rates.reads or not positions:
         return 0.0
     kv = positions * spec.kv.chunk_nbytes() / spec.kv.chunk_size
-    spare = kv / rates.attention - max(_moves(rates, away))
+    spare = kv / rates.attention - max(channels_moved(rates, away))
     share = min(MOST_OVER_LINK, spare / (kv / rates.attention + kv / rates.reads))
     return share if share >= LEAST_OVER_LINK else 0.0
 
@@ -301,7 +119,7 @@ def pass_cost(spec: ModelSpec, rates: Rates, away: Away, few: Few = NO_FEW, over
         few=few.most if moves.few_rows else 0,
         few_streamed=max(moves.disk, moves.few_link, beside) if moves.few_rows else 0.0,
         few_rows=moves.few_rows + moves.few_waits,
-        few_each=moves.few_each,
+        few_each=moves.few_each + moves.few_sent,
         beside=moves.attends,
         apart=max(0.0, few_token - token) if away.kind != "cpu" else 0.0,
     )
@@ -323,12 +141,6 @@ def _attending(rates: Rates, away: Away) -> float:
     if away.kv_place == "host" or away.kind == "cpu":
         return rates.attention
     return rates.device_attention or rates.device
-
-
-def _moves(rates: Rates, away: Away) -> tuple[float, float]:
-    """Seconds of the disk and of the link, over which comes what the disk brought, too. A processor has none."""
-    link = 0.0 if away.kind == "cpu" else (away.host + away.disk) / rates.link
-    return away.disk / rates.disk, link
 
 
 def decode_seconds(cost: StepCost, sequences: int, context: float) -> float:

@@ -15,7 +15,8 @@ from cellar.engine.own_plan import with_rank_plans
 from cellar.models.registry import open_model, read_config
 from cellar.models.sharding import shard
 from cellar.models.staging import stage
-from cellar.planner.passes import Rates, block_seconds, longest, predicted_line, predicted_rate
+from cellar.planner.passes import block_seconds, longest, predicted_line, predicted_rate
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits, SavedPlan
 from cellar.runtime.offload.layout import placed_rows, planned_nbytes
 from cellar.runtime.ranks.opened import open_ranks

@@ -16,7 +16,9 @@ from cellar.core.messages import StepPlan, StepResult
 from cellar.engine import own_plan
 from cellar.engine.opened import open_front
 from cellar.models import registry
-from cellar.planner.passes import LINK_READS, LINK_READS_OF_CODES, PROMPT_SHARE, Rates
+from cellar.planner.moves import LINK_READS
+from cellar.planner.passes import LINK_READS_OF_CODES, PROMPT_SHARE
+from cellar.planner.rates import Rates
 from cellar.planner.work import FEW_TOKENS
 from cellar.runtime.offload.device_rates import DeviceRates
 from cellar.runtime.offload.rates import MeasuredRates

@@ -8,18 +8,10 @@ from cellar.core.messages import BlockSchedule, Placement
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan, fits
-from cellar.planner.passes import (
-    RECORDED_LAUNCHES,
-    Away,
-    Few,
-    Rates,
-    decode_seconds,
-    few_tokens,
-    pass_cost,
-    pass_moves,
-    predicted_pass,
-)
-from cellar.planner.saved import Limits
+from cellar.planner.moves import RECORDED_LAUNCHES, Away, Few, few_tokens, pass_moves
+from cellar.planner.passes import decode_seconds, pass_cost, predicted_pass
+from cellar.planner.rates import Rates
+from cellar.planner.saved import Limits, SavedPlan
 from tests.tiny_checkpoint import CONFIG
 
 BIG = CONFIG | {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 64, "vocab_size": 500}
@@ -73,7 +65,8 @@ def test_a_pass_of_few_tokens_uses_both_memories(ahead: bool) -> None:
         assert few["link"] * rates.link + few["cpu"] * rates.multiply == pytest.approx(10**10)
         cost = pass_cost(spec, rates, away, Few(16))
         assert decode_seconds(cost, 1, 128) == pytest.approx(few["link"])
-        assert decode_seconds(cost, 16, 128) == pytest.approx(few["link"])
+        sent = pass_moves(spec, rates, away, Few(16)).few_sent
+        assert decode_seconds(cost, 16, 128) == pytest.approx(few["link"] + 15 * sent), "planned for one"
         assert decode_seconds(cost, 17, 128) == pytest.approx(10**10 / 50e9)
         moved = predicted_pass(spec, rates, away, few_of_many, 64, 256)
         assert moved["link"] == pytest.approx(10**10 / 50e9)
@@ -113,13 +106,90 @@ def test_a_plan_places_the_rows_that_its_price_leaves_to_the_cpu(sequences: int,
 
 
 def test_a_stage_leaves_rows_to_the_cpu_for_the_sequences_of_one_of_its_passes() -> None:
-    """24 sequences in two passes are twelve at a time: link and CPU end together with these."""
+    """24 sequences in two passes are twelve at a time: link and CPU end together with these, which it attends to, too,
+    half way through their answers.
+    """
     spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
     rates = Rates(50e9, 84e9, 60e9, few_multiply=40e9, few_measured=16)
     room, limits = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), Limits(24, 512, 256)
     plan = capped_plan(spec, room, limits, model="m", machine="any", rates=rates, passes=2)
     moves = plan.figures["moves"]
-    assert moves["few_link"] == pytest.approx(moves["few_rows"] + 11 * moves["few_each"] + moves["few_waits"])
+    more = 11 * (moves["few_each"] + moves["few_sent"])
+    attention = 12 * (1 + 255 / 2) * spec.kv.chunk_nbytes() / 16 / rates.attention
+    assert moves["attends"]
+    assert moves["few_link"] == pytest.approx(moves["few_rows"] + more + moves["few_waits"] + attention)
+
+
+def by_cpu(plan: SavedPlan) -> dict[str, int]:
+    """Rows of the first layer's matrices that are left to the CPU."""
+    found = (part for part in plan.placement.weights if part.compute == "host" and part.tensor.startswith("layers.0."))
+    return {part.tensor.removeprefix("layers.0."): part.stop - part.start for part in found}
+
+
+def test_few_rows_of_a_further_matrix_are_not_worth_their_exchange() -> None:
+    """As the link gets slower the CPU gets more rows of the largest matrix, then all of it for a while, then at least
+    a thousand of the next one, with one more exchange a layer in the price: as soon as that is quicker.
+    """
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    room, limits, whole = Room(6 * 2**30, 100 * 2**30, 0, None, "gpu"), Limits(1, 128, 256), 28672
+    found = []
+    for link in range(60, 0, -2):
+        rates = Rates(link * 1e9, 84e9, 60e9, exchange=1.2e-4)
+        plan = capped_plan(spec, room, limits, model="m", machine="any", rates=rates)
+        moves, rows = plan.figures["moves"], by_cpu(plan)
+        found.append((rows["gate_up"], rows.get("down", 0)))
+        assert len(rows) == (1 if moves["few_waits"] < 64 * rates.exchange else 2), "as many as are priced"
+        cpu = moves["few_rows"] + moves["few_waits"]
+        if found[-1] == (whole, 0):
+            further = 32 * (1024 * 14336 * 2 / rates.multiply + rates.exchange)
+            assert cpu <= moves["few_link"] <= cpu + further
+        elif found[-1] == (whole, 1024):
+            assert cpu >= moves["few_link"] * 0.999
+        else:
+            assert moves["few_link"] == pytest.approx(cpu, rel=1e-3)
+    assert found == sorted(found)
+    assert found[0][0] < whole
+    assert (whole, 0) in found
+    assert (whole, 1024) in found
+    assert found[-1][1] > 1024
+    assert not any(0 < down < 1024 for _, down in found)
+
+
+def test_rows_leave_the_cpu_time_to_attend() -> None:
+    """With K and V in host memory: attention, rows and what both wait for end with the link."""
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    rates = Rates(45e9, 80e9, 60e9, few_multiply=60e9, few_measured=64, exchange=1.2e-4, units=True)
+    away, few = Away(12 * 10**9, 0, "host", "gpu"), few_tokens(spec, 64, units=True, context=140.0)
+    moves = pass_moves(spec, rates, away, few)
+    attention = 64 * 140 * spec.kv.chunk_nbytes() / 16 / rates.attention
+    more = 63 * (moves.few_each + moves.few_sent)
+    assert moves.few_link == pytest.approx(moves.few_rows + more + moves.few_waits + attention)
+    idle = pass_moves(spec, rates, away, few_tokens(spec, 64, units=True))
+    assert idle.few_rows > moves.few_rows
+    assert decode_seconds(pass_cost(spec, rates, away, few), 64, 140) == pytest.approx(moves.few_link)
+
+
+def test_tokens_and_products_take_the_link_for_a_while() -> None:
+    """x of each matrix that has rows, the products of those rows, and where the CPU attends q, k, v and what it
+    answers; all but those of one token, which the exchange has.
+    """
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    rates = Rates(50e9, 80e9, 60e9)
+    for place, sent in (("device", 0), ("host", 32 * 128 * (32 + 2 * 8) * 2 + 32 * 4096 * 2 / 0.8)):
+        moves = pass_moves(spec, rates, Away(10**10, 0, place, "gpu"), Few(64, 32))
+        rows = moves.few_rows * 80e9
+        back = rows / (4096 * 2) * 2
+        assert moves.few_sent == pytest.approx((sent + 32 * 4096 * 2 + back / 0.8) / 50e9)
+
+
+def test_rows_on_disk_are_none_of_the_cpus() -> None:
+    """The end of each layer lies there: what the CPU may have of the largest matrix is what is before."""
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 256).spec
+    largest = 32 * 28672 * 4096 * 2
+    rates = Rates(20e9, 84e9, 60e9, exchange=1e-3)
+    for disk, matrices in ((0, 1), (largest // 4, 1), (largest * 7 // 8, 2), (largest, 1)):
+        moves = pass_moves(spec, rates, Away(6 * 10**9, disk, "device", "gpu"), Few(16))
+        assert round(moves.few_waits / (32 * rates.exchange)) == matrices
 
 
 def test_one_request_keeps_its_kv_where_it_costs_no_exchange() -> None:

@@ -12,25 +12,20 @@ from cellar.core.errors import ConfigError
 from cellar.models.registry import open_model, shipped_config
 from cellar.planner.capped import Room, capped_plan
 from cellar.planner.cost import dimensions
+from cellar.planner.moves import RECORDED_LAUNCHES, Away, Few, few_tokens, pass_moves
 from cellar.planner.offload import Job
 from cellar.planner.passes import (
     LAYER_LAUNCHES,
-    RECORDED_LAUNCHES,
-    Away,
-    Few,
-    Rates,
     between_products,
     block_seconds,
     channel_seconds,
     decode_seconds,
-    few_tokens,
-    in_formats,
     longest,
     most_within,
     pass_cost,
-    pass_moves,
     predicted_rate,
 )
+from cellar.planner.rates import Rates, in_formats
 from cellar.planner.saved import Limits
 from cellar.planner.work import FEW_TOKENS, StepWork, coming
 from tests.tiny_checkpoint import CONFIG
@@ -129,22 +124,26 @@ def test_the_cpus_rows_take_longer_with_each_token(planned: int) -> None:
     one of more for the CPU.
     """
     rates = replace(RATES, link=50e9, multiply=80e9, few_multiply=40e9, few_measured=11, exchange=1e-4, device=1e15)
+    spec = open_model(shipped_config("llama-3-8b"), "bfloat16", 16, 64).spec
     rates, away, few = replace(rates, flops=1e20), Away(10**10, 0, "device", "gpu"), Few(16, planned)
-    moves, cost = pass_moves(SPEC, rates, away, few), pass_cost(SPEC, rates, away, few)
+    moves, cost = pass_moves(spec, rates, away, few), pass_cost(spec, rates, away, few)
     rows = moves.few_rows * 80e9
     assert rows + moves.few_link * 50e9 == pytest.approx(10**10)
-    waits, seconds = 16 * 1e-4, {n: rows / 80e9 * (1 + (n - 1) / 10) for n in (1, planned, 11, 16)}
-    assert moves.few_link == pytest.approx(seconds[planned] + waits, rel=1e-6)
+    seconds = {n: rows / 80e9 * (1 + (n - 1) / 10) for n in (1, planned, 11, 16)}
+    waits = {n: 32 * 1e-4 + (n - 1) * moves.few_sent for n in seconds}
+    assert moves.few_link == pytest.approx(seconds[planned] + waits[planned], rel=1e-3)
     for tokens, cpu in seconds.items():
-        least = max(moves.few_link, cpu + waits)
-        assert decode_seconds(cost, tokens, 0) == pytest.approx(least, rel=1e-6)
+        least = max(moves.few_link, cpu + waits[tokens])
+        assert decode_seconds(cost, tokens, 0) == pytest.approx(least, rel=1e-3)
         assert (least == moves.few_link) == (tokens < planned) or tokens == planned
         said = channel_seconds(cost, moves, StepWork(tokens, tokens, 0, 0))
         assert said["cpu"] == pytest.approx(cpu)
         assert said["link"] == moves.few_link
     assert decode_seconds(cost, 17, 0) == pytest.approx(10**10 / 50e9)
-    unmeasured = pass_cost(SPEC, replace(rates, few_multiply=0.0), away, few)
-    assert decode_seconds(unmeasured, 16, 0) == decode_seconds(unmeasured, 1, 0)
+    none = replace(rates, few_multiply=0.0)
+    unmeasured = pass_cost(spec, none, away, Few(16)), pass_moves(spec, none, away, Few(16))
+    more = decode_seconds(unmeasured[0], 16, 0) - decode_seconds(unmeasured[0], 1, 0)
+    assert more == pytest.approx(15 * unmeasured[1].few_sent), "what is sent alone"
 
 
 def test_rows_and_attention_are_the_same_cpus() -> None:
@@ -156,7 +155,8 @@ def test_rows_and_attention_are_the_same_cpus() -> None:
     assert attention > 0.1 * moves.few_link
     said = channel_seconds(cost, moves, StepWork(16, 16, 0, 16 * 20_000))
     assert said["cpu"] == pytest.approx(moves.few_rows + attention, rel=1e-3)
-    assert decode_seconds(cost, 16, 20_000) == pytest.approx(said["cpu"] + moves.few_waits, rel=1e-3)
+    waits = moves.few_waits + 15 * moves.few_sent
+    assert decode_seconds(cost, 16, 20_000) == pytest.approx(said["cpu"] + waits, rel=1e-3)
 
 
 def test_rows_are_left_to_the_cpu_for_as_many_as_there_may_be() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from cellar import LLM, CompletionOutput, SamplingParams
 from cellar.core.cpu_rows import most_tokens
 from cellar.core.errors import DeviceError
-from cellar.core.messages import RequestOutput
+from cellar.core.messages import RequestOutput, StepPlan
 from cellar.models.registry import open_model, read_config
 from cellar.ops.linear.dense import DenseWeight
 from cellar.planner.saved import Limits
@@ -27,6 +27,7 @@ from cellar.runtime.offload.host_rows import Exchange, HostRows, have_units
 from cellar.runtime.offload.signal import signal_for
 from cellar.runtime.recorder import Recorded
 from cellar.runtime.steps.recorded_layers import ROOM
+from cellar.runtime.steps.worker import StepWorker
 from tests.conformance.chatglm import config_of
 from tests.runtime.offload.placements import plan_of, random_placement
 from tests.tiny_checkpoint import write_checkpoint
@@ -48,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 LIMITS = Limits(max_num_seqs=3, max_num_batched_tokens=40, max_model_len=128)
 OPTIONS: dict[str, Any] = {"device": "cuda", "skip_tokenizer_init": True}
 GIB = 2**30
+Steps = tuple[Any, ...]
 CHAOS = 0.6
 """FP8 rounds tokens: what differs in the last bit may become another code, a sixteenth away. Embeddings of this model
 that differ by a millionth move log-probabilities by up to 0.2 in float32; in bfloat16 0.43 was seen.
@@ -299,22 +301,38 @@ def test_quantized_weights_come_in_their_bits(kind: str, form: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", ["int4", "int8", "fp8"])
-def test_quantized_weights_in_bfloat16(form: str, tmp_path: Path) -> None:
+def test_quantized_weights_in_bfloat16(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the kernels of weights that stay: wherever whole tensors come from, the same loop says exactly what
-    it says with all of them on the device; where the CPU multiplies some, that but for ties.
+    it says with all of them on the device; where the CPU multiplies some, that but for ties. On a busy machine a
+    result may be late and a row join a step later: then a product has other tokens beside it, and other last bits.
     """
     model = write_checkpoint(tmp_path / "model", **SHAPE)
+    steps: list[Any] = []
+    submit = StepWorker.submit
 
-    def said(seed: int, *places: str) -> list[RequestOutput]:
+    def noted(worker: StepWorker, plan: StepPlan) -> None:
+        steps.append(tuple(map(tuple, (plan.spans.row, plan.spans.start, plan.spans.stop))))
+        submit(worker, plan)
+
+    monkeypatch.setattr(StepWorker, "submit", noted)
+
+    def said(seed: int, *places: str) -> tuple[Steps, list[RequestOutput]]:
+        steps.clear()
         with offloaded(model, tmp_path, "bfloat16", seed, form, batch=3, whole=True, places=places) as llm:
-            return llm.generate(*requests(), use_tqdm=False)
+            found = llm.generate(*requests(), use_tqdm=False)
+        return tuple(steps), found
 
-    wanted = said(0, "device")
+    known = dict([said(0, "device")])
     for seed, places in ((0, ("device", "disk")), (1, ("device", "host", "disk")), (3, ("host",))):
-        found = said(seed, *places)
+        for _ in range(10):  # of 744 runs on a machine that had too much to do, 39 had other steps than the rest
+            of, found = said(seed, *places)
+            if of in known:
+                break
+            known |= [said(0, "device")]
+        wanted = known[of]
         assert tokens_of(found) == tokens_of(wanted)
         assert gap_of_first_tokens(found, wanted) == 0
-    by_cpu = said(2, "device", "host", "disk")
+    _, by_cpu = said(2, "device", "host", "disk")
     if form == "fp8":
         assert gap_of_first_tokens(by_cpu, wanted) < CHAOS
     else:

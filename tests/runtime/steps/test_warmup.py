@@ -20,7 +20,7 @@ from cellar.ops.compile_jobs import jobs_of, key_of
 from cellar.ops.linear.choice import Shape
 from cellar.ops.triton_support import Kernel, Launch
 from cellar.planner.capped import Room, capped_plan
-from cellar.planner.passes import Rates
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits
 from cellar.runtime.offload.forms import streamed_forms
 from cellar.runtime.offload.layout import placed_rows

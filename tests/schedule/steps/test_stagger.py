@@ -13,7 +13,8 @@ from cellar.models.registry import open_model
 from cellar.planner import blocks
 from cellar.planner.capped import Room
 from cellar.planner.offload import Job
-from cellar.planner.passes import RESERVE, Rates
+from cellar.planner.passes import RESERVE
+from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits
 from cellar.schedule.steps.stagger import Stagger
 from tests.tiny_checkpoint import CONFIG
