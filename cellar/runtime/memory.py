@@ -120,6 +120,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def last_cache(caches: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
+    """Bytes of the processor's largest cache, or 0 if the system does not say."""
+    found = 0
+    for file in caches.glob("index*/size"):
+        text = file.read_text().strip()
+        number, unit = text.rstrip("KMG"), text[-1:]
+        if number.isdigit():
+            found = max(found, int(number) * {"K": 2**10, "M": 2**20, "G": 2**30}.get(unit, 1))
+    return found
+
+
 def human(nbytes: float) -> str:
     """`1.5 GiB`, `20 MiB`, `512 B`: for messages."""
     for unit, size in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):

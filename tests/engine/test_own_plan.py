@@ -64,6 +64,32 @@ def test_the_cpus_products_are_measured_of_as_many_tokens_as_it_may_get(
 
 
 @pytest.mark.parametrize(
+    ("cache", "free", "wanted"),
+    [(2**25, 2**37, 2**30), (300 * 2**20, 2**37, 2400 * 2**20), (300 * 2**20, 2**34, 2**31)],
+)
+def test_a_host_is_measured_in_more_memory_than_its_caches_hold(
+    cache: int, free: int, wanted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of what is free at most."""
+    asked = []
+
+    def measured_rates(spec: Any, device: Any, nbytes: int, *how: Any) -> MeasuredRates:
+        asked.append(nbytes)
+        return FOUND
+
+    monkeypatch.setattr("cellar.runtime.offload.rates.measured_rates", measured_rates)
+    monkeypatch.setattr("cellar.runtime.memory.last_cache", lambda: cache)
+    monkeypatch.setattr("cellar.runtime.memory.host_available", lambda: free)
+    monkeypatch.setattr(
+        "cellar.runtime.offload.device_rates.device_rates", lambda *_: DeviceRates(9e11, 8e13, 2e13, 7e11, 5e11)
+    )
+    spec = registry.open_model(registry.read_config(write_checkpoint(tmp_path)), "float32", 16, 64).spec
+    config = EngineConfig.of(model=str(tmp_path), device="cpu", device_memory=1.0).on("cuda")
+    own_plan._rates(config, spec, "gpu")
+    assert asked == [wanted]
+
+
+@pytest.mark.parametrize(
     ("kept", "sparse_v", "share"), [("auto", None, LINK_READS), ("fp8", None, LINK_READS_OF_CODES), ("auto", 0.1, 0.0)]
 )
 def test_the_device_reads_over_the_link_unless_values_are_left_out(
