@@ -103,16 +103,16 @@ def pass_moves(spec: ModelSpec, rates: Rates, away: Away, few: Few = NO_FEW) -> 
     left = rows_left(spec, rates, away, few)
     one, each = _row_seconds(rates)
     return Moves(
-        disk,
-        link,
-        link - left.nbytes / rates.link,
-        left.nbytes * one,
-        attends(away),
-        few.most,
-        left.waits,
-        rates.idle,
-        left.nbytes * each,
-        left.sent,
+        disk=disk,
+        link=link,
+        few_link=link - left.nbytes / rates.link,
+        few_rows=left.nbytes * one,
+        attends=attends(away),
+        few=few.most,
+        few_waits=left.waits,
+        idle=rates.idle,
+        few_each=left.nbytes * each,
+        few_sent=left.sent,
     )
 
 
