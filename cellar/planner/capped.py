@@ -376,7 +376,7 @@ def _placed(
         f"layers.{layer.index}.{t.name}": cut
         for layer in spec.layers
         for matrices in (matrices_of(layer),)
-        for t, cut in zip(matrices, _cuts(matrices, first, second, third), strict=True)
+        for t, cut in zip(matrices, _cuts(matrices, kind, first, second, third), strict=True)
     }
     for name, tensor in spec.named_tensors():
         whole = tensor.shape[0]
@@ -389,14 +389,16 @@ def _placed(
     return tuple(found), on_disk
 
 
-def _cuts(matrices: Sequence[TensorSpec], first: float, second: float, third: float) -> list[tuple[int, int, int]]:
-    """Of each matrix the rows before which those shares of all end. Of the first one that is left to the CPU in part it
-    has `LEAST_ROWS`, or none while there are others (`moves.rows_left`).
+def _cuts(
+    matrices: Sequence[TensorSpec], kind: str, first: float, second: float, third: float
+) -> list[tuple[int, int, int]]:
+    """Of each matrix the rows before which those shares of all end. Of the first one that is left to the CPU beside an
+    accelerator it has `LEAST_ROWS`, or none while there are others (`moves.rows_left`).
     """
     ends = ([_rows(matrices, k, share) for k in range(len(matrices))] for share in (first, second, third))
     found = list(zip(*ends, strict=True))
     left = [k for k, (_, b, c) in enumerate(found) if b < c]
-    if len(left) > 1:
+    if kind != "cpu" and len(left) > 1:
         a, b, c = found[left[0]]
         if c - b < min(LEAST_ROWS, matrices[left[0]].shape[0]):
             found[left[0]] = (a, c, c)
