@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cellar.ops.cpu.blocks import BLOCK, COLUMNS, PANEL, PLACE, ROWS, SIZE
-from cellar.ops.cpu.launch import kernel, multiplies_bytes
+from cellar.ops.cpu.blocks import BLOCK, COLUMNS, FOUR, PANEL, PLACE, ROWS, SIZE
+from cellar.ops.cpu.launch import kernel, multiplies_bytes, takes_fours
 from cellar.ops.linear.dense import widened
 from cellar.ops.linear.onednn import onednn_packs
 from cellar.quant.activations import rounded, token_codes
@@ -118,8 +118,13 @@ def products_in_panels(x: Tensor, matrix: Quantized, bias: Tensor | None, dtype:
 def _summed(x: Tensor, matrix: Quantized) -> Tensor:
     """float32 [t, out] by the kernel that reads codes in their bits."""
     out = torch.empty((x.shape[0], matrix.shape[0]), dtype=torch.float32)
-    wide = _in_order(x, matrix).contiguous()
-    _launch("product", (wide.data_ptr(),), matrix, out, (x.shape[0],))
+    tokens, columns = x.shape
+    wide = _in_order(x, matrix)
+    if tokens > FOUR and takes_fours():
+        padded = functional.pad(wide.reshape(tokens, columns), (0, 0, 0, -tokens % FOUR))
+        wide = padded.view(-1, FOUR, columns // SIZE, 2, SIZE // 2).permute(0, 3, 2, 1, 4)
+    wide = wide.contiguous()
+    _launch("product", (wide.data_ptr(),), matrix, out, (tokens,))
     return out
 
 

@@ -139,6 +139,30 @@ def test_products_equal_those_of_the_dequantized_matrix(
     assert torch.equal(weight.dense(), dequantized(matrix))
 
 
+@pytest.mark.parametrize(
+    ("format", "columns"),
+    [
+        (Format("int8"), 1600),
+        (Format("int8"), 32),
+        (Format("int8", 1024), 2048),
+        (Format("int4", 64, zero_points=True), 1600),
+        (Format("int4", 96), 1056),
+        (Format("mxfp4", 32), 1056),
+        (Format("fp8"), 544),
+        (Format("fp8", 128, rows=128), 768),
+    ],
+    ids=str,
+)
+def test_a_token_has_the_same_bits_alone_and_in_any_company(format: Format, columns: int) -> None:
+    """Of groups and rows that do and do not fill the parts in which they are decoded."""
+    matrix, x = quantized(random(70, columns), format), random(70, columns, seed=1)
+    assert product.takes(x, matrix), "a kernel's"
+    weight = QuantizedWeight(matrix)
+    alone = torch.cat([linear(token[None], weight) for token in x])
+    for tokens in (4, 5, 8, 31, 33, 70):
+        assert torch.equal(linear(x[:tokens], weight), alone[:tokens])
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_cuts_take_codes_and_scales_as_they_are(name: str) -> None:
     matrix = quantized(random(256), FORMATS[name])

@@ -11,6 +11,9 @@ BLOCK = 2 * SIZE
 ROWS = 4
 """Rows of the matrix that are multiplied at once: as many sums as hide a multiplication's latency."""
 
+FOUR = 4
+"""Tokens that are multiplied at once: so many, or fewer, by numbers as they are decoded, for more a tile is first."""
+
 COLUMNS = 128
 """That are multiplied in whole numbers at once: of 4 bits the bytes of a register."""
 

@@ -21,6 +21,7 @@ from cellar.ops.cpu import attention as attention_cpu
 from cellar.ops.cpu import blocks as blocks_cpu
 from cellar.ops.cpu import decodes as decodes_cpu
 from cellar.ops.cpu import dots as dots_cpu
+from cellar.ops.cpu import eights as eights_cpu
 from cellar.ops.cpu import fours as fours_cpu
 from cellar.ops.cpu import gates as gates_cpu
 from cellar.ops.cpu import lanes as lanes_cpu
@@ -270,8 +271,8 @@ def _launcher(source: str) -> Any:
 _KERNEL, _LAUNCH = types.void(LONGS), types.void(types.int64, types.int64, types.int64, types.int64)
 # Numba looks at the file of the function alone; these are all that it may be made of.
 _PARTS = (
-    lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, quantized_cpu, dots_cpu, planes_cpu, panels_cpu, sparse_cpu,
-    tiles_cpu, decodes_cpu, fours_cpu, attention_cpu, plain_cpu, amx_cpu,
+    lanes_cpu, pieces_cpu, gates_cpu, blocks_cpu, wide_cpu, eights_cpu, quantized_cpu, dots_cpu, planes_cpu, panels_cpu,
+    sparse_cpu, tiles_cpu, decodes_cpu, fours_cpu, attention_cpu, plain_cpu, amx_cpu,
 )  # fmt: skip
 _FILES = [__file__, *(str(part.__file__) for part in _PARTS)]
 _SOURCE = hashlib.sha256(b"".join(Path(file).read_bytes() for file in _FILES)).hexdigest()

@@ -70,6 +70,14 @@ def attends_to_decodes() -> bool:
 
 
 @functools.cache
+def takes_fours() -> bool:
+    """True if `eights.py` multiplies codes here, which wants tokens in an order of its own (`rows_by_eights`)."""
+    from cellar.ops.cpu.wide import has
+
+    return not has("avx512f")
+
+
+@functools.cache
 def multiplies_bytes() -> bool:
     """True if kernels of `planes.py` and `panels.py` run on this processor."""
     from cellar.ops.cpu.dots import has_dots

@@ -3,7 +3,7 @@
 The form of a kernel is that of `kernels.py`. A row of x has the same sums whatever stands beside it: numbers are
 added within a group in sixteen lanes, in the order of the columns, then times its scale to those of the groups before,
 and the lanes by halves at the end. A few tokens are multiplied by numbers as they are decoded; for more these are
-decoded into a tile first.
+decoded into a tile first, of whole rows, or where sixteen lanes are two registers of parts (`eights.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from cellar.ops.cpu.blocks import BLOCK, ROWS, SIZE
+from cellar.ops.cpu.blocks import BLOCK, FOUR, ROWS, SIZE
+from cellar.ops.cpu.eights import TOGETHER, decode, part_size, rows_by_eights, zero_of
 from cellar.ops.cpu.lanes import (
     WIDTH,
     brains,
@@ -30,12 +31,12 @@ from cellar.ops.cpu.lanes import (
 )
 from cellar.ops.cpu.pieces import piece
 from cellar.ops.cpu.wide import (
-    byte_of,
     decoded,
     fetch,
     fp8s,
     int4s,
     int8s,
+    is_one_register,
     mxfp4s,
     wide_fma,
     wide_load,
@@ -44,9 +45,6 @@ from cellar.ops.cpu.wide import (
     wide_times,
     wide_total,
 )
-
-FEW = 4
-"""Tokens that are multiplied by numbers as they are decoded; for more of them a tile is decoded first."""
 
 AHEAD = 256
 """Blocks that are asked for before they are needed, at least."""
@@ -59,11 +57,6 @@ def _take_scales(source, at, target, to, count):  # type: ignore[no-untyped-def]
         store(target, to + d, load(source, at + d))
     for d in range(whole, count):
         put(target, to + d, get(source, at + d))
-
-
-@piece
-def _zero(zeros, is_there, index):  # type: ignore[no-untyped-def]
-    return byte_of(zeros, index) if is_there else 0
 
 
 @piece
@@ -82,8 +75,8 @@ def _one_token(x, codes, at, step, scales, zeros, is_there, zero_at, zero_step, 
     z1, z2, z3 = zero_at + zero_step[0], zero_at + zero_step[1], zero_at + zero_step[2]
     sum0 = sum1 = sum2 = sum3 = wide_splat(0.0)
     for g in range(groups):
-        zero0, zero1 = _zero(zeros, is_there, zero_at + g), _zero(zeros, is_there, z1 + g)
-        zero2, zero3 = _zero(zeros, is_there, z2 + g), _zero(zeros, is_there, z3 + g)
+        zero0, zero1 = zero_of(zeros, is_there, zero_at + g), zero_of(zeros, is_there, z1 + g)
+        zero2, zero3 = zero_of(zeros, is_there, z2 + g), zero_of(zeros, is_there, z3 + g)
         s0 = s1 = s2 = s3 = wide_splat(0.0)
         for b in range(g * size, g * size + size):
             fetch(codes, ahead + at + b)
@@ -112,7 +105,7 @@ def _few_tokens(x, at0, at1, at2, at3, codes, at, zeros, is_there, zero_at, scal
     ahead = _ahead(groups * size)
     a0 = a1 = a2 = a3 = wide_splat(0.0)
     for g in range(groups):
-        zero = _zero(zeros, is_there, zero_at + g)
+        zero = zero_of(zeros, is_there, zero_at + g)
         s0 = s1 = s2 = s3 = wide_splat(0.0)
         for b in range(g * size, g * size + size):
             fetch(codes, ahead + at + b)
@@ -130,19 +123,6 @@ def _few_tokens(x, at0, at1, at2, at3, codes, at, zeros, is_there, zero_at, scal
             wide_fma(s3, scale, a3),
         )
     return wide_total(a0), wide_total(a1), wide_total(a2), wide_total(a3)
-
-
-@piece
-def _decode(codes, at, zeros, is_there, zero_at, groups, size, tile, to):  # type: ignore[no-untyped-def]
-    """A row into the tile, without its scales."""
-    ahead = _ahead(groups * size)
-    for g in range(groups):
-        zero = _zero(zeros, is_there, zero_at + g)
-        for b in range(g * size, g * size + size):
-            fetch(codes, ahead + at + b)
-            v, w = decoded(codes, at + b, zero)
-            wide_store(tile, to + BLOCK * b, v)
-            wide_store(tile, to + BLOCK * b + SIZE, w)
 
 
 @piece
@@ -172,7 +152,8 @@ def _four_tokens(x, at0, at1, at2, at3, tile, first, second, scales, row, groups
     )  # fmt: skip
 
 
-# x, codes, scales, zeros (0: none), out; tokens, rows, groups, blocks of a group, rows that share scales; rows per turn
+# x (by eights as `rows_by_eights` has it), codes, scales, zeros (0: none), out; tokens, rows, groups, blocks of one,
+# rows that share scales; rows per turn
 
 
 @piece
@@ -185,7 +166,9 @@ def _product(words, kind, codes_kind):  # type: ignore[no-untyped-def]
     blocks = groups * size
     columns = blocks * BLOCK
     here = stack(ROWS * groups + WIDTH)  # the scales
-    tile = stack(ROWS * columns if tokens > FEW else WIDTH)
+    by_tile, by_eights = tokens > FOUR, tokens > FOUR and not is_one_register()
+    tile = stack(ROWS * (part_size(groups, size) if by_eights else columns) if by_tile else WIDTH)
+    sums = stack((min(tokens, TOGETHER) + FOUR - 1) * ROWS * SIZE if by_eights else WIDTH)
     while True:
         begin = next_of(words) * step
         if begin >= rows:
@@ -210,7 +193,7 @@ def _product(words, kind, codes_kind):  # type: ignore[no-untyped-def]
                     put(out, n + 2, s2)
                 if last > 2:
                     put(out, n + 3, s3)
-            elif tokens <= FEW:
+            elif not by_tile:
                 m1, m2, m3 = min(1, tokens - 1), min(2, tokens - 1), min(3, tokens - 1)
                 for r in range(min(ROWS, last + 1)):
                     a0, a1, a2, a3 = _few_tokens(
@@ -221,10 +204,19 @@ def _product(words, kind, codes_kind):  # type: ignore[no-untyped-def]
                     put(out, m1 * rows + n + r, a1)
                     put(out, m2 * rows + n + r, a2)
                     put(out, m3 * rows + n + r, a3)
+            elif by_eights:
+                for m in range(0, tokens, TOGETHER):
+                    rows_by_eights(
+                        x, codes, _ahead(blocks), here, zeros, is_there, out, n, last, m, min(TOGETHER, tokens - m),
+                        rows, groups, size, tile, sums,
+                    )  # fmt: skip
             else:
                 for r in range(ROWS):
                     row = n + min(r, last)
-                    _decode(codes, row * blocks, zeros, is_there, row * groups, groups, size, tile, r * columns)
+                    decode(
+                        codes, row * blocks, _ahead(blocks), zeros, is_there, row * groups, groups, size,
+                        tile, r * columns,
+                    )  # fmt: skip
                 for m in range(0, tokens, 4):
                     most = tokens - 1 - m
                     at, to = m * columns, m * rows + n
@@ -262,7 +254,7 @@ def _expansion(words, kind, codes_kind):  # type: ignore[no-untyped-def]
             return
         for n in range(begin, min(begin + step, rows)):
             for g in range(groups):
-                zero = _zero(zeros, is_there, n * groups + g)
+                zero = zero_of(zeros, is_there, n * groups + g)
                 scale = wide_splat(get(scales, n // sharing * groups + g))
                 for b in range((n * groups + g) * size, (n * groups + g + 1) * size):
                     fetch(codes, b + AHEAD)
