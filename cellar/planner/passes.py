@@ -13,7 +13,7 @@ from cellar.core.dtypes import DTYPE_BYTES
 from cellar.core.errors import ConfigError
 from cellar.core.specs import ModelSpec
 from cellar.planner.cost import dimensions
-from cellar.planner.moves import NO_FEW, RECORDED_LAUNCHES, Away, Few, Moves, channels_moved, pass_moves
+from cellar.planner.moves import NO_FEW, RECORDED_LAUNCHES, Away, Few, Moves, attends, channels_moved, pass_moves
 from cellar.planner.offload import Job, Schedule
 from cellar.planner.rates import Rates
 from cellar.planner.saved import Limits, SavedPlan
@@ -77,7 +77,7 @@ def kv_over_link(spec: ModelSpec, rates: Rates, away: Away, positions: float) ->
     """The share of `positions` in host memory to which the device attends over the link, while the CPU attends to the
     others: both end together, weights that cross the link counted.
     """
-    if away.kind == "cpu" or away.kv_place != "host" or not rates.reads or not positions:
+    if not attends(away) or not rates.reads or not positions:
         return 0.0
     kv = positions * spec.kv.chunk_nbytes() / spec.kv.chunk_size
     spare = kv / rates.attention - max(channels_moved(rates, away))
