@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cellar.core.kv_formats import kv_format
-from cellar.core.pieces import rows_nbytes
+from cellar.core.pieces import ALIGNMENT, rows_nbytes
 from cellar.core.specs import ModelSpec
 from cellar.ops.attention import decode_attention, plan_attention
 from cellar.ops.cpu.launch import use_threads
@@ -36,6 +36,8 @@ from cellar.runtime.offload.specimens import largest_matrix, matrices
 from cellar.runtime.steps.arena import cache_type
 
 CONTEXT = 512
+COPIED_NBYTES = 2**28
+"""Most bytes of a device into which copies go."""
 MANY = 64
 """Tokens of a product that memory does not bound."""
 CHAINED = 8
@@ -101,13 +103,13 @@ def measured_rates(
     nbytes = max(nbytes, aligned(rows_nbytes(largest, 0, largest.shape[0], "cpu")))
     memory = HeldMemory("host", 2 * nbytes)
     others: list[torch.device] = []
+    beside: _Beside = reads or _Nothing()
     if device.type != "cpu":
         memory.register(device)
     try:
         moved, read = memory.carve(nbytes), memory.carve(nbytes)
         for part in (moved, read):
             fill_with_ones(part, getattr(torch, spec.dtype))  # pages that nobody has written are one and the same
-        beside: _Beside = reads or _Nothing()
         if device.type != "cpu":
             others = [torch.device(device.type, k) for k in range(ranks)] if ranks > 1 else [device]
             beside = _Link(moved, others)
@@ -138,6 +140,8 @@ def measured_rates(
     finally:
         for other in others:
             torch.cuda.synchronize(other)
+        if isinstance(beside, _Link):
+            beside.close()
         memory.close()
 
 
@@ -181,13 +185,15 @@ class _Nothing:
 
 
 class _Link:
-    """Copies a piece of memory to each of the devices again and again: an equal part of the memory, all at once."""
+    """Copies memory to each of the devices again and again: an equal part of the memory, all at once, one piece after
+    another to the same place, since a device may be held to less than the host's caches have.
+    """
 
     def __init__(self, memory: Tensor, devices: Sequence[torch.device]) -> None:
-        self._parts = memory[: memory.nbytes // len(devices) * len(devices)].chunk(len(devices))
-        self._there = [
-            torch.empty_like(part, device=device).fill_(0) for part, device in zip(self._parts, devices, strict=True)
-        ]
+        pieces = -(-memory.nbytes // (len(devices) * COPIED_NBYTES))
+        piece = memory.nbytes // (len(devices) * pieces) // ALIGNMENT * ALIGNMENT
+        self._parts = memory[: piece * pieces * len(devices)].view(len(devices), pieces, piece)
+        self._there = [torch.zeros(piece, dtype=memory.dtype, device=device) for device in devices]
         self._movers = [mover_for(device) for device in devices]
 
     def rate_while(self, work: Callable[[], Found]) -> tuple[float, Found]:
@@ -198,7 +204,8 @@ class _Link:
             while not ended.is_set():
                 begin = time.perf_counter()
                 for mover, part, there in zip(self._movers, self._parts, self._there, strict=True):
-                    mover.move(part, there)
+                    for piece in part:  # none waits for this thread, which may have to wait for a core
+                        mover.move(piece, there)
                 for mover in self._movers:
                     mover.over()()
                 taken.append(time.perf_counter() - begin)
@@ -213,6 +220,11 @@ class _Link:
         # The last one went on alone for a while.
         kept = sorted(taken[:-1] or taken)
         return self._parts[0].nbytes / kept[len(kept) // 2], found
+
+    def close(self) -> None:
+        """Give the devices' memory back, for weights that would lie in what is kept of it."""
+        self._there.clear()
+        torch.cuda.empty_cache()
 
 
 def fill_with_ones(memory: Tensor, dtype: torch.dtype) -> None:

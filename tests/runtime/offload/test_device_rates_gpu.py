@@ -10,6 +10,7 @@ import torch
 from cellar.core.specs import ModelSpec
 from cellar.models.registry import open_model, shipped_config
 from cellar.runtime.offload.device_rates import device_rates
+from cellar.runtime.offload.rates import COPIED_NBYTES, measured_rates
 from cellar.runtime.offload.specimens import DEVICE_NBYTES, DEVICE_QUANTIZED_NBYTES, device_matrices, largest_matrix
 from cellar.runtime.probes.context import best_seconds
 from tests.tiny_checkpoint import CONFIG
@@ -86,3 +87,14 @@ def test_a_layers_rates_lie_between_those_of_its_matrices() -> None:
     for name in ("device", "flops", "few_flops"):
         rates = [getattr(one, name) for one in alone]
         assert 0.85 * min(rates) < getattr(whole, name) < 1.15 * max(rates), (name, rates, whole)
+
+
+def test_copies_of_much_go_to_a_small_piece_of_the_device() -> None:
+    """A device may be held to less than the host has caches, and weights would keep what they use of a large piece."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    found = measured_rates(spec_of("llama-3.2-1b", None), DEVICE, 2**31 + 2**24, 0.05)
+    assert found.alone > found.link / 2 > 1e9
+    assert torch.cuda.max_memory_reserved() - before <= 2 * COPIED_NBYTES
+    assert torch.cuda.memory_reserved() - before < COPIED_NBYTES // 2

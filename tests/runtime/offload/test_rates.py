@@ -133,6 +133,9 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
         def __init__(self, memory: torch.Tensor, devices: list[torch.device]) -> None:
             assert [device.type for device in devices] == ["cuda"]
 
+        def close(self) -> None:
+            made.append("closed")
+
         def rate_while(self, work: Any) -> tuple[float, Any]:
             found = work()
             return (60e9, None) if found is None else (50e9, found)
@@ -173,6 +176,7 @@ def test_beside_an_accelerator_each_rate_is_of_what_it_says(monkeypatch: pytest.
         *("4 threads", "6 threads", "8 threads"),
         *("8 threads", "8 threads", "8 used"),
         *["attention"] * 3,
+        "closed",
     ]
     assert measured_rates(spec, gpu, 2**22, 0.01, few=1).few_multiply == 0, "that is `multiply`"
 
